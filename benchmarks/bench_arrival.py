@@ -24,7 +24,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
-from hasten.parts.distributed.weight_broadcast import Arrival
+from hasten.parts.distributed.weight_broadcast import WeightBroadcast
 from hasten.parts.distributed.fsdp import shard
 torch.set_num_threads(1)
 way, rank, world, layers, width, meeting = sys.argv[1], *map(int, sys.argv[2:6]), sys.argv[6]
@@ -49,7 +49,7 @@ if way == "each" or rank == 0:
 else:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-shard(model, mesh, before=Arrival(rank == 0) if way == "once" else lambda part: None)
+shard(model, mesh, before=WeightBroadcast(rank == 0) if way == "once" else lambda part: None)
 dist.barrier()
 seconds = time.perf_counter() - began
 count = sum(p.numel() for p in model.parameters())

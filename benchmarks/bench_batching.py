@@ -18,7 +18,7 @@ from pathlib import Path
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.measure.ablation import Arm, Design
-from hasten.measure.experiment import measure_arms, table
+from hasten.measure.experiment import experiment_context, measure_arms
 from hasten.measure.recipe_experiment import prepared, recipe_worker
 from hasten.measure.statistics import paired_ratio
 from hasten.measure.workers import WorkerPool
@@ -80,7 +80,7 @@ def measured(name: str, dataset: str, folder: Path, design: Design, batch: int) 
     path.write_text(recipe.to_yaml())
     plans = {arm: Plan(techniques) for arm, techniques in ARMS.items()}
     with WorkerPool(folder / "data", subject.known.device) as pool:
-        at = table(pool, lambda name: recipe_worker(subject, path, plans[name]))
+        at = experiment_context(pool, lambda name: recipe_worker(subject, path, plans[name]))
         arms = measure_arms(at, plans, design).arms
     return [_row(name, arm, arms[0]) for arm in arms]
 

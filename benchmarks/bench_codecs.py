@@ -23,7 +23,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from hasten.parts.comm.codecs import Cast, QuantisedCodec
+from hasten.parts.comm.codecs import CastCodec, QuantisedCodec
 from hasten.parts.kernels import build, codec_reference
 from hasten.parts.kernels import codec as compiled
 
@@ -93,7 +93,7 @@ class Bench:
 
     def cast(self, name: str) -> Turns:
         flat, residual, kept, out, n = self.flat, self.residual, self.kept, self.out, len(self.flat)
-        wire = Cast(name)
+        wire = CastCodec(name)
         messages = wire.encode(flat).repeat(RANKS, 1)
         first = messages[0]
         return {
@@ -114,12 +114,12 @@ class Bench:
         return found | {name: self.cast(name) for name in ("half", "bf16")}
 
 
-def library(processor: str) -> Callable[[], build.Built]:
+def library(processor: str) -> Callable[[], build.LoadedLibrary]:
     """What stands for ``codec.library`` while kernels for that processor have their turn."""
     build.FLAGS = tuple(PLAIN if flag.startswith(PLAIN[:7]) else flag for flag in build.FLAGS)
     build.FLAGS = tuple(flag.replace("native", processor) for flag in build.FLAGS)
-    build.built.cache_clear()
-    found = build.built("codec")
+    build.build_library.cache_clear()
+    found = build.build_library("codec")
     if found.library is None:
         raise SystemExit(found.reason)
     return lambda: found

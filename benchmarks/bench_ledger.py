@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from hasten.core.step import training
-from hasten.core.timing import FORWARD, HostClock, Unclocked
+from hasten.core.timing import FORWARD, HostClock, NoPhaseTimer
 from tiny import language_job, session_of
 
 MARKS = 200_000
@@ -28,30 +28,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
-    for clock in (Unclocked(), HostClock()):
+    for clock in (NoPhaseTimer(), HostClock()):
         print(f"{type(clock).__name__:<10} {_mark_seconds(clock) * 1e9:6.0f} ns a mark")
     ratios, plain = [], []
     allowed = (given.rounds + 1) * given.steps
-    sessions = {kind: session_of(language_job(steps=allowed)) for kind in (Unclocked, HostClock)}
+    sessions = {kind: session_of(language_job(steps=allowed)) for kind in (NoPhaseTimer, HostClock)}
     runs = {}
     for kind, session in sessions.items():
         session.setup.clock = kind()
         runs[kind] = training(session)
         list(islice(runs[kind], given.steps))
     for number in range(given.rounds):
-        order = [Unclocked, HostClock] if number % 2 else [HostClock, Unclocked]
+        order = [NoPhaseTimer, HostClock] if number % 2 else [HostClock, NoPhaseTimer]
         spent = {}
         for kind in order:
             found = list(islice(runs[kind], given.steps))
             spent[kind] = statistics.median(m.step_seconds for m in found)
-        ratios.append(spent[HostClock] / spent[Unclocked])
-        plain.append(spent[Unclocked])
+        ratios.append(spent[HostClock] / spent[NoPhaseTimer])
+        plain.append(spent[NoPhaseTimer])
     low, _, high = statistics.quantiles(ratios, n=4)
     print(f"step without {statistics.median(plain) * 1e3:.2f} ms, median of {given.rounds} rounds")
     print(f"with / without {statistics.median(ratios):.4f}, middle half {low:.4f} to {high:.4f}")
 
 
-def _mark_seconds(clock: Unclocked | HostClock) -> float:
+def _mark_seconds(clock: NoPhaseTimer | HostClock) -> float:
     clock.begin()
     began = time.perf_counter()
     for _ in range(MARKS):

@@ -55,7 +55,7 @@ if not hasattr(F, "linear_cross_entropy"):
     WAYS = {name: way for name, way in WAYS.items() if not name.startswith("linear")}
 
 
-def material(vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def data(vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(ROWS, WIDTH, generator=generator).to(dtype).requires_grad_()
     weight = (torch.randn(vocabulary, WIDTH, generator=generator) * 0.05).to(dtype)
@@ -79,9 +79,9 @@ def added_megabytes(name: str, vocabulary: int, dtype: str) -> float:
 
 
 def alone(name: str, vocabulary: int, dtype: torch.dtype) -> float:
-    small = material(64, dtype)
+    small = data(64, dtype)
     once(WAYS[name], small)  # libraries are loaded and kernels built
-    tensors = material(vocabulary, dtype)
+    tensors = data(vocabulary, dtype)
     host.reset_memory_peak("cpu")
     before = host.host_memory_peak()
     once(WAYS[name], tensors)
@@ -93,7 +93,7 @@ def table(dtype: torch.dtype, rounds: int) -> None:
     print("| vocabulary | way | ms | of whole logits | memory added |")
     print("|---|---|---|---|---|")
     for vocabulary in VOCABULARIES:
-        tensors = material(vocabulary, dtype)
+        tensors = data(vocabulary, dtype)
         taken: dict[str, list[float]] = {name: [] for name in WAYS}
         for turn in range(rounds + 1):
             for name, way in WAYS.items():

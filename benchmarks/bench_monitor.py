@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from hasten.monitor.run import Run
-from hasten.monitor.watching import Cursor, shown
+from hasten.monitor.watching import Cursor, page_update
 
 
 def line(step: int) -> str:
@@ -81,7 +81,7 @@ def measure(steps: int) -> list[tuple[str, str]]:
 
 def _sent(run: Run, cursor: Cursor) -> tuple[int, float]:
     began = time.process_time()
-    text = json.dumps(shown(run, cursor), separators=(",", ":"))
+    text = json.dumps(page_update(run, cursor), separators=(",", ":"))
     return len(text), time.process_time() - began
 
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from hasten.parts.data.epoch_order import (
     PackedOrder,
-    deal,
+    deal_rows,
     quadratic_share,
     row_costs,
     straggler_loss,
@@ -150,10 +150,10 @@ def dealing(count: int, row: int, per_rank: int) -> None:
         for start in range(0, min(len(costs), 100 * size) - size + 1, size):
             step = shuffled[start : start + size]
             at_random.append(straggler_loss(step, [[*range(r, size, RANKS)] for r in range(RANKS)]))
-            by_cost.append(straggler_loss(step, deal(step, RANKS)))
+            by_cost.append(straggler_loss(step, deal_rows(step, RANKS)))
             step = costs[start : start + size]
             began = time.perf_counter()
-            hands = deal(step, RANKS)
+            hands = deal_rows(step, RANKS)
             spent += time.perf_counter() - began
             balanced.append(straggler_loss(step, hands))
         print(

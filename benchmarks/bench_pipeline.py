@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _bubble_table(found: dict[str, Any], asked: argparse.Namespace) -> None:
-    from hasten.parts.distributed.pipeline.schedules import actions, ops, virtual
+    from hasten.parts.distributed.pipeline.schedules import actions, ops, stages_per_rank
     from hasten.planner.schedules import StageSeconds, simulate
 
     print(
@@ -66,7 +66,7 @@ def _bubble_table(found: dict[str, Any], asked: argparse.Namespace) -> None:
     names = ("schedule", "median", "least", "passes", "expected", "ratios")
     print("{:<14}{:>8}{:>8}{:>8}{:>10}{:>19}".format(*names))
     for schedule, row in found.items():
-        share, each = statistics.median(row["shares"]), virtual(schedule)
+        share, each = statistics.median(row["shares"]), stages_per_rank(schedule)
         listed = actions(schedule, asked.ranks, asked.micro_batches)
         even = StageSeconds.even(asked.ranks * each, 1 / each, 1 / each, 1 / each)
         cells = [[ops(action) for action in listed[r] if action] for r in listed]
@@ -124,10 +124,10 @@ def _pipeline(schedule: str, asked: argparse.Namespace, width: int, early: bool 
     from torch import nn
 
     from hasten import AsyncPipeline
-    from hasten.parts.distributed.pipeline.schedules import virtual
+    from hasten.parts.distributed.pipeline.schedules import stages_per_rank
     from pipeline_rank_jobs import Asleep
 
-    ranks, each = dist.get_world_size(), virtual(schedule)
+    ranks, each = dist.get_world_size(), stages_per_rank(schedule)
     layers = [Asleep(*[asked.seconds / each] * 3) for _ in range(ranks * each)]
     pipeline = AsyncPipeline(ranks, 1, early, schedule=schedule)
     stages = pipeline.partition_model(nn.Sequential(*layers), [1.0] * len(layers))
@@ -141,11 +141,11 @@ def _pipeline(schedule: str, asked: argparse.Namespace, width: int, early: bool 
 
 
 def _bubbles(asked: argparse.Namespace) -> dict[str, Any]:
-    from hasten.parts.distributed.pipeline.schedules import SCHEDULES, impossible
+    from hasten.parts.distributed.pipeline.schedules import SCHEDULES, why_impossible
 
     found = {}
     for schedule in asked.schedules.split(",") if asked.schedules else SCHEDULES:
-        if impossible(schedule, asked.ranks, asked.micro_batches):
+        if why_impossible(schedule, asked.ranks, asked.micro_batches):
             continue
         pipeline, stages, step = _pipeline(schedule, asked, 2)
         row: dict[str, Any] = {"shares": [], "passes": []}

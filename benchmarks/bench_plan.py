@@ -18,7 +18,7 @@ from collections.abc import Callable
 from hasten.models.architecture import Architecture
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import LayoutSpace, PlannedJob, enumerate_layouts
-from hasten.planner.planning import consider, plan
+from hasten.planner.planning import evaluate_layouts, plan
 
 CASES = (
     ("deepseek-llm-7b", Cluster.preset("single_node", 1, 4, "a100"), PlannedJob(1024, 64, "lora")),
@@ -39,7 +39,7 @@ def row(name: str, cluster: Cluster, job: PlannedJob, rounds: int) -> list[str]:
     count = len(enumerate_layouts(model, cluster, job, space).layouts)
     works: tuple[Callable[[], object], ...] = (
         lambda: enumerate_layouts(model, cluster, job, space),
-        lambda: consider(model, cluster, job, space),
+        lambda: evaluate_layouts(model, cluster, job, space),
         lambda: plan(model, cluster, job, space=space, fewer_nodes=False),
     )
     taken = [[seconds(work) for work in works] for _ in range(rounds)]

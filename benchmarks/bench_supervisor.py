@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from hasten.core.health import fingerprints
-from hasten.machine.processes import Pulse
+from hasten.machine.processes import Heartbeat
 
 SOAK = Path(__file__).parents[1] / "tests" / "faults" / "rank_soak.py"
 
@@ -56,8 +56,8 @@ def main() -> None:
             middle = statistics.median(seconds)
             print(f"| {name} | {len(seconds)} | {middle:.2f} s | {max(seconds):.2f} s |")
     with tempfile.TemporaryDirectory() as folder:
-        pulse = Pulse(Path(folder), 0)
-        print(f"\na pulse: {microseconds(lambda: pulse.beat(1), 2000):.1f} us a step")
+        heartbeat = Heartbeat(Path(folder), 0)
+        print(f"\na heartbeat: {microseconds(lambda: heartbeat.beat(1), 2000):.1f} us a step")
     weights = [torch.randn(1 << 20) for _ in range(50)]
     taken = microseconds(lambda: fingerprints(weights), 3) / 1e3
     size = sum(w.nbytes for w in weights) / 1e9

@@ -7,9 +7,9 @@
 Records are dialogues of one or two turns, their texts slices and joins of the two data sets'; the
 same file, tokenizer and chat template for all. Each arm is a process of its own; they take turns.
 TRL's part is ``load_dataset`` and ``SFTTrainer._prepare_dataset`` (assistant-only loss), called
-without a model; hasten's is ``gather``. Seconds are taken after the imports. The second start is a
-new process that finds everything prepared. CPU seconds count all processes of an arm and hardly
-depend on what else the machine does. Memory is the peak over the whole tree of processes,
+without a model; hasten's is ``prepare_data``. Seconds are taken after the imports. The second start
+is a new process that finds everything prepared. CPU seconds count all processes of an arm and
+hardly depend on what else the machine does. Memory is the peak over the whole tree of processes,
 sampled: resident pages, and with shared ones divided by who shares them (PSS). The trained tokens
 must be the same in all arms, or nothing is printed.
 """
@@ -81,7 +81,7 @@ def now() -> tuple[float, float]:
 
 
 def hasten_arm(folder: Path, out: Path, workers: int) -> dict[str, Any]:
-    from hasten.recipe.prepared_data import gather
+    from hasten.recipe.prepared_data import prepare_data
     from hasten.recipe.schema import Recipe
 
     began = now()
@@ -93,7 +93,7 @@ def hasten_arm(folder: Path, out: Path, workers: int) -> dict[str, Any]:
         held_out=0,
         max_steps=1,
     )
-    train = gather(recipe, out).train
+    train = prepare_data(recipe, out).train
     seconds, cpu = (end - start for start, end in zip(began, now(), strict=True))
     marked = sum(int(train[i].trained.sum()) for i in range(0, len(train), 97))
     return {"seconds": seconds, "cpu": cpu, "tokens": int(train.lengths.sum()), "marked": marked}

@@ -30,7 +30,15 @@ from typing import Any
 
 from tuner.problems import PROBLEMS, WAYS_OF, Problem
 
-from hasten.tune.samplers import Bandit, Beforehand, OptunaProposer, Own, Proposer, Shuffled, Tried
+from hasten.tune.samplers import (
+    Bandit,
+    ForecastProposer,
+    OptunaProposer,
+    PriorKnowledge,
+    Proposer,
+    Shuffled,
+    TriedPoint,
+)
 from hasten.tune.space import SMALL, Point, Space
 
 TRIALS, WITHIN, DUEL = 40, 0.03, 3
@@ -56,15 +64,15 @@ class OneAtATime:
                         return point
         return None
 
-    def tell(self, tried: Tried) -> None:
+    def tell(self, tried: TriedPoint) -> None:
         self._done.add(tried.point)
         if tried.value is not None and tried.value > self._value:
             self._best, self._value = tried.point, tried.value
 
 
-def unknown(problem: Problem, seed: int) -> Beforehand:
+def unknown(problem: Problem, seed: int) -> PriorKnowledge:
     known = problem.known(seed)
-    return Beforehand(limit=known.limit, noise=known.noise)
+    return PriorKnowledge(limit=known.limit, noise=known.noise)
 
 
 WAYS: dict[str, Callable[[Problem, int], Proposer]] = {
@@ -75,8 +83,8 @@ WAYS: dict[str, Callable[[Problem, int], Proposer]] = {
     "CMA-ES": lambda p, seed: OptunaProposer("cmaes", p.space, seed),
     "TPE": lambda p, seed: OptunaProposer("tpe", p.space, seed),
     "GP": lambda p, seed: OptunaProposer("gp", p.space, seed),
-    "hasten, without a forecast": lambda p, seed: Own(p.space, unknown(p, seed), seed),
-    "hasten": lambda p, seed: Own(p.space, p.known(seed), seed),
+    "hasten, without a forecast": lambda p, seed: ForecastProposer(p.space, unknown(p, seed), seed),
+    "hasten": lambda p, seed: ForecastProposer(p.space, p.known(seed), seed),
 }
 
 
@@ -84,7 +92,7 @@ def study(problem: Problem, way: Callable[[Problem, int], Proposer], seed: int) 
     """Trials until within 3 % of the best (None: over 40), and those out of memory by then."""
     proposer, draw = way(problem, seed), random.Random(seed)
     proposer.tell(problem.first)
-    tried: list[Tried] = []
+    tried: list[TriedPoint] = []
     for number in range(1, TRIALS + 1):
         point = proposer.ask()
         if point is None:
@@ -100,7 +108,7 @@ def study(problem: Problem, way: Callable[[Problem, int], Proposer], seed: int) 
     return None, failures(tried)
 
 
-def failures(tried: list[Tried]) -> int:
+def failures(tried: list[TriedPoint]) -> int:
     return sum(t.state == "out of memory" for t in tried)
 
 

@@ -1180,7 +1180,7 @@ PARTS: tuple[Fault, ...] = (
         name="last-piece-weighs-too-much",
         kind="wrong reduction",
         file="parts/data/dynamic_batch.py",
-        old="step(piece, rows(piece) / whole)",
+        old="step(piece, record_count(piece) / whole)",
         new="step(piece, size / whole)",
         tests=("tests/parts/test_dynamic_batcher.py",),
     ),

@@ -16,7 +16,7 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.parts.distributed import weight_broadcast
-from hasten.parts.distributed.weight_broadcast import Arrival
+from hasten.parts.distributed.weight_broadcast import WeightBroadcast
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.layers import FusedLayers
@@ -95,7 +95,7 @@ def wrong(world: World) -> str:
     """Rank 1 has the skeleton of another model."""
     mine = nn.Linear(3, 3) if world.is_main else nn.Linear(3, 4, device="meta")
     try:
-        Arrival(world.is_main)(mine)
+        WeightBroadcast(world.is_main)(mine)
     except ValueError as error:
         return str(error)
     return ""
@@ -109,7 +109,7 @@ def on_hosts(world: World) -> dict[str, Any]:
         reads = world.rank in readers
         torch.manual_seed(world.rank)
         module = nn.Linear(5, 3, device="cpu" if reads else "meta")
-        came = Arrival(reads)
+        came = WeightBroadcast(reads)
         came(module)
         rows: list[Any] = [None] * world.size
         dist.all_gather_object(rows, module.weight.detach().flatten().tolist())

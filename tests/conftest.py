@@ -20,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import interpreted_triton  # noqa: F401  # before all that may import Triton
-import material
+import sample_data
 import suite_report
 import warm
 from hasten.machine import host, ways
@@ -34,7 +34,7 @@ SECONDS = {
     kernel_ways.PLAIN_UPDATE: 0.02,
     kernel_ways.OWN_UPDATE: 0.01,
 }
-FIGURES = ways.Figures(
+FIGURES = ways.DeviceFigures(
     "a processor",
     "2026-11-24T12:00:00+00:00",
     4.2,
@@ -138,7 +138,7 @@ def _cold_start(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _few_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe on Python's own modules reads some of them: all take 5 s."""
-    monkeypatch.setattr("hasten.recipe.prepared_data.stdlib_corpus", material.some_modules)
+    monkeypatch.setattr("hasten.recipe.prepared_data.stdlib_corpus", sample_data.some_modules)
 
 
 @pytest.fixture(autouse=True)

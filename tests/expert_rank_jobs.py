@@ -78,18 +78,18 @@ def drawn(seed: int, world: int) -> tuple[int, list[tuple[Tensor, Tensor, Tensor
     top_k = int(draw.integers(1, experts + 1))
     # Only some experts are ever chosen: the others, and perhaps whole ranks, get no token.
     popular = draw.permutation(experts)[: int(draw.integers(top_k, experts + 1))]
-    material = []
+    data = []
     for _ in range(world):
         tokens = int(draw.choice([0, 1, 2, 7])) if seed else 0
         index = [draw.permutation(popular)[:top_k] for _ in range(tokens)]
-        material.append(
+        data.append(
             (
                 torch.tensor(draw.normal(size=(tokens, WIDTH))),
                 torch.tensor(np.array(index, dtype=np.int64).reshape(tokens, top_k)),
                 torch.tensor(draw.random((tokens, top_k))),
             )
         )
-    return experts, material
+    return experts, data
 
 
 def journeys(world: World) -> list[dict[str, float]]:
@@ -99,17 +99,17 @@ def journeys(world: World) -> list[dict[str, float]]:
 
 
 def _one_draw(seed: int, world: World, group: Any) -> dict[str, float]:
-    count, material = drawn(seed, world.size)
+    count, data = drawn(seed, world.size)
     alone, together = Experts(count), Experts(count)
     shared = share_experts(together, group)
-    outputs, mine = {}, [t.clone() for t in material[world.rank]]
-    everything = [torch.cat(column) for column in zip(*material, strict=True)]
+    outputs, mine = {}, [t.clone() for t in data[world.rank]]
+    everything = [torch.cat(column) for column in zip(*data, strict=True)]
     for name, module, given in (("alone", alone, everything), ("here", together, mine)):
         x, index, weights = given[0].requires_grad_(), given[1], given[2].requires_grad_()
         found = module(x, index, weights)
         (found.sin().sum()).backward()
         outputs[name] = (found.detach(), x.grad, weights.grad)
-    starts = np.cumsum([0, *(len(m[0]) for m in material)])
+    starts = np.cumsum([0, *(len(m[0]) for m in data)])
     mine_of = slice(starts[world.rank], starts[world.rank + 1])
     (layer,) = shared.layers.values()
     differences = {
@@ -121,14 +121,14 @@ def _one_draw(seed: int, world: World, group: Any) -> dict[str, float]:
     for (name, here), whole in zip(shared.named(), alone.parameters(), strict=True):
         assert here.grad is not None  # also where no token came
         differences[name] = _apart(here.grad, layer.own(_or_zeros(whole)))
-    differences["rows"] = layer.traffic.rows - _rows_expected(material, count, world)
+    differences["rows"] = layer.traffic.rows - _rows_expected(data, count, world)
     return differences
 
 
-def _rows_expected(material: list[Any], count: int, world: World) -> int:
+def _rows_expected(data: list[Any], count: int, world: World) -> int:
     """Different ranks, other than its own, among the experts of each token, counted one by one."""
     here, total = count // world.size, 0
-    for experts in material[world.rank][1].tolist():
+    for experts in data[world.rank][1].tolist():
         total += len({expert // here for expert in experts} - {world.rank})
     return total
 
@@ -185,10 +185,10 @@ def _trained(
     shared = share_experts(together, groups[0])
     ddp: Any = replicated(together, shared)
     gradients = ExpertGradients(shared.parameters(), groups[1], world.size)
-    material = torch.randn(
+    data = torch.randn(
         STEPS, MICRO_BATCHES, world.size, 9, 32, generator=torch.Generator().manual_seed(1)
     )
-    for step in material.to(dtype):
+    for step in data.to(dtype):
         _plain_step(alone, step.flatten(0, 1))
         _shared_step(ddp, gradients, step[:, world.rank], world.size)
     with shared.gathered() as whole:
@@ -197,7 +197,7 @@ def _trained(
             for one, other in zip(together.parameters(), alone.parameters(), strict=True)
             if whole
         ]
-        given = material[0, 0].to(dtype)
+        given = data[0, 0].to(dtype)
         lone = _apart(together(given), alone(given)) if whole else 0.0
     return {
         "apart": max(differences, default=0.0),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hasten.core.session import Session, batches
 from hasten.core.step import train_step
 from hasten.errors import InputError
-from hasten.launch.ranks import backend_for, join
+from hasten.launch.ranks import backend_for, join_process_group
 from hasten.machine import environment
 from hasten.machine.environment import World
 from hasten.parts.comm import groups
@@ -43,7 +43,7 @@ def joined(world: World) -> list[list[Any]]:
         mock.patch("torch.distributed.init_process_group", on_gloo),
     ):
         backend = backend_for(device, ranks=environment.ranks_here(world))
-        join(world, backend, datetime.timedelta(minutes=1), device)
+        join_process_group(world, backend, datetime.timedelta(minutes=1), device)
     told: list[Any] = [None] * world.size
     dist.all_gather_object(told, device)
     return [*calls, ["objects", told]]

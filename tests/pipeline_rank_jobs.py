@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hasten.machine.environment import World
 from hasten.parts.distributed.pipeline.model import AsyncPipeline, PipelineModel
-from hasten.parts.distributed.pipeline.schedules import SCHEDULES, virtual
+from hasten.parts.distributed.pipeline.schedules import SCHEDULES, stages_per_rank
 from hasten.parts.nn.losses import WholeLogitsLoss
 from tiny import VOCABULARY, tiny_config
 
@@ -191,7 +191,7 @@ def bubbles(world: World, seconds: float = 0.002, micro_batches: int = 4) -> dic
     """A recorded step of each schedule, whose stages sleep ``seconds`` in F, in I and in W."""
     found: dict[str, Any] = {}
     for schedule in SCHEDULES:
-        each = virtual(schedule)
+        each = stages_per_rank(schedule)
         layers = [Asleep(*[seconds / each] * 3) for _ in range(world.size * each)]
         pipeline = AsyncPipeline(world.size, 1, schedule=schedule, optimizer=False)
         stages = pipeline.partition_model(nn.Sequential(*layers), [1.0] * len(layers))

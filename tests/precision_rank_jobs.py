@@ -8,7 +8,7 @@ import torch
 
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
-from hasten.core.setup import once, prepare
+from hasten.core.setup import prepare, run_once
 from hasten.core.step import training
 from hasten.machine.environment import World
 from hasten.techniques.layout.ddp import DDP
@@ -34,7 +34,7 @@ def _run(world: World, where: str) -> dict[str, Any]:
         return mine and held[0].progress.step in OVERFLOWS
 
     def attempt(engine: Any, batch: Any) -> Any:
-        found = once(engine, batch)
+        found = run_once(engine, batch)
         if where == "after the wire" and now():
             setup.precision.parameters()[0].grad.view(-1)[0] = torch.inf  # type: ignore[union-attr]
         return found

@@ -12,7 +12,7 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Design, Kind
-from hasten.measure.experiment import Measured, Table, measure_arms
+from hasten.measure.experiment import ExperimentContext, Measured, measure_arms
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.techniques.attention import DocumentAttention
@@ -68,7 +68,7 @@ def pretend(
         return WorkerSpec(JOB, given, IMPORTS)
 
     with WorkerPool(folder) as pool:
-        at = Table(pool, spec, memory, 2, joules)
+        at = ExperimentContext(pool, spec, memory, 2, joules)
         return measure_arms(at, plans or PLANS, design, kinds=kinds or KINDS, record=record, **more)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hasten.errors import InputError
-from hasten.launch.ranks import agree, process_group
+from hasten.launch.ranks import check_agreement, process_group
 from hasten.machine import environment
 
 NAMES = {
@@ -61,7 +61,7 @@ def meet(rank: int, ports: dict[str, int]) -> dict[str, Any]:
 
 def _differences(rank: int) -> list[str]:
     same = {"recipe": {"seed": 0}, "version": {"torch": "2.13"}}
-    agree(environment.world(), same)
+    check_agreement(environment.world(), same)
     return [
         _words({**same, "recipe": {"seed": 0, "learning_rate": 0.1 * rank}}, "one"),
         _words({**same, "version": {"torch": f"2.{13 - rank}"}}, "two"),
@@ -70,7 +70,7 @@ def _differences(rank: int) -> list[str]:
 
 def _words(said: dict[str, dict[str, Any]], subject: str) -> str:
     try:
-        agree(environment.world(), said, subject)
+        check_agreement(environment.world(), said, subject)
     except InputError as error:
         return str(error)
     return ""

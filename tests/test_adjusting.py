@@ -14,7 +14,7 @@ from hasten.recipe.schema import Recipe
 from hasten.training import auto_adjust
 from hasten.training.auto_adjust import adjusted
 from hasten.training.run import train
-from material import small
+from sample_data import small
 
 PLAN = ["packed", {"accumulate": {"micro_batch_size": 2}}, "recompute"]
 
@@ -57,7 +57,7 @@ def test_a_resumed_run_goes_on_with_what_was_kept(
     values["lr_schedule"] = "constant"  # a longer run has another cosine
 
     def keep(session: Session) -> None:
-        assert isinstance(session.setup.adjusting, auto_adjust.Live)
+        assert isinstance(session.setup.adjusting, auto_adjust.LiveTuning)
         session.setup.adjusting.load_state_dict({"standing": {"accumulate.micro_batch_size": 1}})
 
     train(Recipe(**values), tell=lambda text: None, on_start=keep)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from material import STDLIB
+from sample_data import STDLIB
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 

@@ -20,7 +20,7 @@ from hasten.recipe.shorthands import catalogue
 from hasten.training import chosen_plan
 from hasten.training.chosen_plan import SpeedWatch, with_chosen_plan
 from hasten.training.run import train
-from material import small
+from sample_data import small
 
 
 def test_a_run_has_the_chosen_plan_and_goes_on_with_it(

@@ -12,10 +12,10 @@ import hasten
 from hasten import report as evidence
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.launch.ranks import places
+from hasten.launch.ranks import rank_variables
 from hasten.measure import recipe_experiment
 from hasten.measure.ablation import Design
-from hasten.measure.experiment import Table
+from hasten.measure.experiment import ExperimentContext
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.recipe.schema import Recipe
 from hasten.report import speedup
@@ -88,11 +88,11 @@ def recipe(sums: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rec
         assert at.is_file()
         return WorkerSpec(JOB, {"recipe": str(path), "plan": plan.to_list()}, IMPORTS)
 
-    def table(pool: WorkerPool, spec: Any, ranks: int, meter: Any) -> Table:
-        return Table(pool, spec, 10_000, 2)
+    def table(pool: WorkerPool, spec: Any, ranks: int, meter: Any) -> ExperimentContext:
+        return ExperimentContext(pool, spec, 10_000, 2)
 
     monkeypatch.setattr(recipe_experiment, "recipe_worker", worker)
-    monkeypatch.setattr(recipe_experiment, "table", table)
+    monkeypatch.setattr(recipe_experiment, "experiment_context", table)
     return sums.model_copy(update={"output": str(tmp_path / "out")})
 
 
@@ -259,9 +259,9 @@ def test_an_experiment_starts_its_ranks_itself(
 
 
 def test_each_rank_of_an_arm_knows_its_place_and_shares_the_cores(tmp_path: Path) -> None:
-    one, two = (dict(place) for place in places(2, 4, tmp_path))
+    one, two = (dict(place) for place in rank_variables(2, 4, tmp_path))
     assert (one["RANK"], two["RANK"]) == ("0", "1")
     assert one["WORLD_SIZE"] == two["OMP_NUM_THREADS"] == "2"
     assert one["HASTEN_RENDEZVOUS"] == two["HASTEN_RENDEZVOUS"]
     assert one["TORCH_NCCL_ENABLE_MONITORING"] == "0"
-    assert places(1, 4, tmp_path) == [{}]
+    assert rank_variables(1, 4, tmp_path) == [{}]

@@ -13,7 +13,7 @@ from hasten.errors import InputError
 from hasten.monitor.run import Run
 from hasten.recipe.schema import Recipe
 from hasten.training.run import train
-from material import small
+from sample_data import small
 
 PRICE = {"currency": "EUR", "per_device_hour": 2.0}
 

@@ -20,7 +20,7 @@ from hasten.parts.nn.losses import token_accuracy
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.training.run import train
-from material import dataset, real_dataset, small
+from sample_data import dataset, real_dataset, small
 
 PRESETS = ("deepseek-llm-tiny", "r1-distill-qwen-tiny", "v2-lite-tiny", "v3-tiny")
 PLAN = ["packed", "document_attention", "labelled_token_loss"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.monitor.server import MonitorServer
-from hasten.monitor.watching import Watching
+from hasten.monitor.watching import RunsReader
 
 TOKEN = "a-token-of-the-tests-0123456789"
 
@@ -72,7 +72,7 @@ def write_run(folder: Path, steps: int = 20, finished: bool = False, **start: An
 @contextlib.contextmanager
 def serving(places: Sequence[Path], live: bool = True) -> Iterator[MonitorServer]:
     """A monitor of the places; without ``live`` they are read once and no file is opened later."""
-    watching = Watching(places)
+    watching = RunsReader(places)
     server = MonitorServer(watching, "127.0.0.1", 0, TOKEN)
     if live:
         watching.start()

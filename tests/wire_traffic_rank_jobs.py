@@ -15,7 +15,7 @@ from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.technique import Technique
-from hasten.core.timing import HostClock, split
+from hasten.core.timing import HostClock, seconds_by_part
 from hasten.machine.environment import World
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.batch import Accumulate, AdaptiveBatch
@@ -80,7 +80,7 @@ def told(world: World) -> dict[str, Any]:
     for name, techniques in PLANS.items():
         session = session_on(world, *techniques)
         found[name] = {"steps": [m.to_dict() for m in run(session)], "sent": _expected(session)}
-        found[name]["split"] = split(list(session.setup.clock.steps))
+        found[name]["split"] = seconds_by_part(list(session.setup.clock.steps))
     slow = session_on(world, loss=lambda model: Late(model, world))
     found["one is slow"] = {"steps": [m.to_dict() for m in run(slow)]}
     found["unclocked"] = _unclocked(world)
@@ -105,9 +105,9 @@ def _expected(session: Session) -> Any:
 
 
 def _unclocked(world: World) -> dict[str, Any]:
-    from hasten.core.timing import Unclocked
+    from hasten.core.timing import NoPhaseTimer
 
     session = session_on(world)
-    session.setup.clock = Unclocked()
+    session.setup.clock = NoPhaseTimer()
     torch.manual_seed(0)
     return run(session)[-1].to_dict()

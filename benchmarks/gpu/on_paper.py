@@ -21,12 +21,12 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "benchmarks"), str(REPOSITORY / "src")]
 
-from hasten.measure.paper.pretended import begin  # noqa: E402
+from hasten.measure.paper.pretended import pretend_devices  # noqa: E402
 from hasten.measure.paper.roofline import paper_device  # noqa: E402
 
 DEVICE, OTHERS = paper_device("h200"), (paper_device("h100"),)
 if __name__ == "__main__":
-    begin(DEVICE)  # before torch is imported
+    pretend_devices(DEVICE)  # before torch is imported
 
 from gpu.measure import HastenArm, records_of  # noqa: E402
 from gpu.paper import FILE, PaperStep, choice_key, kept_steps  # noqa: E402

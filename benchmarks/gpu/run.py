@@ -56,9 +56,9 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     given = arguments()
     if given.rehearse and (given.row or given.all):
-        from hasten.measure.paper.pretended import begin
+        from hasten.measure.paper.pretended import pretend_devices
 
-        begin(paper_device(given.rehearse))  # before torch is imported
+        pretend_devices(paper_device(given.rehearse))  # before torch is imported
     from gpu import results, stages
 
     if given.list or given.report:

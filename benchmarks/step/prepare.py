@@ -1,4 +1,4 @@
-"""The material of an experiment, made once: tokenizer, initial weights, records, hasten's steps.
+"""The data of an experiment, made once: tokenizer, initial weights, records, hasten's steps.
 
     model/        config, weights drawn from the seed, tokenizer     adapter/   LoRA's first state
     train.jsonl, held_out.jsonl   what the recipe reads              data/      tokenised by hasten
@@ -22,12 +22,12 @@ import torch
 from hasten.core.job import GlobalBatch, ShuffledOrder
 from hasten.data.chat_template import encode_all
 from hasten.data.conversation import Conversation
-from hasten.data.corpus import Corpus, Portion, stdlib_corpus
+from hasten.data.corpus import Corpus, SplitSide, stdlib_corpus
 from hasten.data.tokenize import train_bpe
 from hasten.models.adapters import add_lora
 from hasten.models.load import quiet
 from hasten.models.presets import PRESETS, build_config
-from hasten.recipe.prepared_data import gather
+from hasten.recipe.prepared_data import prepare_data
 from hasten.recipe.schema import Recipe
 from step.given import Given, Records, Settings, write_settings
 
@@ -51,12 +51,12 @@ def prepare(settings: Settings, folder: Path) -> Given:
     with quiet():  # no progress bars
         _save_model(settings, tokenizer, folder)
     _write_records(settings, corpus, tokenizer, folder)
-    material = gather(recipe_of(settings, folder, folder, []), folder / "data")
-    for name, store in (("train", material.train), ("held_out", material.held_out)):
+    data = prepare_data(recipe_of(settings, folder, folder, []), folder / "data")
+    for name, store in (("train", data.train), ("held_out", data.held_out)):
         _flat(store).write(folder / f"{name}.npz")
-    if len(material.train) != settings.records:
-        raise SystemExit(f"{len(material.train)} records were made of {settings.records}")
-    steps = _steps(settings, material.train.lengths.tolist())
+    if len(data.train) != settings.records:
+        raise SystemExit(f"{len(data.train)} records were made of {settings.records}")
+    steps = _steps(settings, data.train.lengths.tolist())
     (folder / "steps.json").write_text(json.dumps(steps))
     return Given.read(folder)
 
@@ -143,7 +143,7 @@ def _write_records(settings: Settings, corpus: Corpus, tokenizer: Any, folder: P
         (folder / f"{name}.jsonl").write_text("".join(lines[i] for i in chosen))
 
 
-def _dialogues(portion: Portion, tokenizer: Any, longest: int) -> Iterator[str]:
+def _dialogues(portion: SplitSide, tokenizer: Any, longest: int) -> Iterator[str]:
     """Functions and their docstrings; whole classes are several times as long and left out."""
     pairs = [pair for pair in portion.pairs if not _of_a_class(pair)]
     encoded = encode_all(tokenizer, pairs, longest, "drop")
@@ -158,7 +158,7 @@ def _of_a_class(pair: Conversation) -> bool:
     return any(line.startswith("class ") for line in signature.splitlines())
 
 
-def _pieces(portion: Portion, tokenizer: Any, length: int) -> Iterator[str]:
+def _pieces(portion: SplitSide, tokenizer: Any, length: int) -> Iterator[str]:
     """Texts that tokenise to exactly ``length``; a cut may change how its borders tokenise."""
     drafts: list[Conversation] = []
     for whole in portion.texts:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.tune.samplers import OF_MEDIAN, Beforehand, Tried
+from hasten.tune.samplers import OF_MEDIAN, PriorKnowledge, TriedPoint
 from hasten.tune.space import Dimension, Point, Space, of_values
 
 ERROR = 0.08  # of the synthetic forecasts, as a logarithm
@@ -27,9 +27,9 @@ class Problem:
 
     space: Space
     truth: Callable[[Point], float]
-    trial: Callable[[Point, random.Random], Tried]
-    first: Tried  # the start, measured before all
-    known: Callable[[int], Beforehand]  # by seed
+    trial: Callable[[Point, random.Random], TriedPoint]
+    first: TriedPoint  # the start, measured before all
+    known: Callable[[int], PriorKnowledge]  # by seed
     best: float
 
 
@@ -48,14 +48,14 @@ def recorded() -> Problem:
     truths = {p: math.log(statistics.median(r["ratios"])) for p, r in rows.items()}
     truths.setdefault(start, 0.0)
 
-    def trial(point: Point, draw: random.Random) -> Tried:
+    def trial(point: Point, draw: random.Random) -> TriedPoint:
         value = math.log(statistics.median(draw.sample(rows[point]["ratios"], 3)))
-        return Tried(point, "ok", value)
+        return TriedPoint(point, "ok", value)
 
     noise = OF_MEDIAN * found["relative_spread_of_a_round"]  # a study measures it first
-    known = Beforehand(gain=lambda p: rows[p]["expected"] if p in rows else 0.0, noise=noise)
+    known = PriorKnowledge(gain=lambda p: rows[p]["expected"] if p in rows else 0.0, noise=noise)
     space = Space(dimensions, start, refuse)
-    first = Tried(start, "ok", 0.0)
+    first = TriedPoint(start, "ok", 0.0)
     return Problem(
         space, truths.__getitem__, trial, first, lambda seed: known, max(truths.values())
     )
@@ -114,17 +114,17 @@ def synthetic(scattered: bool = False) -> Problem:
     assert every[space.start][1] <= limit
     truths = {p: math.log(first / s) for p, (s, m) in every.items()}
 
-    def trial(point: Point, draw: random.Random) -> Tried:
+    def trial(point: Point, draw: random.Random) -> TriedPoint:
         memory = every[point][1]
         if memory > limit:
-            return Tried(point, "out of memory")
-        return Tried(point, "ok", truths[point] + draw.gauss(0, 0.03), memory)
+            return TriedPoint(point, "out of memory")
+        return TriedPoint(point, "ok", truths[point] + draw.gauss(0, 0.03), memory)
 
-    def known(seed: int) -> Beforehand:
+    def known(seed: int) -> PriorKnowledge:
         time_wrong, memory_wrong = (
             errors(space, list(every), seed + n, scattered) for n in (0, 0.5)
         )
-        return Beforehand(
+        return PriorKnowledge(
             gain=lambda p: truths[p] + time_wrong(p),
             memory=lambda p: every[p][1] * math.exp(memory_wrong(p)),
             limit=limit,
@@ -132,7 +132,7 @@ def synthetic(scattered: bool = False) -> Problem:
         )
 
     fitting = max(truths[p] for p, (_, m) in every.items() if m <= limit)
-    start = Tried(space.start, "ok", 0.0, every[space.start][1])
+    start = TriedPoint(space.start, "ok", 0.0, every[space.start][1])
     return Problem(space, truths.__getitem__, trial, start, known, fitting)
 
 
@@ -154,16 +154,16 @@ def wide() -> Problem:
         near = sum(1 - abs(a - b) / 3 for a, b in zip(point[count:], tops, strict=True))
         return math.log(first / every[point[:count]][0]) + 0.02 * near
 
-    def trial(point: Point, draw: random.Random) -> Tried:
+    def trial(point: Point, draw: random.Random) -> TriedPoint:
         memory = every[point[:count]][1]
         if memory > limit:
-            return Tried(point, "out of memory")
+            return TriedPoint(point, "out of memory")
         value = truth(point) - truth(space.start) + draw.gauss(0, 0.03)
-        return Tried(point, "ok", value, memory)
+        return TriedPoint(point, "ok", value, memory)
 
-    def known(seed: int) -> Beforehand:
+    def known(seed: int) -> PriorKnowledge:
         time_wrong, memory_wrong = (errors(space, [], seed + n, False) for n in (0, 0.5))
-        return Beforehand(
+        return PriorKnowledge(
             gain=lambda p: truth(p) - truth(space.start) + time_wrong(p) - time_wrong(space.start),
             memory=lambda p: every[p[:count]][1] * math.exp(memory_wrong(p)),
             limit=limit,
@@ -171,7 +171,7 @@ def wide() -> Problem:
         )
 
     fitting = max(math.log(first / s) for s, m in every.values() if m <= limit)
-    start = Tried(space.start, "ok", 0.0, every[core.start][1])
+    start = TriedPoint(space.start, "ok", 0.0, every[core.start][1])
     return Problem(space, truth, trial, start, known, fitting + 0.02 * len(SMALL_KNOBS))
 
 

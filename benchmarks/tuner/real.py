@@ -43,8 +43,9 @@ from hasten.recipe.schema import Recipe, load_recipe, recipe_from
 from hasten.recipe.yaml_reader import read_duration
 from hasten.report.verdicts import floor_of, ratio_between
 from hasten.techniques import CATALOGUE
-from hasten.tune.api import Tuned, tune
-from hasten.tune.report import judged
+from hasten.tune.api import tune
+from hasten.tune.report import duel_rows
+from hasten.tune.study_folder import StudyResult
 from hasten.tune.subjects import TuneOptions
 
 WITHIN = 0.03  # of each other: what repeated winners are wanted to be
@@ -129,15 +130,15 @@ def _tuned(
     """One study's row, and the plan of the recipe that it writes."""
     output = asked.folder / f"study-{number}"
     only = tuple(name for name in asked.only.split(",") if name)
-    wishes = TuneOptions(seed=number, only=only)
-    result = tune(_recipe(values, output), asked.budget, wishes, audience=told)
+    options = TuneOptions(seed=number, only=only)
+    result = tune(_recipe(values, output), asked.budget, options, audience=told)
     path = output / "tuned.yaml"
     replace_file(path, result.text)
     told.tell(str(result))
     return _row(result, number), requested_plan(load_recipe(path))
 
 
-def _row(result: Tuned, seed: int) -> dict[str, Any]:
+def _row(result: StudyResult, seed: int) -> dict[str, Any]:
     report = result.report
     winner = report["winner"]
     states = [t["state"] for t in report["trials"]]
@@ -219,7 +220,7 @@ def _compared(
     kinds |= dict.fromkeys([n for n in plans if n not in kinds], "other")
     found = measured(subject, plans, kinds, design, False, told)
     return {
-        **judged(found.arms),
+        **duel_rows(found.arms),
         "design": found.design,
         "arm_of": arm_of,
         "plans": {name: plan.to_list() for name, plan in plans.items()},

@@ -31,7 +31,7 @@ from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.recipe.build import facts_of, job_of
-from hasten.recipe.prepared_data import gather
+from hasten.recipe.prepared_data import prepare_data
 from hasten.recipe.schema import recipe_from
 from hasten.techniques import CATALOGUE
 from hasten.tune.space import plan_space
@@ -85,8 +85,8 @@ def main(out: Path) -> None:
             },
             "grid",
         )
-        material = gather(recipe, Path(folder) / "data")
-        known = facts_of(recipe, material)
+        data = prepare_data(recipe, Path(folder) / "data")
+        known = facts_of(recipe, data)
         shape = replace(known.model, parameters=10**6, hidden_size=128, layers=2, vocabulary=1024)
         known = replace(known, model=shape)
         found = plan_space(CATALOGUE, Plan(), known, BOUNDS, only=TUNED)
@@ -95,8 +95,8 @@ def main(out: Path) -> None:
 
         def session(point: tuple[int, ...]) -> Session:
             plan = found.plan(point)
-            job = job_of(recipe, material, known, plan)
-            model = partial(small_model, 0, len(material.tokenizer))
+            job = job_of(recipe, data, known, plan)
+            model = partial(small_model, 0, len(data.tokenizer))
             return assemble(prepare(replace(job, model=model), plan, known, Path(folder)))
 
         for rows in measured(points, session, found.space.start):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hasten.recipe.prepare import ready
+from hasten.recipe.prepare import prepare_run
 from hasten.recipe.schema import Recipe
 
 STEPS_OF_A_TURN, WARM_UP = 2, 12
@@ -31,7 +31,7 @@ def resolved_recipe(folder: Path, steps: int) -> Path:
         device="cpu",
         output=str(folder / "out"),
     )
-    ready(recipe, lambda text: None)
+    prepare_run(recipe, lambda text: None)
     resolved = folder / "out" / "data" / "arms.yaml"
     resolved.write_text(recipe.to_yaml())
     return resolved

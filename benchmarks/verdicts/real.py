@@ -9,7 +9,7 @@ from typing import Any
 from evidence.planted import BASELINE, TRUTHS, Proofs, rows_of
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Design, Kind
-from hasten.measure.experiment import measure_arms, table
+from hasten.measure.experiment import experiment_context, measure_arms
 from hasten.measure.workers import WorkerPool
 from verdicts.job import WARM_UP, resolved_recipe
 from verdicts.planted_trial import worker
@@ -27,7 +27,7 @@ def real(
     with tempfile.TemporaryDirectory() as place:
         recipe = resolved_recipe(Path(place), design.steps_in_all)
         with WorkerPool(Path(place)) as pool:
-            at = table(pool, lambda name: worker(recipe, plans[name], STEADY))
+            at = experiment_context(pool, lambda name: worker(recipe, plans[name], STEADY))
             arms = measure_arms(at, plans, design, kinds=kinds).arms
     for arm in arms:
         if arm.failed is not None:

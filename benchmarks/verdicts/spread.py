@@ -19,7 +19,7 @@ from evidence.planted import BASELINE
 from hasten.core.plan import Plan
 from hasten.machine import memory
 from hasten.measure.ablation import Arm, Design, Kind
-from hasten.measure.experiment import measure_arms, table
+from hasten.measure.experiment import experiment_context, measure_arms
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.techniques.allocator import TUNABLE, Allocator
 from verdicts.job import WARM_UP, resolved_recipe
@@ -55,7 +55,7 @@ def spreads(builds: int, rounds: int, steps: int) -> dict[str, Spread]:
                 environ = ENVIRON if plans[name] == plain else STEADY
                 return worker(recipe, plans[name], environ)
 
-            at = table(pool, spec)
+            at = experiment_context(pool, spec)
             arms = measure_arms(at, plans, design, kinds=roles).arms
     for arm in arms:
         if arm.failed is not None:

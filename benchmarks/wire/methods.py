@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.parts.distributed.ddp import under_way, watch
+from hasten.parts.distributed.ddp import under_way, watch_reducer
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.fused_layers import fuse_layers, why_not
 
@@ -101,7 +101,7 @@ class Method:
         elif self.kind not in ("apart", "alone", "ddp", "again"):
             raise SystemExit(f"{self.kind} isn't a method")
         if isinstance(self.model, DistributedDataParallel):
-            self._watched = watch(self.model)
+            self._watched = watch_reducer(self.model)
 
     def step(self, rate: float = 1e-3) -> None:
         for group in self.optimizer.param_groups:

@@ -14,7 +14,7 @@ class InputError(ValueError):
     """Something the user gave can't be used; the message is one sentence of advice."""
 
 
-class AgreedError(InputError):
+class SameOnAllRanksError(InputError):
     """The same on every rank, so that the first one says it for all."""
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from hasten.machine import ways
 from hasten.parts.nn import kernel_ways
-from material import small
+from sample_data import small
 
 Hasten = Callable[..., tuple[int, str, str]]
 
@@ -64,7 +64,7 @@ def test_bench_shows_what_kernels_gain_and_what_is_wrong_and_measures_again_when
     usual = ways.figures_here()
     wrong = {kernel_ways.PASS_HALF.key: ways.WayProof(0.5, 0.2)}
 
-    def figures(device: str, fresh: bool) -> ways.Figures:
+    def figures(device: str, fresh: bool) -> ways.DeviceFigures:
         asked.append(fresh)
         return replace(usual, proofs={**usual.proofs, **wrong})
 

@@ -10,7 +10,7 @@ from hasten.cli.report import card
 from hasten.errors import InputError
 from hasten.recipe.schema import Recipe
 from hasten.training.run import train
-from material import small
+from sample_data import small
 
 
 def test_a_run_writes_its_models_card_and_findings_join_it_later(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from material import WORDS, small
+from sample_data import WORDS, small
 
 Hasten = Callable[..., tuple[int, str, str]]
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from hasten.cli import data
 from hasten.data.readers import read_records
-from hasten.data.statistics import advice, layouts, padding_share, statistics_of
+from hasten.data.statistics import layout_advice, layouts, padding_share, statistics_of
 from hasten.errors import InputError
 from hasten.parts.data.collate import TokenRecord, token_record
 from hasten.report.data_page import page
-from material import small
+from sample_data import small
 
 
 class InMemory:
@@ -101,9 +101,9 @@ def test_layouts_compare_padding_with_rows_of_three_sizes() -> None:
 def test_advice_names_a_row_that_is_full_or_groups_where_none_is() -> None:
     draw = np.random.default_rng(0)
     ragged = draw.integers(5, 50, 3000).astype(np.int32)
-    assert "row_tokens: 100" in advice(ragged, 16, 100)
+    assert "row_tokens: 100" in layout_advice(ragged, 16, 100)
     five_ninths = np.full(90, 56, np.int32)
-    assert advice(five_ninths, 16, 100).startswith("length_grouped")
+    assert layout_advice(five_ninths, 16, 100).startswith("length_grouped")
 
 
 def test_the_page_loads_nothing_and_holds_both_drawings(

@@ -12,9 +12,9 @@ from hasten.data.file_lock import only_run_in
 from hasten.errors import FAILED, InputError
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.training import fault_test as module
-from hasten.training.fault_test import BrokenError, SelfTest, doctor_faults
+from hasten.training.fault_test import CheckFailedError, SelfTest, doctor_faults
 from hasten.training.run import train
-from material import small
+from sample_data import small
 
 
 @pytest.fixture
@@ -61,11 +61,11 @@ def test_a_resumed_run_that_differs_in_one_bit_is_told_with_the_step(
     wrong[4] += 1e-12
     test._truth = replace(truth, losses=wrong)
     test._repeats = lambda: ""  # type: ignore[method-assign]
-    with pytest.raises(BrokenError, match="loss of step 5 differs"):
+    with pytest.raises(CheckFailedError, match="loss of step 5 differs"):
         test._compare(output)
     name, content = next(iter(truth.model.items()))
     test._truth = replace(truth, model={name: content[:-1] + bytes([content[-1] ^ 1])})
-    with pytest.raises(BrokenError, match="saved model differs in model"):
+    with pytest.raises(CheckFailedError, match="saved model differs in model"):
         test._compare(output)
 
 

@@ -38,11 +38,11 @@ def test_without_a_compiler_the_line_says_why_and_a_plan_without_them_is_fine(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "COMPILERS", ("c++-that-is-nowhere",))
-    build.built.cache_clear()
+    build.build_library.cache_clear()
     try:
         assert doctor(recipe, []) == 0
         assert "rows: no C++ compiler was found" in kernels_line(capsys)
         assert doctor(recipe, ["plan=[fused_layers]"]) == 2
         assert "FAIL fused_layers no C++ compiler was found" in capsys.readouterr().out
     finally:
-        build.built.cache_clear()
+        build.build_library.cache_clear()

@@ -9,7 +9,7 @@ import pytest
 from hasten.cli.doctor import doctor
 from hasten.recipe import memory_check
 from hasten.recipe.schema import Recipe
-from material import small
+from sample_data import small
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from hasten.progress import SilentProgress
 from hasten.recipe.build import facts_of
 from hasten.recipe.schema import load_recipe
 from hasten.techniques.loss import LabelledTokenLoss
-from material import small
+from sample_data import small
 
 
 def recipe(folder: Path, **changes: Any) -> str:

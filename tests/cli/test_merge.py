@@ -17,7 +17,7 @@ from hasten.models.load import load_model, load_tokenizer
 from hasten.recipe.build import model_for
 from hasten.recipe.schema import load_recipe
 from hasten.training.run import train
-from material import small
+from sample_data import small
 
 TOKENS = torch.arange(24).reshape(2, 12)
 

@@ -11,7 +11,7 @@ import pytest
 import transformers
 import yaml
 
-from material import small
+from sample_data import small
 from tiny import NEWER, tiny_config
 
 Hasten = Callable[..., tuple[int, str, str]]

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hasten.cli.main import run
-from material import small
+from sample_data import small
 
 
 def hasten(

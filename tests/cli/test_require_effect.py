@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hasten.cli.main import app
 from hasten.errors import FAILED
-from material import small
+from sample_data import small
 
 
 def recipe(folder: Path, **changes: Any) -> str:

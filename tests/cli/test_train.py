@@ -22,7 +22,7 @@ from hasten.parts.checkpoint import checkpoints
 from hasten.parts.checkpoint.format import read_manifest
 from hasten.recipe.schema import Recipe
 from hasten.training.run import train as run_training
-from material import small
+from sample_data import small
 
 Hasten = Callable[..., tuple[int, str, str]]
 
@@ -39,7 +39,7 @@ def test_the_transport_s_variables_stand_before_a_process_trains(
 
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(small(tmp_path, transport={"GLOO_SOCKET_IFNAME": "lo"})))
-    monkeypatch.setattr(f"hasten.cli.{command}.again", again)
+    monkeypatch.setattr(f"hasten.cli.{command}.restart_with", again)
     found = CliRunner().invoke(app, [command, str(path)]).exception
     assert isinstance(found, BegunError)
     assert found.args == (command, {"GLOO_SOCKET_IFNAME": "lo"})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hasten.launch.netlab import Lab, Running
+from hasten.launch.netlab import Lab, RunningCommand
 from netlab import job, lab_with_links
 
 pytestmark = pytest.mark.waits
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.waits
 NUMBERS, TIMES = 100_000, 12
 
 
-def reduced(step: int, running: Running) -> None:
+def reduced(step: int, running: RunningCommand) -> None:
     """Wait until a rank has done so many all-reduces."""
     path = running.place / f"rendezvous.step-{step}"
     while not path.exists() and not running.done():

@@ -20,7 +20,7 @@ import pytest
 from hasten.errors import InputError
 from hasten.launch.netlab import Lab, packet_link
 from hasten.launch.netlab.packet_link import DELAY, LOSS, STOP, LinkSettings
-from hasten.parts.kernels.build import built
+from hasten.parts.kernels.build import build_library
 from netlab import job, lab_with_links
 
 pytestmark = pytest.mark.waits
@@ -137,7 +137,7 @@ numbers = itertools.count(1000)
 
 
 def compiled(fds: list[int], settings: LinkSettings) -> None:
-    library = built("packet_link").library
+    library = build_library("packet_link").library
     assert library is not None
     library.packet_link(len(fds), (c_int * len(fds))(*fds), settings.numbers, c_uint64(1))
 
@@ -150,7 +150,7 @@ def plain(fds: list[int], settings: LinkSettings) -> None:
 def switch(
     loop: Callable[[list[int], LinkSettings], None],
 ) -> Iterator[tuple[list[socket.socket], LinkSettings]]:
-    if loop is compiled and (reason := built("packet_link").reason):
+    if loop is compiled and (reason := build_library("packet_link").reason):
         pytest.skip(reason)
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(WITNESS + 1)]
     for ours, theirs in pairs:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hasten.launch.ranks import rank_environment, start
+from hasten.launch.ranks import rank_environment, start_ranks
 from hasten.machine.environment import World
 from rank_jobs import CASES, train_all
 from ranks import on_ranks
@@ -60,7 +60,7 @@ def test_a_failing_rank_ends_the_others_and_gives_its_code(
         "    print('the disk is gone', file=sys.stderr); sys.exit(7)\n"
         "time.sleep(60)\n",
     )
-    assert start([], 3, tmp_path, 2) == 7
+    assert start_ranks([], 3, tmp_path, 2) == 7
     assert "rank 1 failed: the disk is gone" in capfd.readouterr().err
 
 
@@ -74,7 +74,7 @@ def test_a_rank_that_a_signal_ended_is_named_with_it(
         "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
         "time.sleep(60)\n",
     )
-    assert start([], 2, tmp_path, 2) == 1
+    assert start_ranks([], 2, tmp_path, 2) == 1
     assert "rank 1 failed: it was ended by SIGKILL, as the kernel" in capfd.readouterr().err
 
 
@@ -89,7 +89,7 @@ def test_a_rank_that_does_not_leave_when_rank_0_is_done_is_ended(
         f"pathlib.Path({str(tmp_path)!r}, 'left-' + os.environ['RANK']).touch()\n",
     )
     monkeypatch.setattr("hasten.launch.ranks.GRACE_SECONDS", 0.5)
-    assert start([], 2, tmp_path, 2) == 0
+    assert start_ranks([], 2, tmp_path, 2) == 0
     assert [p.name for p in tmp_path.glob("left-*")] == ["left-0"]
 
 
@@ -102,7 +102,7 @@ def test_a_failure_after_rank_0_is_done_is_still_a_failure(
         "import os, sys, time; r = int(os.environ['RANK']); time.sleep(r); sys.exit(5 * r)",
     )
     monkeypatch.setattr("hasten.launch.ranks.GRACE_SECONDS", 60.0)
-    assert start([], 2, tmp_path, 2) == 5
+    assert start_ranks([], 2, tmp_path, 2) == 5
 
 
 def test_ranks_share_the_cores_and_know_their_place(
@@ -116,7 +116,7 @@ def test_ranks_share_the_cores_and_know_their_place(
         f"pathlib.Path({str(tmp_path)!r}, 'said-' + e['RANK']).write_text(\n"
         "    ' '.join([e['WORLD_SIZE'], e['LOCAL_RANK'], e['OMP_NUM_THREADS']]))\n",
     )
-    assert start([], 2, tmp_path, 6) == 0
+    assert start_ranks([], 2, tmp_path, 6) == 0
     assert [(tmp_path / f"said-{r}").read_text() for r in range(2)] == ["2 0 3", "2 1 3"]
     assert not list(tmp_path.glob(".ranks-*"))
 

@@ -20,11 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.launch.ranks import LinkError, backend_for, join
+from hasten.launch.ranks import LinkError, backend_for, join_process_group
 from hasten.launch.supervisor import FINAL
 from hasten.machine.environment import (
     LAUNCHERS,
-    Place,
+    RankPlace,
     World,
     first_node,
     meeting_method,
@@ -146,7 +146,7 @@ def test_a_port_in_use_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in variables("PMI", 0, port).items():
             monkeypatch.setenv(name, value)
         with pytest.raises(InputError, match=f"can't listen at 127.0.0.1:{port}, as another"):
-            join(World(0, 0, 2), "gloo", timedelta(seconds=2))
+            join_process_group(World(0, 0, 2), "gloo", timedelta(seconds=2))
 
 
 def test_a_first_rank_that_is_not_there_is_one_sentence(
@@ -156,7 +156,7 @@ def test_a_first_rank_that_is_not_there_is_one_sentence(
         monkeypatch.setenv(name, value)
     place = f"127.0.0.1:{silent_port}"
     with pytest.raises(InputError, match=f"rank 1 of 2 didn't meet the others at {place}"):
-        join(World(1, 1, 2), "gloo", timedelta(seconds=1))
+        join_process_group(World(1, 1, 2), "gloo", timedelta(seconds=1))
 
 
 def test_ranks_that_have_met_before_may_be_started_again(
@@ -166,7 +166,7 @@ def test_ranks_that_have_met_before_may_be_started_again(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(ATTEMPT, "2")
     with pytest.raises(LinkError, match="rank 1 of 2 didn't meet the others") as told:
-        join(World(1, 1, 2), "gloo", timedelta(seconds=1))
+        join_process_group(World(1, 1, 2), "gloo", timedelta(seconds=1))
     assert told.value.code not in FINAL
 
 
@@ -177,14 +177,14 @@ def test_a_process_of_its_own_is_no_rank() -> None:
 
 def test_a_batch_script_is_no_rank_though_slurm_says_so() -> None:
     assert place_of(SLURM) is None
-    assert place_of({**SLURM, "SLURM_STEP_ID": "0"}) == Place("Slurm", 3, 8, 1, None)
+    assert place_of({**SLURM, "SLURM_STEP_ID": "0"}) == RankPlace("Slurm", 3, 8, 1, None)
     with_step = {**SLURM, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
-    assert place_of(with_step) == Place("Slurm", 3, 4, 1, None)
+    assert place_of(with_step) == RankPlace("Slurm", 3, 4, 1, None)
 
 
 def test_torchrun_inside_a_slurm_step_comes_first() -> None:
     both = {**SLURM, "SLURM_STEP_ID": "0", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
-    assert place_of(both) == Place("torchrun", 1, 2, 1, None)
+    assert place_of(both) == RankPlace("torchrun", 1, 2, 1, None)
 
 
 @given(st.sampled_from(sorted(LAUNCHERS)), st.integers(1, 4096), st.data())
@@ -194,7 +194,7 @@ def test_every_launcher_gives_the_place_it_was_told(
     rank = data.draw(st.integers(0, size - 1))
     names = LAUNCHERS[launcher]
     found = place_of(dict(zip(names, map(str, (rank, size, rank, size)), strict=True)))
-    assert found == Place(launcher, rank, size, rank, size)
+    assert found == RankPlace(launcher, rank, size, rank, size)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_two_ranks_on_one_gpu_are_told_what_to_do(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(dist, "init_process_group", refuse)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     with pytest.raises(InputError, match=r"rank 1 has the GPU of another rank: .*start no more"):
-        join(World(1, 1, 2), "cpu:gloo,cuda:nccl", timedelta(seconds=1), "cuda:0")
+        join_process_group(World(1, 1, 2), "cpu:gloo,cuda:nccl", timedelta(seconds=1), "cuda:0")
 
 
 def test_a_rank_takes_its_own_gpu_before_it_meets_the_others(tmp_path: Path) -> None:

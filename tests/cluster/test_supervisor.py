@@ -22,12 +22,12 @@ from hasten.launch.supervisor import (
     WORN_OUT,
     Attempt,
     RankTimeouts,
-    Spares,
+    SpareRanks,
     SupervisedRanks,
     Supervision,
     supervise,
 )
-from hasten.machine.processes import BEAT, Pulse
+from hasten.machine.processes import BEAT, Heartbeat
 from offspring import children
 
 pytestmark = pytest.mark.waits
@@ -43,7 +43,7 @@ count = 0
 def beat(step, over=0):
     global count
     count += 1
-    handle = os.open(place + ".pulse", os.O_WRONLY | os.O_CREAT)
+    handle = os.open(place + ".heartbeat", os.O_WRONLY | os.O_CREAT)
     os.pwrite(handle, struct.pack("{BEAT.format}", count, step, over), 0)  # whole, as ranks do
     os.close(handle)
 def words(text, code=1):
@@ -164,7 +164,7 @@ def test_restarts_are_used_up(run: Any, tmp_path: Path, capfd: pytest.CaptureFix
 def test_a_rank_that_stops_stepping_is_named_by_its_step(run: Any, tmp_path: Path) -> None:
     code = (
         "if attempt == 2: sys.exit(0)\n"
-        "if rank == 0: wait_for(folder + '/rank-1.pulse')\n"  # in its step 5 it waits for rank 1
+        "if rank == 0: wait_for(folder + '/rank-1.heartbeat')\n"  # waits for rank 1 in step 5
         "beat(4 - rank); time.sleep(60)\n"
     )
     assert run(code, hang=0.5) == 0
@@ -178,9 +178,9 @@ def test_who_waits_for_a_hanging_rank_is_not_blamed_for_having_fallen_silent_a_l
 ) -> None:
     process: Any = SimpleNamespace(pid=os.getpid(), poll=lambda: None)
     attempt = Attempt(tmp_path, 2, lambda rank: process, RankTimeouts(hang=10.0))
-    Pulse(tmp_path, 0).beat(4)
+    Heartbeat(tmp_path, 0).beat(4)
     assert attempt._silent(100.0, [None, None]) is None
-    Pulse(tmp_path, 1).beat(3)
+    Heartbeat(tmp_path, 1).beat(3)
     assert attempt._silent(100.1, [None, None]) is None
     found = attempt._silent(110.05, [None, None])
     assert found is not None
@@ -256,8 +256,8 @@ def test_asked_to_leave_before_there_is_anything_to_save_nothing_is_restarted(
 
 def _when_both_beat(folder: Path, act: Callable[[], None]) -> threading.Thread:
     def wait() -> None:
-        pulses = ".ranks-*/attempt-1/*.pulse"
-        while sum(p.stat().st_size > 0 for p in (folder / "data").glob(pulses)) < 2:
+        heartbeats = ".ranks-*/attempt-1/*.heartbeat"
+        while sum(p.stat().st_size > 0 for p in (folder / "data").glob(heartbeats)) < 2:
             time.sleep(0.01)
         act()
 
@@ -279,13 +279,13 @@ if line:
 @pytest.fixture
 def spares(tmp_path: Path) -> Any:
     (tmp_path / "a_spare.py").write_text(SPARE)
-    found = Spares("a_spare")
+    found = SpareRanks("a_spare")
     yield found
     found.end()
 
 
 def test_a_spare_becomes_the_rank_if_its_lasting_variables_are_the_same(
-    spares: Spares, tmp_path: Path
+    spares: SpareRanks, tmp_path: Path
 ) -> None:
     say = tmp_path / "said"
     lasting = {**os.environ, "PYTHONPATH": str(tmp_path), "SAY": str(say), "OMP_NUM_THREADS": "3"}
@@ -299,7 +299,7 @@ def test_a_spare_becomes_the_rank_if_its_lasting_variables_are_the_same(
     assert spares.take(0, {**lasting, "OMP_NUM_THREADS": "1"}, []) is None
 
 
-def test_a_spare_ends_when_nobody_can_wake_it_any_more(spares: Spares, tmp_path: Path) -> None:
+def test_a_spare_ends_when_nobody_can_wake_it_any_more(spares: SpareRanks, tmp_path: Path) -> None:
     before = {child.pid for child in children()}
     spares.prepare(0, {**os.environ, "PYTHONPATH": str(tmp_path)}, None)
     waiting, _ = spares._waiting[0]

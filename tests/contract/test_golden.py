@@ -22,7 +22,7 @@ from hasten.data.token_store import TokenStore
 from hasten.measure.ablation import Design
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.rounds import arms_of
-from hasten.monitor.run import Run, standing
+from hasten.monitor.run import Run, run_numbers
 from hasten.parts.checkpoint import checkpoints, load, verify
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.bundle import read_bundle
@@ -52,7 +52,7 @@ def test_a_finished_run_is_shown_with_its_last_numbers() -> None:
     last = lines("metrics.jsonl")[-1]
     run = Run("golden", RUN)
     run.look()
-    found = standing(run, now=time.time())
+    found = run_numbers(run, now=time.time())
     assert (found["status"], found["step"], found["loss"]) == ("done", STEPS, last["loss"])
     [facts] = read_runs(RUN)
     assert (facts.steps, facts.held_out_loss) == (

@@ -7,8 +7,8 @@ from dataclasses import astuple
 import torch
 from torch import Tensor
 
-from hasten.core.contracts import Agreement, EachStep, NoCompression
-from hasten.core.job import Counts
+from hasten.core.contracts import Agreement, NoCompression, SumsEachStep
+from hasten.core.job import WorkCounts
 from hasten.parts.comm import streaming_local_sgd as parts
 from hasten.parts.comm.codecs import codec
 from hasten.techniques.wire.local import Apart, Stream
@@ -23,9 +23,9 @@ class ThreeAlike:
 
 
 def test_by_default_counts_and_the_wish_to_stop_are_summed_in_one_go() -> None:
-    agreement = EachStep(ThreeAlike())
-    mine = Counts(records=1, tokens=5, slots=8, trained_tokens=4, pairs=25)
-    assert agreement.counts(mine, stop=False) == (Counts(3, 15, 24, 12, 75), False)
+    agreement = SumsEachStep(ThreeAlike())
+    mine = WorkCounts(records=1, tokens=5, slots=8, trained_tokens=4, pairs=25)
+    assert agreement.counts(mine, stop=False) == (WorkCounts(3, 15, 24, 12, 75), False)
     assert agreement.counts(mine, stop=True)[1]
     assert agreement.sum(torch.ones(2)).tolist() == [3.0, 3.0]
     assert agreement.others({"moment": torch.ones(1)}) == []
@@ -44,7 +44,7 @@ def test_ranks_that_train_apart_take_the_others_to_have_what_they_have() -> None
     setup = session_of(language_job()).setup
     setup.layout.size = 3  # type: ignore[misc]
     wire = Apart(setup, "stream", lambda weights: parts.Stream(weights, codec("int4"), 2))
-    counts, stop = wire.counts(Counts(1, 5, 8, 4, 25), stop=True)
+    counts, stop = wire.counts(WorkCounts(1, 5, 8, 4, 25), stop=True)
     assert astuple(counts) == (3, 15, 24, 12, 75)
     assert not stop  # until an exchange has told the others
     assert wire.sum(torch.ones(2)).tolist() == [3.0, 3.0]

@@ -31,8 +31,8 @@ from hasten.core.timing import (
     HostClock,
     clock_on,
     data_stall,
-    split,
-    stability,
+    seconds_by_part,
+    step_stability,
     step_total,
 )
 from hasten.parts.data.collate import padded
@@ -141,7 +141,7 @@ def counted(session: Session, clock: Any) -> tuple[list[Any], list[dict[str, flo
 
 def test_a_slow_loader_is_found_under_data(clocked: Any) -> None:
     metrics, steps = counted(session_of(language_job(collate=napping_collate)), clocked)
-    found = split(steps)
+    found = seconds_by_part(steps)
     assert (found[DATA] or 0) >= NAP
     assert all((m.data_seconds or 0) >= NAP for m in metrics)
     stall = data_stall(steps)
@@ -151,7 +151,7 @@ def test_a_slow_loader_is_found_under_data(clocked: Any) -> None:
 def test_a_slow_forward_and_a_slow_backward_are_told_apart(clocked: Any) -> None:
     job = language_job(loss=lambda model: Napping(model, NAP, 3 * NAP))
     metrics, steps = counted(session_of(job), clocked)
-    found = split(steps)
+    found = seconds_by_part(steps)
     assert (found[FORWARD] or 0) >= NAP
     assert (found[BACKWARD] or 0) >= 3 * NAP  # time counts once, so it isn't elsewhere
     assert all((m.passes_seconds or 0) >= 4 * NAP for m in metrics)
@@ -167,16 +167,20 @@ def test_parts_add_up_to_the_step_within_two_percent(clocked: Any) -> None:
     metrics, steps = counted(session_of(job), clocked)
     for step, known in zip(steps, metrics, strict=True):
         assert step_total(step) == pytest.approx(known.step_seconds, rel=0.02)
-    parts = [seconds for part, seconds in split(steps).items() if part != CHECKPOINT and seconds]
+    parts = [
+        seconds
+        for part, seconds in seconds_by_part(steps).items()
+        if part != CHECKPOINT and seconds
+    ]
     totals = sorted(map(step_total, steps))
     assert totals[1] <= sum(parts) <= totals[-2]
 
 
 def test_a_part_that_does_not_exist_is_none_and_not_zero() -> None:
     _, steps = counted(session_of(language_job()), HostClock)
-    found = split(steps)
+    found = seconds_by_part(steps)
     assert [part for part in PARTS if found[part] is None] == ["copy", COMMUNICATION, CHECKPOINT]
-    assert split([]) == dict.fromkeys(PARTS)
+    assert seconds_by_part([]) == dict.fromkeys(PARTS)
     assert data_stall([]) is None
 
 
@@ -190,7 +194,7 @@ def test_waiting_for_ranks_is_taken_out_of_the_part_in_which_it_was(clocked: Any
         clock.exposed(BACKWARD, NAP / 6)
         clock.end()
     steps = list(clock.steps)
-    found = split(steps)
+    found = seconds_by_part(steps)
     for part, most in ((BACKWARD, NAP / 4), (COMMUNICATION, NAP / 2)):
         assert (found[part] or 0) >= most * 0.6
     assert (found[COMMUNICATION] or 0) > (found[BACKWARD] or 0)
@@ -226,7 +230,7 @@ def test_a_checkpoint_stands_beside_the_step(tmp_path: Path, clocked: Any) -> No
     kept.after_step = after_a_nap(kept.after_step)
     metrics, steps = counted(session, clocked)
     assert session.saves
-    found = split(steps, session.saves)
+    found = seconds_by_part(steps, session.saves)
     assert (found[CHECKPOINT] or 0) >= NAP
     for step, known in zip(steps, metrics, strict=True):
         assert step_total(step) == pytest.approx(known.step_seconds, rel=0.05)
@@ -242,7 +246,7 @@ def test_counting_changes_no_bit_and_is_off_by_default() -> None:
 
 
 def test_an_engine_that_says_nothing_of_forward_has_no_backward_either() -> None:
-    found = split([{DATA: 1.0, BACKWARD: 5.0, OPTIMIZER: 2.0, IDLE: 1.0}])
+    found = seconds_by_part([{DATA: 1.0, BACKWARD: 5.0, OPTIMIZER: 2.0, IDLE: 1.0}])
     assert found[FORWARD] is found[BACKWARD] is None
     assert found[IDLE] == 6.0
 
@@ -263,7 +267,7 @@ steps_of = st.lists(
 @given(steps_of)
 def test_a_split_adds_up_to_a_step_between_the_quartiles(steps: list[Mapping[str, float]]) -> None:
     totals = sorted(map(step_total, steps))
-    whole = sum(s for s in split(steps).values() if s is not None)
+    whole = sum(s for s in seconds_by_part(steps).values() if s is not None)
     cut = len(totals) // 4
     middle = totals[cut : len(totals) - cut]
     assert whole == pytest.approx(float(np.mean(middle)), rel=1e-9)
@@ -272,7 +276,7 @@ def test_a_split_adds_up_to_a_step_between_the_quartiles(steps: list[Mapping[str
 
 @given(st.lists(seconds, min_size=1, max_size=300))
 def test_stability_agrees_with_numpy(times: list[float]) -> None:
-    found = stability(times)
+    found = step_stability(times)
     median = float(np.median(times))
     assert found["p50"] == pytest.approx(median)
     spread = float(np.median(np.abs(np.array(times) - median))) / median
@@ -282,8 +286,8 @@ def test_stability_agrees_with_numpy(times: list[float]) -> None:
 
 
 def test_a_stall_is_a_step_of_more_than_three_medians() -> None:
-    assert stability([1.0] * 20 + [3.0, 3.01])["stalls"] == 1
-    assert stability([])["p50"] is None
+    assert step_stability([1.0] * 20 + [3.0, 3.01])["stalls"] == 1
+    assert step_stability([])["p50"] is None
 
 
 def test_old_steps_are_forgotten_before_memory_ends() -> None:

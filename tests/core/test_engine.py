@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hasten.core.contracts import Wire
-from hasten.core.engine import Assembly, PlainEngine
+from hasten.core.engine import EngineParts, PlainEngine
 from hasten.core.job import MicroBatch
 from hasten.core.layout import OneProcess
 from hasten.core.setup import Setup
@@ -100,7 +100,7 @@ class TwoStages(Technique):
         return Proof(session.module.crossed > 0, f"{session.module.crossed} crossings")
 
 
-def _two_stage_engine(assembly: Assembly) -> TwoStageEngine:
+def _two_stage_engine(assembly: EngineParts) -> TwoStageEngine:
     return TwoStageEngine(assembly)
 
 

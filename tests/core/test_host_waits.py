@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hasten.core.job import MicroBatch
 from hasten.core.session import batches
-from hasten.core.setup import straight
+from hasten.core.setup import copy_to_device
 from hasten.core.step import train_step
 from hasten.core.technique import Technique
 from hasten.machine import host
@@ -46,7 +46,7 @@ def test_a_step_waits_for_the_device_once(
     """However many layers and passes there are; and at the end of all passes."""
     from hasten.parts.nn import losses
 
-    monkeypatch.setattr(losses, "skips", lambda hidden: False)  # as on a GPU
+    monkeypatch.setattr(losses, "skips_unlabelled", lambda hidden: False)  # as on a GPU
     monkeypatch.setattr(losses.row_kernels, "fits", lambda *tensors: False)
     job = language_job(lambda: of_layers(layers))
     session = session_of(job, *PLANS[plan])
@@ -93,7 +93,7 @@ def test_batches_for_a_gpu_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "pin_memory", pinned)
     for device, expected in (("cuda:1", ["pin"]), ("cpu", [])):
         calls.clear()
-        list(straight(iter([(given,)]), device))
+        list(copy_to_device(iter([(given,)]), device))
         assert calls == [*expected, ("to", device, True)] * 2
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hasten.core.loop import HASTE, Notice, Watch, ask_to_leave, fit, patient
+from hasten.core.loop import HASTE, ShutdownNotice, Watch, ask_to_leave, fit, patient
 from hasten.core.session import Session
 from tiny import language_job, session_of
 
@@ -88,13 +88,13 @@ def test_a_file_that_appears_is_a_notice(session: Session, tmp_path: Path) -> No
         ask_to_leave(session, haste=True)
         told.set()
 
-    with Notice(leave, tmp_path / "notice", every=0.01):
+    with ShutdownNotice(leave, tmp_path / "notice", every=0.01):
         outcome = fit(session, Watch(on_step=write))
     assert (outcome.stopped, session.progress.step) == ("left", 2)
 
 
 def test_a_file_that_can_not_be_looked_at_is_no_notice(tmp_path: Path) -> None:
-    assert not Notice(lambda: None, tmp_path / ("x" * 300)).there()
+    assert not ShutdownNotice(lambda: None, tmp_path / ("x" * 300)).there()
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_a_file_that_can_not_be_looked_at_is_no_notice(tmp_path: Path) -> None:
     ],
 )
 def test_a_command_gives_notice_by_its_exit_code(command: list[str], there: bool) -> None:
-    assert Notice(lambda: None, command=command).there() is there
+    assert ShutdownNotice(lambda: None, command=command).there() is there
 
 
 def test_a_command_runs_without_a_shell(tmp_path: Path) -> None:
     marker = tmp_path / "written"
-    assert not Notice(lambda: None, command=[f"touch {marker}; true"]).there()
+    assert not ShutdownNotice(lambda: None, command=[f"touch {marker}; true"]).there()
     assert not marker.exists()

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from torch import Tensor
 
-from hasten.core.job import Counts, with_language_counts
+from hasten.core.job import WorkCounts, with_language_counts
 from hasten.core.layout import OneProcess
 from hasten.core.loop import Watch, fit
 from hasten.core.plan import Plan
@@ -33,7 +33,7 @@ def test_pairs_are_the_sum_of_squared_lengths_however_records_are_laid_out() -> 
     pairs = sum(r.length**2 for r in data)
     for lay_out in (padded, packed):
         assert with_language_counts(lay_out)(data).counts.pairs == pairs
-    assert (Counts(pairs=2) + Counts(pairs=3)).pairs == 5
+    assert (WorkCounts(pairs=2) + WorkCounts(pairs=3)).pairs == 5
 
 
 def test_a_step_s_model_flops_are_those_of_its_records_and_mfu_follows() -> None:
@@ -69,7 +69,7 @@ def test_a_run_s_mfu_is_that_of_its_steps_weighed_by_time() -> None:
 
 
 def test_without_a_ceiling_or_a_count_mfu_is_unknown_and_never_zero() -> None:
-    counts = Counts(tokens=5, pairs=25)
+    counts = WorkCounts(tokens=5, pairs=25)
     assert Meter().flops(counts) is None
     assert Meter(2.0, 1.0).flops(counts) == 35
     assert Meter(2.0, 1.0).mfu(35, 1.0) is None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.data.conversation import SHAPES, Columns, columns_of, conversation
+from hasten.data.conversation import SHAPES, ColumnNames, columns_of, conversation
 from hasten.data.readers import read_records, read_sources
 from hasten.data.sources import Source, source_of, weighted
 from hasten.errors import InputError
@@ -145,7 +145,7 @@ def test_a_list_that_is_none_is_refused_and_a_path_with_a_colon_is_a_path(tmp_pa
         with pytest.raises(InputError, match=r"dataset_info\.json"):
             source_of(f"{tmp_path}:mine")
     assert source_of("folder:x/a.jsonl").path == Path("folder:x/a.jsonl")
-    assert source_of("a.jsonl").columns == Columns()
+    assert source_of("a.jsonl").columns == ColumnNames()
 
 
 @given(

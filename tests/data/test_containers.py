@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hasten.data import containers, json_reader
-from hasten.data.conversation import UnfitError, conversation, shape_of
+from hasten.data.conversation import NoConversationError, conversation, shape_of
 from hasten.data.json_reader import scan_lines
-from hasten.data.readers import Reading, read_records
+from hasten.data.readers import ReadRecords, read_records
 from hasten.errors import InputError
 
 Rows = list[dict[str, str]]
@@ -94,7 +94,7 @@ def put(folder: Path, name: str, data: bytes) -> Path:
     return folder / name
 
 
-def pairs(reading: Reading) -> list[tuple[str, ...]]:
+def pairs(reading: ReadRecords) -> list[tuple[str, ...]]:
     return [tuple(m.content for m in c.messages) for c in reading.conversations]
 
 
@@ -330,7 +330,7 @@ def test_a_hundred_thousand_fuzzed_lines_are_each_a_record_or_a_reason() -> None
             shape = shape_of(SHAPED[(record.line - 1) % len(SHAPED)])
             try:
                 conversation(record.value, str(shape), f"a:{record.line}")
-            except UnfitError as unfit:
+            except NoConversationError as unfit:
                 reason = str(unfit)
             else:
                 reason = "usable"

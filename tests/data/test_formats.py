@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hasten.data.readers import Message, Reading, read_records
+from hasten.data.readers import Message, ReadRecords, read_records
 from hasten.errors import InputError
 
 GOOD = {"question": "How many?", "answer": "Four."}
 
 
-def one(tmp_path: Path, record: object, name: str = "data.jsonl") -> Reading:
+def one(tmp_path: Path, record: object, name: str = "data.jsonl") -> ReadRecords:
     (tmp_path / name).write_text(json.dumps(record) + "\n")
     return read_records([tmp_path / name])
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hasten.data.conversation import Call, Conversation, Message
+from hasten.data.conversation import Conversation, Message, ToolCall
 from hasten.data.readers import read_sources
 from hasten.data.sources import Source, weighted
 from hasten.data.spool import Selection, Spool, pack, packed, spools, unpack
@@ -93,7 +93,7 @@ def test_reading_and_mixing_hold_no_record_in_memory(tmp_path: Path) -> None:
 
 
 def test_packed_records_name_no_class_so_that_keys_of_data_outlive_its_place() -> None:
-    calls = (Call("look", '{"at": "it"}', "1"),)
+    calls = (ToolCall("look", '{"at": "it"}', "1"),)
     talk = (Message("user", "go"), Message("assistant", "", calls), Message("tool", "x", (), "1"))
     for record in (Conversation(talk, None, "f:1"), Conversation((), "a text", "f:2")):
         assert unpack(pack(record)) == record

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hasten.data.chat_template import FALLBACKS, encode
-from hasten.data.conversation import Call, Columns, columns_of
+from hasten.data.conversation import ColumnNames, ToolCall, columns_of
 from hasten.data.readers import Conversation, Message, read_records, read_sources
 from hasten.data.sources import Source, source_of
 from hasten.data.tokenize import BOS, EOS, train_bpe
@@ -202,7 +202,9 @@ def test_sharegpt_turns_of_tools_are_the_same_dialogue(tmp_path: Path) -> None:
     flat = [tool["function"] for tool in TOOLS]
     record = {"conversations": turns, "tools": json.dumps(flat), "system": "Be kind."}
     found = conversation(tmp_path, record).messages
-    wanted = tuple(Call(c["name"], json.dumps(c["arguments"], ensure_ascii=False)) for c in calls)
+    wanted = tuple(
+        ToolCall(c["name"], json.dumps(c["arguments"], ensure_ascii=False)) for c in calls
+    )
     assert json.loads(found[0].content) == TOOLS
     assert found[1:] == (
         Message("system", "Be kind."),
@@ -226,7 +228,7 @@ def test_tags_and_entries_name_the_turns_of_tools(tmp_path: Path) -> None:
     given = {"messages": "dialog", "tools": "can"}
     entry = {"file_name": "a.json", "formatting": "sharegpt", "columns": given, "tags": tags}
     (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": entry}))
-    own: list[Columns] = [columns_of({**given, **tags})]
+    own: list[ColumnNames] = [columns_of({**given, **tags})]
     for source in (Source(tmp_path / "a.json", own[0]), source_of(f"{tmp_path}:mine")):
         (reading,) = read_sources([source])
         (found,) = reading.conversations
@@ -237,7 +239,7 @@ def test_tags_and_entries_name_the_turns_of_tools(tmp_path: Path) -> None:
             "tool",
             "assistant",
         ]
-        assert found.messages[2].calls == (Call("f", '{"a": 1}'),)
+        assert found.messages[2].calls == (ToolCall("f", '{"a": 1}'),)
 
 
 def asked(*turns: dict[str, Any], tools: Any = None) -> dict[str, Any]:

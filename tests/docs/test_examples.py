@@ -11,12 +11,12 @@ import pytest
 
 from hasten.core.setup import obstacles
 from hasten.data.conversation import Conversation, Message
-from hasten.data.corpus import Corpus, Portion
+from hasten.data.corpus import Corpus, SplitSide
 from hasten.measure.choose import choose_by_forecast
 from hasten.models.presets import PRESETS
 from hasten.parts.kernels import rowwise
 from hasten.recipe.build import facts_of, plan_of
-from hasten.recipe.prepared_data import gather
+from hasten.recipe.prepared_data import prepare_data
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.training import run as run_module
 
@@ -32,7 +32,7 @@ SHORT |= {"max_steps": 2, "global_batch_size": 4, "global_batch_tokens": None, "
 def short_corpus() -> Corpus:
     """A stand-in for the embedded corpus, whose records hardly ever fit into 64 tokens."""
 
-    def portion(numbers: range) -> Portion:
+    def portion(numbers: range) -> SplitSide:
         pairs = [
             (f"def add_{n}(x):\n\nAdd {n} to x.", f"    return x + {n}{'  # again' * (n % 4)}")
             for n in numbers
@@ -41,7 +41,7 @@ def short_corpus() -> Corpus:
             Conversation((Message("user", q), Message("assistant", a)), None, q) for q, a in pairs
         ]
         texts = [Conversation((), f"{q}\n{a}\n" * (n % 3 + 1), q) for n, (q, a) in enumerate(pairs)]
-        return Portion(tuple(talks), tuple(texts))
+        return SplitSide(tuple(talks), tuple(texts))
 
     return Corpus(portion(range(60)), portion(range(60, 70)), "0" * 64, ())
 
@@ -94,7 +94,7 @@ def test_an_example_has_no_obstacle_as_it_stands(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = short(path, tmp_path, monkeypatch)
-    known = facts_of(recipe, gather(recipe, tmp_path / "data"))
+    known = facts_of(recipe, prepare_data(recipe, tmp_path / "data"))
     plan = plan_of(recipe, known)
     if rowwise.library().library is None:
         pytest.skip(rowwise.library().reason)

@@ -32,7 +32,7 @@ from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.measure.ablation import Arm
 from hasten.report.findings import report_of
-from hasten.report.verdicts import head
+from hasten.report.verdicts import verdict_word
 
 RECORDED = Path(__file__).parent / "data" / "step_speeds.json"
 COPIES = 4  # baseline, second baseline, and two that the arms share
@@ -117,7 +117,7 @@ def words_of(arms: Sequence[Arm], guard: Sequence[Mapping[str, Any]]) -> dict[st
 
 def word_of(row: Mapping[str, Any]) -> str:
     """An arm's word, its reason left out: that its model is worse, else its effect."""
-    return "worse" if head(row["quality"]) == "worse" else head(row["verdict"])
+    return "worse" if verdict_word(row["quality"]) == "worse" else verdict_word(row["verdict"])
 
 
 def rows_of(arms: Sequence[Arm], guard: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -17,9 +17,9 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
 from hasten.errors import InputError
 from hasten.measure.ablation import Arm, Design, Which, plans_of
-from hasten.measure.experiment import measure_arms, table
+from hasten.measure.experiment import experiment_context, measure_arms
 from hasten.measure.workers import WorkerPool, WorkerSpec
-from hasten.recipe.prepare import ready
+from hasten.recipe.prepare import prepare_run
 from hasten.recipe.schema import Recipe
 from hasten.report.findings import report_of
 from hasten.report.schema import read_report
@@ -76,7 +76,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         device="cpu",
         output=str(folder / "out"),
     )
-    ready(recipe, lambda text: None)
+    prepare_run(recipe, lambda text: None)
     resolved = folder / "out" / "data" / "arms.yaml"
     resolved.write_text(recipe.to_yaml())
     return resolved
@@ -112,7 +112,7 @@ def measured(recipe: Path) -> dict[str, Arm]:
 
     # The arm to be killed is found by its command line.
     with warm.cold(), WorkerPool(recipe.parent) as pool:
-        arms = measure_arms(table(pool, spec), PLANS, DESIGN, tell).arms
+        arms = measure_arms(experiment_context(pool, spec), PLANS, DESIGN, tell).arms
     assert [arm.name for arm in arms] == list(PLANS)
     return {arm.name: arm for arm in arms}
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hasten.errors import InputError
 from hasten.measure.ablation import Kind
-from hasten.measure.budget import BudgetPlan, Costs, choose, require, words
+from hasten.measure.budget import BudgetPlan, Costs, fit_to_budget, require_budget, rounded_up
 from hasten.recipe.yaml_reader import read_duration
 
 NAMES = ("baseline", "again", "only a", "only b", "without a", "without b", "all")
@@ -29,7 +29,9 @@ def rest_of(kept: Sequence[str], builds: int, rounds: int) -> float:
 
 
 def chosen(left: float, builds: int = 2, rounds: int = 8) -> BudgetPlan:
-    return choose(NAMES, KINDS, {"only a": 0.5, "only b": 0.1}, builds, rounds, rest_of, left)
+    return fit_to_budget(
+        NAMES, KINDS, {"only a": 0.5, "only b": 0.1}, builds, rounds, rest_of, left
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,7 @@ def test_whole_seconds_are_read_as_they_are(seconds: int) -> None:
 
 
 def test_a_time_needed_is_never_rounded_down() -> None:
-    assert [words(s) for s in (41.2, 90, 91, 3601)] == ["42 s", "90 s", "2 min", "1 h 01 min"]
+    assert [rounded_up(s) for s in (41.2, 90, 91, 3601)] == ["42 s", "90 s", "2 min", "1 h 01 min"]
 
 
 def test_enough_time_drops_nothing() -> None:
@@ -95,6 +97,6 @@ def test_what_is_chosen_fits_unless_nothing_is_left_to_drop(left: float, rounds:
 
 
 def test_too_small_a_budget_names_the_time_needed() -> None:
-    require(60.0, spent=20.0, rest=40.0)
+    require_budget(60.0, spent=20.0, rest=40.0)
     with pytest.raises(InputError, match=r"60 s is too short: .* about 61 s"):
-        require(60.0, spent=20.0, rest=40.5)
+        require_budget(60.0, spent=20.0, rest=40.5)

@@ -211,8 +211,8 @@ def test_a_choice_is_found_by_the_model_itself_as_another_trainer_has_it(
     first = chosen(sums, tmp_path, race({}, steady(0.02, 1)))
     recipe = recipe_from({**sums, "plan": []}, "a test")
     subject = prepared(recipe, SilentProgress())
-    assert subject.material is not None
-    model = build_model(recipe, subject.material)
+    assert subject.data is not None
+    model = build_model(recipe, subject.data)
     (kept,) = kept_choices(facts_of(model, "cpu"), tmp_path)
     assert kept.choice == first
     assert kept.records == subject.known.records

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.measure.ablation import Design
-from hasten.measure.experiment import GROUP, SHARE, fits, grouping_words, may_join
+from hasten.measure.experiment import GROUP, SHARE, arm_fits, grouping_words, may_join
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=8), st.integers(1, 10_000))
@@ -24,9 +24,9 @@ def test_arms_that_start_never_take_more_than_there_is(peaks: list[int], memory:
 
 def test_an_arm_never_seen_is_taken_for_the_largest() -> None:
     peaks = {"a": 100, "b": 300}
-    assert fits(["a", "b"], peaks, "c", int(700 / SHARE) + 1)
-    assert not fits(["a", "b"], peaks, "c", int(700 / SHARE) - 1)
-    assert fits(["a"], {}, "b", 0)  # nothing is known yet
+    assert arm_fits(["a", "b"], peaks, "c", int(700 / SHARE) + 1)
+    assert not arm_fits(["a", "b"], peaks, "c", int(700 / SHARE) - 1)
+    assert arm_fits(["a"], {}, "b", 0)  # nothing is known yet
 
 
 def test_groups_have_the_baseline_and_so_many_more() -> None:

@@ -14,7 +14,7 @@ import torch
 from hasten.core.technique import Switch
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.training.auto_adjust import BLOCK, Candidate, Live, sentence
+from hasten.training.auto_adjust import BLOCK, Candidate, LiveTuning, sentence
 
 VALUES = (1, 2, 4, 8)
 
@@ -43,7 +43,7 @@ class Run:
             plan=[technique] if start else [],
         )
         self.session: Any = SimpleNamespace(setup=setup)
-        self.live = Live(self.session, seed, self.notes.append)
+        self.live = LiveTuning(self.session, seed, self.notes.append)
 
     def _switch(self, name: str, delay: int) -> Switch:
         def change(value: Any) -> None:
@@ -182,7 +182,7 @@ def test_ranks_that_train_apart_and_compiled_blocks_are_refused() -> None:
     run = Run(lambda s: 100.0, {"size": 2})
     run.session.setup.agreement.apart = True
     with pytest.raises(InputError, match="train apart"):
-        Live(run.session, 0, lambda line: None)
+        LiveTuning(run.session, 0, lambda line: None)
 
 
 def test_a_decision_is_one_sentence() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.machine import processes
-from hasten.machine.processes import Instant, LoadMeter, look
+from hasten.machine.processes import Instant, LoadMeter, read_clocks
 
 SPIN = "import time\nwhile time.process_time() < 0.6: pass"
 
@@ -21,7 +21,7 @@ def foreign_share(before: Instant, after: Instant, cores: int) -> float:
     """What a meter tells of the time between two instants."""
     instants = iter((before, after))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "look", lambda tree: next(instants))
+        patch.setattr(processes, "read_clocks", lambda tree: next(instants))
         patch.setattr(processes, "tree", list)
         meter = LoadMeter(cores)
         meter.lap("a")
@@ -53,11 +53,11 @@ def test_the_time_of_started_processes_is_ours_even_after_their_end() -> None:
 
 
 def test_the_clocks_see_work_that_is_done() -> None:
-    before = look()
+    before = read_clocks()
     end = time.process_time() + 0.5
     while time.process_time() < end:
         pass
-    after = look()
+    after = read_clocks()
     assert after.busy - before.busy >= 0.3  # one core's ticks, whoever else was there
     assert after.ours - before.ours >= 0.3
     assert after.wall > before.wall

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hasten.errors import InputError
-from hasten.measure.loops import LoopFailedError, reference
+from hasten.measure.loops import LoopFailedError, loop_reference
 from hasten.measure.worker import timed
 from hasten.report import compare
 
@@ -58,13 +58,13 @@ def test_a_loop_that_hangs_is_ended() -> None:
 @pytest.mark.parametrize("job", ["loops", ":f", "m:", "m:f()", "nowhere.py:f"])
 def test_an_unreadable_name_is_refused(job: str) -> None:
     with pytest.raises(InputError):
-        reference(job)
+        loop_reference(job)
 
 
 def test_a_function_another_process_can_t_find_is_refused() -> None:
     for job in (lambda: lambda: 1, print, object()):
         with pytest.raises(InputError, match="another process"):
-            reference(job)  # type: ignore[arg-type]
+            loop_reference(job)  # type: ignore[arg-type]
 
 
 @pytest.mark.timing

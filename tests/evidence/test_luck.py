@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm
 from hasten.measure.significance import BELIEF, USUAL, luck_of, noise_floor, p_beyond, with_luck
-from hasten.measure.statistics import Interval, Luck, student_quantile
-from hasten.report.verdicts import interaction_of, judge, noise_of, ratio_between, ratio_to
+from hasten.measure.statistics import Interval, ProcessVariance, student_quantile
+from hasten.report.verdicts import interaction_of, judge_arms, noise_of, ratio_between, ratio_to
 
 ROUNDS = 8
 
@@ -63,7 +63,7 @@ def test_a_copy_is_not_called_better_for_its_luck() -> None:
     draw, called = np.random.default_rng(3), 0
     for _ in range(200):
         arms = experiment(draw, [1.0, 1.0, 1.0], 2, rounds=24)
-        called += any(j.verdict == "helped" for j in judge(arms)[2:])
+        called += any(j.verdict == "helped" for j in judge_arms(arms)[2:])
     assert called <= 0.05 * 200
 
 
@@ -90,7 +90,7 @@ def test_a_single_build_goes_by_what_is_usual_and_by_the_copy() -> None:
     found, apart = luck_of(arms), math.log(arms[1].rounds[0] / arms[0].rounds[0])
     assert found is not None
     squares = BELIEF * USUAL**2 + apart**2 / 2
-    assert found == Luck(pytest.approx(math.sqrt(squares / (BELIEF + 1))), BELIEF + 1, 1)
+    assert found == ProcessVariance(pytest.approx(math.sqrt(squares / (BELIEF + 1))), BELIEF + 1, 1)
 
 
 def test_without_an_arm_that_ran_there_is_nothing_to_say() -> None:
@@ -117,7 +117,7 @@ def test_a_claim_s_pair_and_the_interaction_are_widened_too() -> None:
 def test_an_interval_is_never_narrower_and_keeps_its_middle(
     error: float, freedom: int, estimate: float, half: float
 ) -> None:
-    luck = Luck(error, freedom, 2)
+    luck = ProcessVariance(error, freedom, 2)
     before = Interval(estimate, estimate, estimate * (1 - half), estimate * (1 + half), 8)
     after = luck.widened(before)
     assert after.low <= before.low <= before.high <= after.high
@@ -129,11 +129,11 @@ def test_an_interval_is_never_narrower_and_keeps_its_middle(
 
 def test_one_round_stays_unknown() -> None:
     unknown = Interval(1.0, 1.0, 0.0, math.inf, 1)
-    assert Luck(0.01, 4, 1).widened(unknown) == unknown
+    assert ProcessVariance(0.01, 4, 1).widened(unknown) == unknown
 
 
 def test_no_p_value_is_smaller_than_processes_alone_give() -> None:
-    ratios, luck = [1.05, 1.051, 1.049, 1.05], Luck(0.01, 5, 2)
+    ratios, luck = [1.05, 1.051, 1.049, 1.05], ProcessVariance(0.01, 5, 2)
     distance = math.log(1.05) - math.log(1.01)
     assert p_beyond(ratios, 0.01) < 0.001
     assert p_beyond(ratios, 0.01, luck) == pytest.approx(luck.chance(distance), rel=1e-3)
@@ -143,4 +143,4 @@ def test_no_p_value_is_smaller_than_processes_alone_give() -> None:
 def test_a_copy_that_differs_as_processes_do_raises_no_floor() -> None:
     again = [1.02, 1.0201, 1.0199, 1.02]  # beyond doubt by its rounds, and nothing by its processes
     assert noise_floor(again) == pytest.approx(0.02, rel=1e-2)
-    assert noise_floor(again, Luck(0.01, 5, 2)) == 0.01
+    assert noise_floor(again, ProcessVariance(0.01, 5, 2)) == 0.01

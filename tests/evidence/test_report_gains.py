@@ -10,10 +10,10 @@ import pytest
 from evidence.report_pages import Page, Report, full_report
 from hasten.measure.statistics import paired_ratio
 from hasten.report.gains import (
-    against,
+    arms_that_hurt,
     fastest_of_equal_quality,
-    hurt,
     ladder_of,
+    paired_speed,
     result_of,
     switches,
     table_of,
@@ -100,10 +100,12 @@ def test_without_a_baseline_s_speed_no_row_is_the_fastest() -> None:
 
 
 def test_a_row_is_slower_than_the_row_above_it_only_beyond_its_interval() -> None:
-    assert hurt(ladder()["arms"]) == {"+ b"}
+    assert arms_that_hurt(ladder()["arms"]) == {"+ b"}
     unsure = [150 * w * j for w, j in zip(WEATHER, (0.6, 1.5, 0.7, 1.1), strict=True)]
-    assert hurt(ladder(rounds=unsure)["arms"]) == set()  # it may be either
-    assert hurt(apart()["arms"]) == set()  # leaving one out is slower, which is good news of it
+    assert arms_that_hurt(ladder(rounds=unsure)["arms"]) == set()  # it may be either
+    assert (
+        arms_that_hurt(apart()["arms"]) == set()
+    )  # leaving one out is slower, which is good news of it
 
 
 def test_a_plan_of_a_report_is_the_recipe_s_with_its_settings() -> None:
@@ -160,7 +162,7 @@ def test_page_and_markdown_show_the_same_cells() -> None:
 
 def test_arms_are_paired_by_round_so_that_the_weather_cancels() -> None:
     arms = apart()["arms"]
-    ratio = against(arms[0], arms[2], arms[0])
+    ratio = paired_speed(arms[0], arms[2], arms[0])
     assert ratio is not None
     assert (ratio.low, ratio.high) == pytest.approx((1.5, 1.5), abs=0.01)
 
@@ -172,7 +174,7 @@ def test_arms_of_different_turns_are_compared_through_the_baseline_beside_them()
     other["rounds"] = [180 * w for w in turned]
     other["beside"] = [100 * w for w in turned]
     arms = read([arm("baseline", 100, [], "baseline"), one, other])["arms"]
-    fair = against(arms[1], arms[2], arms[0])
+    fair = paired_speed(arms[1], arms[2], arms[0])
     assert fair is not None
     assert (fair.low, fair.high) == pytest.approx((1.5, 1.5), abs=0.01)
 
@@ -182,7 +184,7 @@ def test_arms_of_different_turns_are_not_compared_by_their_rounds_alone() -> Non
     arms = report["arms"]
     arms[6]["rounds"] = [value * 0.7 for value in arms[6]["rounds"]]  # a slower hour: "without b"
     assert arms[6]["name"] == "without b"
-    assert against(arms[6], arms[-1], arms[0]) is None
+    assert paired_speed(arms[6], arms[-1], arms[0]) is None
     assert [s.beside is None for s in switches(arms)] == [False, True, False]
     assert "b" not in [row["name"] for row in unpaid(report)]
 

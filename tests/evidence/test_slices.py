@@ -103,7 +103,7 @@ def test_background_load_is_put_down_to_those_in_whose_slices_it_was(
             wall, busy, ours = wall + 0.1, busy + 0.2, ours + 0.1
 
     instants = clock()
-    monkeypatch.setattr(processes, "look", lambda tree: next(instants))
+    monkeypatch.setattr(processes, "read_clocks", lambda tree: next(instants))
     meter = LoadMeter(cores=2)
     for name in "ab" * 4:
         meter.lap(name)

@@ -12,16 +12,16 @@ import torch
 from hasten.core.plan import Plan
 from hasten.measure.worker import RecipeJob, compiled
 from hasten.measure.workers import Worker, WorkerError, WorkerPool, WorkerSpec
-from hasten.recipe.prepare import ready
+from hasten.recipe.prepare import prepare_run
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.threads import Threads
 from hasten.techniques.wire.compress import Half
-from material import STDLIB, small
+from sample_data import STDLIB, small
 
 
 def written(recipe: Recipe, folder: Path, ranks: int = 1) -> Path:
-    ready(recipe, lambda text: None, ranks=ranks)
+    prepare_run(recipe, lambda text: None, ranks=ranks)
     path = folder / "recipe.yaml"
     path.write_text(recipe.to_yaml())
     return path

@@ -43,11 +43,17 @@ from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.launch.ranks import TIMEOUT, naming_ranks, process_group
 from hasten.launch.supervisor import RankTimeouts, SupervisedRanks, Supervision, supervise
-from hasten.machine.processes import Pulse, attempt, attempt_folder, on_a_leash, telling
+from hasten.machine.processes import (
+    Heartbeat,
+    attempt_folder,
+    attempt_number,
+    on_a_leash,
+    reporting_errors,
+)
 from hasten.parts.checkpoint import STATE, checkpoints
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.ddp import DDP
-from hasten.training.folder import Lines, keep_lines_until
+from hasten.training.folder import LineFiles, keep_lines_until
 from tiny import job_facts, language_job, records, tiny_model
 
 gc.freeze()  # what is loaded: ranks look for garbage in what is their own
@@ -108,29 +114,34 @@ def session_in(folder: Path, steps: int, pause: float) -> Session:
 def train(
     folder: Path, steps: int, pause: float = 0.01, timeout: datetime.timedelta = TIMEOUT
 ) -> None:
-    """A rank's life: meet the others, resume, train, a line and a pulse for each step."""
+    """A rank's life: meet the others, resume, train, a line and a heartbeat for each step."""
     torch.set_num_threads(1)
     world = environment.world()
-    with telling(), process_group(world, "cpu", timeout), telling(), naming_ranks(world):
+    with (
+        reporting_errors(),
+        process_group(world, "cpu", timeout),
+        reporting_errors(),
+        naming_ranks(world),
+    ):
         _train(folder, steps, pause, world.rank)
 
 
 def _train(folder: Path, steps: int, pause: float, rank: int) -> None:
     session = session_in(folder, steps, pause)
     session.setup.checkpoint.resume(session)
-    pulse, lines = Pulse(attempt_folder(), rank), None
-    pulse.beat(session.progress.step)
+    heartbeat, lines = Heartbeat(attempt_folder(), rank), None
+    heartbeat.beat(session.progress.step)
     if rank == 0:
-        if attempt() > 1:
+        if attempt_number() > 1:
             keep_lines_until(folder, session.progress.step)
-        lines = Lines(folder)
+        lines = LineFiles(folder)
     for metrics in training(session):
         if lines is not None:
             lines.step({"step": metrics.step, "loss": metrics.loss})
-        pulse.beat(metrics.step)
+        heartbeat.beat(metrics.step)
         while held(folder, metrics.step):
             time.sleep(0.002)
-    pulse.beat(session.progress.step, over=True)
+    heartbeat.beat(session.progress.step, over=True)
     if dist.is_initialized():
         dist.barrier()
 

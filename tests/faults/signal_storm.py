@@ -27,7 +27,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from hasten.core.loop import HASTE, Watch, fit, patient
 from hasten.core.session import Session
 from hasten.techniques.checkpoint import Checkpoints
-from hasten.training.folder import Lines
+from hasten.training.folder import LineFiles
 from tiny import language_job, records, session_of, tiny_model
 
 gc.freeze()  # what is loaded: lives look for garbage in what is their own
@@ -44,7 +44,7 @@ def live(folder: Path, steps: int, pause: float) -> int:
         session = session_of(job, Checkpoints(interval=NEVER), folder=folder / "checkpoints")
         session.setup.checkpoint.resume(session)
         live.append(session)
-        lines = Lines(folder)
+        lines = LineFiles(folder)
 
         def note(metrics: Any) -> None:
             lines.step({"step": metrics.step, "loss": metrics.loss})

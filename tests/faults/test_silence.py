@@ -14,25 +14,25 @@ import pytest
 
 from hasten.launch import supervisor
 from hasten.launch.supervisor import Attempt, RankTimeouts
-from hasten.machine.processes import Pulse
+from hasten.machine.processes import Heartbeat
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="states are Linux's")
 
 
 class PlantedTime:
-    """Goes on where a supervisor sleeps; each rank shows its only pulse at its time."""
+    """Goes on where a supervisor sleeps; each rank shows its only heartbeat at its time."""
 
-    def __init__(self, folder: Path, pulses: list[float]) -> None:
-        self.folder, self.pulses, self.now = folder, dict(enumerate(pulses)), 0.0
+    def __init__(self, folder: Path, heartbeats: list[float]) -> None:
+        self.folder, self.heartbeats, self.now = folder, dict(enumerate(heartbeats)), 0.0
 
     def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
-        for rank in [rank for rank, due in self.pulses.items() if due <= self.now]:
-            del self.pulses[rank]
-            Pulse(self.folder, rank).beat(3)
+        for rank in [rank for rank, due in self.heartbeats.items() if due <= self.now]:
+            del self.heartbeats[rank]
+            Heartbeat(self.folder, rank).beat(3)
 
 
 @linux
@@ -46,9 +46,9 @@ def test_a_stopped_rank_is_named_though_another_fell_silent_before_it(
         end = time.monotonic() + 60
         while psutil.Process(ranks[stopped].pid).status() != psutil.STATUS_STOPPED:
             assert time.monotonic() < end
-        pulses = [0.1, 0.1]
-        pulses[stopped] = 0.2
-        monkeypatch.setattr(supervisor, "time", PlantedTime(tmp_path, pulses))
+        heartbeats = [0.1, 0.1]
+        heartbeats[stopped] = 0.2
+        monkeypatch.setattr(supervisor, "time", PlantedTime(tmp_path, heartbeats))
         ending = Attempt(tmp_path, 2, lambda rank: ranks[rank], RankTimeouts(1.0, 60.0)).watch()
     finally:
         for rank in ranks:

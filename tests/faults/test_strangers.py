@@ -24,7 +24,7 @@ from hasten.parts.checkpoint import (
     prune,
     save,
 )
-from hasten.parts.checkpoint.format import sealed
+from hasten.parts.checkpoint.format import manifest_text
 
 SECRET = "of another user"
 
@@ -40,7 +40,7 @@ def forge(path: Path, **changes: Any) -> None:
     """Change the manifest and seal it again, as anybody who can write can."""
     manifest = json.loads((path / MANIFEST).read_bytes())
     del manifest["seal"]
-    (path / MANIFEST).write_bytes(sealed({**manifest, **changes}))
+    (path / MANIFEST).write_bytes(manifest_text({**manifest, **changes}))
 
 
 def listed(data: bytes) -> dict[str, Any]:

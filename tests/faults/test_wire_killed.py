@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from material import small
+from sample_data import small
 
 STEPS = 24
 PLAN: list[Any] = [

@@ -21,7 +21,7 @@ from hasten.core.facts import ModelFacts, RecordFacts
 from hasten.errors import InputError
 from hasten.integrations import lightning as lightning_host
 from hasten.integrations.adapt import facts_of
-from hasten.integrations.batches import sizes
+from hasten.integrations.batches import row_sizes
 from hasten.integrations.speed_up import WATCHED_STEPS, SpeedNote
 from hasten.machine.environment import World
 from hasten.machine.ways import Gain
@@ -109,7 +109,7 @@ def test_a_plan_of_ones_own_is_taken_as_it_is(tmp_path: Path) -> None:
 def kept_race(trainer: Trainer, folder: Path, **changes: Any) -> None:
     """A choice of ``plan: auto`` for the trainer's model and data, as a race leaves it."""
     model: Any = trainer.model
-    lengths, trained = sizes(trainer.train_dataset)
+    lengths, trained = row_sizes(trainer.train_dataset)
     records = RecordFacts(len(lengths), sum(lengths), max(lengths), sum(trained) / sum(lengths))
     known = replace(facts_of(model, "cpu"), records=records)
     entries: list[Any] = ["packed", "document_attention", "bf16_master_weights", "prefetched"]

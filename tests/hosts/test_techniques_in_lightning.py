@@ -191,9 +191,9 @@ def test_techniques_are_told_the_device_that_lightning_will_train_on(tmp_path: P
         max_epochs=3,
         default_root_dir=tmp_path,
     )
-    material, _ = lightning_host._material(trainer, loader(), [], SEED)
-    assert material.device == "cuda:1"
-    assert (material.steps, material.epochs, material.batch) == (None, 3, 2 * BATCH)
+    host_run, _ = lightning_host._host_run(trainer, loader(), [], SEED)
+    assert host_run.device == "cuda:1"
+    assert (host_run.steps, host_run.epochs, host_run.batch) == (None, 3, 2 * BATCH)
 
 
 def test_a_mask_by_its_place_is_refused_and_not_dropped() -> None:

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.monitor import run
-from hasten.monitor.run import Following
+from hasten.monitor.run import FollowedFile
 
 
-def drain(follow: Following) -> tuple[list[dict[str, Any]], bool]:
+def drain(follow: FollowedFile) -> tuple[list[dict[str, Any]], bool]:
     lines, anew = [], False
     while True:
         look = follow.look()
@@ -47,7 +47,7 @@ def test_lines_written_in_any_pieces_arrive_once_and_in_order(
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "lines.jsonl"
-            follow, found = Following(path), []
+            follow, found = FollowedFile(path), []
             for start, end in itertools.pairwise(edges):
                 with path.open("ab") as file:
                     file.write(data[start:end])
@@ -62,7 +62,7 @@ def test_lines_written_in_any_pieces_arrive_once_and_in_order(
 
 
 def test_a_file_that_is_not_there_yet_has_no_lines(tmp_path: Path) -> None:
-    follow = Following(tmp_path / "later.jsonl")
+    follow = FollowedFile(tmp_path / "later.jsonl")
     assert drain(follow) == ([], False)
     follow.path.write_text('{"a": 1}\n')
     assert drain(follow) == ([{"a": 1}], False)
@@ -71,7 +71,7 @@ def test_a_file_that_is_not_there_yet_has_no_lines(tmp_path: Path) -> None:
 def test_a_replaced_file_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n')
-    follow = Following(path)
+    follow = FollowedFile(path)
     drain(follow)
     other = tmp_path / "other"
     other.write_text('{"a": 1}\n{"a": 2}\n{"a": 3}\n')
@@ -83,7 +83,7 @@ def test_a_replaced_file_is_read_anew(tmp_path: Path) -> None:
 def test_a_file_written_over_in_place_is_read_anew(tmp_path: Path, text: str) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n')
-    follow = Following(path)
+    follow = FollowedFile(path)
     drain(follow)
     with path.open("r+") as file:
         file.truncate()
@@ -94,7 +94,7 @@ def test_a_file_written_over_in_place_is_read_anew(tmp_path: Path, text: str) ->
 def test_a_file_that_vanishes_and_returns_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('{"a": 1}\n')
-    follow = Following(path)
+    follow = FollowedFile(path)
     drain(follow)
     path.unlink()
     assert drain(follow) == ([], True)
@@ -109,7 +109,7 @@ def test_a_file_that_vanishes_and_returns_is_read_anew(tmp_path: Path) -> None:
 def test_a_line_that_is_no_object_is_counted_and_left_out(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b'{"a": 1}\n' + line + b'\n\n{"a": 2}\n')
-    follow = Following(path)
+    follow = FollowedFile(path)
     assert drain(follow)[0] == [{"a": 1}, {"a": 2}]
     assert follow.unreadable == 1
 
@@ -121,7 +121,7 @@ def test_a_line_without_end_is_passed_over_in_bounded_memory(
     monkeypatch.setattr(run, "LONGEST_LINE", 4096)
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b'{"a": 1}\n' + b"x" * 50_000 + b'\n{"a": 2}\n')
-    follow = Following(path)
+    follow = FollowedFile(path)
     assert drain(follow)[0] == [{"a": 1}, {"a": 2}]
     assert follow.unreadable == 1
 
@@ -129,10 +129,10 @@ def test_a_line_without_end_is_passed_over_in_bounded_memory(
 def test_a_folder_in_its_place_is_an_error_of_the_system(tmp_path: Path) -> None:
     (tmp_path / "lines.jsonl").mkdir()
     with pytest.raises(OSError, match="not a regular file"):
-        Following(tmp_path / "lines.jsonl").look()
+        FollowedFile(tmp_path / "lines.jsonl").look()
 
 
 def test_a_pipe_in_its_place_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "lines.jsonl")
     with pytest.raises(OSError, match="not a regular file"):
-        Following(tmp_path / "lines.jsonl").look()
+        FollowedFile(tmp_path / "lines.jsonl").look()

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hasten.monitor.terminal import BARS, sparkline, watch_in_terminal
-from hasten.monitor.watching import Watching
+from hasten.monitor.watching import RunsReader
 from watched import append, write_run
 
 
 def drawn(folder: Path, width: int = 100, terminal: bool = False) -> str:
     text = io.StringIO()
     console = Console(file=text, width=width, force_terminal=terminal)
-    watch_in_terminal(Watching([folder]), console)
+    watch_in_terminal(RunsReader([folder]), console)
     return text.getvalue()
 
 

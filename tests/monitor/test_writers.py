@@ -15,7 +15,7 @@ from hasten.formatting import number
 from hasten.recipe.schema import Recipe
 from hasten.training.metric_writers import BESIDE
 from hasten.training.run import train
-from material import small
+from sample_data import small
 
 Series = dict[str, dict[int, float]]  # by tag, then by step
 

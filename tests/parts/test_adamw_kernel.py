@@ -7,7 +7,6 @@ for a processor's tensors here, so that both ways can be compared.
 from __future__ import annotations
 
 import copy
-import importlib.util
 import itertools
 import json
 import os
@@ -27,28 +26,18 @@ from hasten.parts.optim import compact_adamw, fused_adamw
 from hasten.parts.optim.compact_adamw import CompactAdamW
 from hasten.parts.optim.fused_adamw import FusedAdamW
 from hasten.parts.optim.master_weights import MasterWeights
+from triton_marks import DEVICE, needs_triton, on_gpu
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 FORMATS = (torch.float32, torch.bfloat16)
 SIZES = (1, 255, 256, 257, 1000, 2048, 1032)
 formats = pytest.mark.parametrize("moments", ["bf16", "int8"])
 
 
-def _without_triton() -> str:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton isn't installed"
-    import triton.language as tl
-
-    interpreted = type(tl.sum).__name__ == "InterpretedFunction"
-    fits = interpreted or DEVICE == "cuda"
-    return "" if fits else "Triton is here to compile: give TRITON_INTERPRET=1"
-
-
 pytestmark = [
-    pytest.mark.skipif(bool(_without_triton()), reason=_without_triton()),
+    needs_triton,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities
-    *([pytest.mark.gpu] if DEVICE == "cuda" else []),
+    *on_gpu,
 ]
 
 

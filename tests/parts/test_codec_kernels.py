@@ -15,7 +15,7 @@ from hasten.parts.comm import codecs
 from hasten.parts.comm.codecs import ChunkedTopK, codec
 from hasten.parts.kernels import codec as compiled
 from hasten.parts.kernels import codec_reference
-from hasten.parts.kernels.build import Built
+from hasten.parts.kernels.build import LoadedLibrary
 
 needs_compiler = pytest.mark.skipif(
     not compiled.library().library, reason=compiled.library().reason
@@ -147,7 +147,9 @@ def test_without_a_compiler_messages_are_the_same(monkeypatch: pytest.MonkeyPatc
     flat = torch.randn(3000, generator=torch.Generator().manual_seed(0))
     wires = [codec("int8"), codec("int4"), ChunkedTopK(13)]
     fast = [wire.encode(flat) for wire in wires]
-    monkeypatch.setattr(compiled, "library", lambda: Built(None, "no C++ compiler was found"))
+    monkeypatch.setattr(
+        compiled, "library", lambda: LoadedLibrary(None, "no C++ compiler was found")
+    )
     assert codecs._way(flat) is codec_reference is codecs._topk_way(flat)
     for wire, message in zip(wires, fast, strict=True):
         assert torch.equal(wire.encode(flat), message)

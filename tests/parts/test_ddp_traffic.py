@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.distributed.ddp import UnderWay, under_way, watch
+from hasten.parts.distributed.ddp import GradientSeconds, under_way, watch_reducer
 
 MOMENTS = st.integers(0, 10**10)
 
@@ -56,7 +56,7 @@ def test_what_is_after_the_last_gradient_is_exposed(moments: list[int]) -> None:
 
 def test_traffic_that_was_back_before_the_last_gradient_shows_nothing() -> None:
     figures = {"backward_comm_time": 5, "backward_compute_comm_overlap_time": 7}
-    assert under_way(module(figures)) == UnderWay(pytest.approx(7e-9), exposed=0.0)
+    assert under_way(module(figures)) == GradientSeconds(pytest.approx(7e-9), exposed=0.0)
 
 
 def test_a_log_without_these_figures_knows_nothing() -> None:
@@ -64,6 +64,6 @@ def test_a_log_without_these_figures_knows_nothing() -> None:
 
 
 def test_an_accelerator_and_an_unknown_torch_are_not_asked() -> None:
-    assert watch(module({}))
-    assert not watch(module({}, device="meta"))
-    assert not watch(SimpleNamespace(parameters=list))  # type: ignore[arg-type]
+    assert watch_reducer(module({}))
+    assert not watch_reducer(module({}, device="meta"))
+    assert not watch_reducer(SimpleNamespace(parameters=list))  # type: ignore[arg-type]

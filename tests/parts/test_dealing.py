@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hasten.parts.data.epoch_order import deal, quadratic_share, row_costs, straggler_loss
+from hasten.parts.data.epoch_order import deal_rows, quadratic_share, row_costs, straggler_loss
 from hasten.parts.data.packing import pack_lengths
 
 RANKS, PER_RANK, ROW = 8, 8, 4096
@@ -28,10 +28,10 @@ def lengths_of(shape: str, count: int = 20_000) -> NDArray[np.int64]:
 
 @given(COSTS, st.integers(1, 9))
 def test_every_row_is_dealt_once_and_the_same_way_again(costs: list[float], ranks: int) -> None:
-    hands = deal(costs, ranks)
+    hands = deal_rows(costs, ranks)
     assert len(hands) == ranks
     assert sorted(i for hand in hands for i in hand) == list(range(len(costs)))
-    assert hands == deal(np.array(costs), ranks)
+    assert hands == deal_rows(np.array(costs), ranks)
     assert 0 <= straggler_loss(costs, hands) <= 1 - 1 / ranks + 1e-9
 
 
@@ -39,7 +39,7 @@ def test_every_row_is_dealt_once_and_the_same_way_again(costs: list[float], rank
 def test_the_dearest_rank_is_within_half_of_the_least_there_can_be(
     costs: list[float], ranks: int
 ) -> None:
-    totals = [sum(costs[i] for i in hand) for hand in deal(costs, ranks)]
+    totals = [sum(costs[i] for i in hand) for hand in deal_rows(costs, ranks)]
     ordered = sorted(costs, reverse=True)
     # No rank can do with less than the mean, the dearest row, or two of the ranks + 1 dearest.
     bound = max([sum(costs) / ranks, *ordered[:1], *(2 * c for c in ordered[ranks : ranks + 1])])
@@ -48,7 +48,7 @@ def test_the_dearest_rank_is_within_half_of_the_least_there_can_be(
 
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=8))
 def test_two_ranks_of_a_few_rows_come_close_to_trying_everything(costs: list[int]) -> None:
-    hands = deal(costs, 2)
+    hands = deal_rows(costs, 2)
     best = min(
         max(sum(part), sum(costs) - sum(part))
         for size in range(len(costs) + 1)
@@ -70,7 +70,7 @@ def test_eight_ranks_of_eight_rows_wait_less_than_three_in_a_thousand(
     balanced, at_random = [], []
     for start in range(0, min(len(rows), 60 * size) - size + 1, size):
         step = costs[drawn[start : start + size]]
-        balanced.append(straggler_loss(step, deal(step, RANKS)))
+        balanced.append(straggler_loss(step, deal_rows(step, RANKS)))
         hands = [list(range(rank, size, RANKS)) for rank in range(RANKS)]
         at_random.append(straggler_loss(step, hands))
     assert np.mean(balanced) <= 0.003
@@ -88,7 +88,7 @@ def test_a_row_costs_its_tokens_and_the_squares_of_its_lengths() -> None:
 
 
 def test_no_rows_and_no_ranks() -> None:
-    assert deal([], 3) == [[], [], []]
+    assert deal_rows([], 3) == [[], [], []]
     assert len(row_costs([], np.array([1]), 1.0)) == 0
     with pytest.raises(ValueError, match="ranks is 0"):
-        deal([1.0], 0)
+        deal_rows([1.0], 0)

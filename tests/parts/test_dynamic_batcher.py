@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hasten import DynamicBatcher
-from hasten.parts.data.dynamic_batch import join, rows, select
+from hasten.parts.data.dynamic_batch import join_batches, record_count, select_records
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* records (wait|at a time)")
 
@@ -60,7 +60,7 @@ def test_records_keep_their_order_and_none_is_lost(form: str, sizes: list[int], 
         for batch in given_:
             assert type(batch) is type(loader[0])
             seen += ids(batch)
-            assert rows(batch) <= made.size
+            assert record_count(batch) <= made.size
             made.update_after_step()
         seen += [i for batch in made.flush() for i in ids(batch)]
         assert seen == list(range(start))
@@ -212,7 +212,7 @@ def test_what_has_no_rows_is_refused(data: Any) -> None:
 @given(st.integers(0, 7))
 def test_select_and_join_undo_each_other(at: int) -> None:
     for batch in numbers(0, 7).values():
-        again = join([select(batch, 0, at), select(batch, at, 7)])
+        again = join_batches([select_records(batch, 0, at), select_records(batch, at, 7)])
         assert ids(again) == ids(batch)
 
 

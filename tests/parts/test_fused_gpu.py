@@ -27,25 +27,9 @@ from hasten.parts.data.collate import packed
 from hasten.parts.kernels import refused, rowwise
 from hasten.parts.nn import fused_functions, fused_gpu
 from hasten.parts.nn.fused_layers import ARCHITECTURES, fuse_layers
+from triton_marks import DEVICE, needs_triton, on_gpu
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _without_triton() -> str:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton isn't installed"
-    import triton.language as tl
-
-    interpreted = type(tl.sum).__name__ == "InterpretedFunction"
-    return (
-        ""
-        if interpreted or DEVICE == "cuda"
-        else "Triton is here to compile: give TRITON_INTERPRET=1"
-    )
-
-
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-needs_triton = pytest.mark.skipif(bool(_without_triton()), reason=_without_triton())
+pytestmark = on_gpu
 needs_liger = pytest.mark.skipif(fused_gpu.liger() is None, reason="Liger isn't installed")
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 needs_triton_at_all = pytest.mark.skipif(

@@ -39,25 +39,27 @@ from hasten.parts.kernels import build
 build.SOURCES, folder = Path(sys.argv[1]), Path(sys.argv[2])
 build.COMPILERS = tuple(sys.argv[3:]) or build.COMPILERS
 print("ready", flush=True)
-found = build.built("toy", folder=folder)
+found = build.build_library("toy", folder=folder)
 print(found.library.answer() if found.library else found.reason)
 """
 
 
 @pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., build.Built]]:
+def toy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., build.LoadedLibrary]]:
     """Builds ``answer()`` into a folder of the test, without the memory of an earlier build."""
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "toy.cpp").write_text('extern "C" int answer() { return 7; }\n')
     monkeypatch.setattr(build, "SOURCES", sources)
 
-    def make(folder: Path = tmp_path / "kernels") -> build.Built:
-        build.built.cache_clear()
-        return build.built("toy", folder=folder)
+    def make(folder: Path = tmp_path / "kernels") -> build.LoadedLibrary:
+        build.build_library.cache_clear()
+        return build.build_library("toy", folder=folder)
 
     yield make
-    build.built.cache_clear()
+    build.build_library.cache_clear()
 
 
 @pytest.fixture
@@ -77,12 +79,12 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 @pytest.fixture
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(build, "COMPILERS", ("c++-that-is-nowhere",))
-    build.built.cache_clear()
+    build.build_library.cache_clear()
     yield
-    build.built.cache_clear()
+    build.build_library.cache_clear()
 
 
-def plant(toy: Callable[..., build.Built], tmp_path: Path) -> Path:
+def plant(toy: Callable[..., build.LoadedLibrary], tmp_path: Path) -> Path:
     """Puts a whole library that answers 666 in the place of the toy's."""
     toy()
     (path,) = (tmp_path / "kernels").iterdir()
@@ -103,7 +105,7 @@ def libraries(folder: Path) -> list[str]:
 
 @needs_compiler
 def test_a_library_is_built_once_and_found_again(
-    toy: Callable[..., build.Built], tmp_path: Path, compiler: Callable[[str], Path]
+    toy: Callable[..., build.LoadedLibrary], tmp_path: Path, compiler: Callable[[str], Path]
 ) -> None:
     assert toy().library.answer() == 7
     (name,) = libraries(tmp_path / "kernels")
@@ -131,7 +133,9 @@ def test_the_name_is_the_same_in_every_process() -> None:
 
 
 @needs_compiler
-def test_a_changed_source_gets_a_new_name(toy: Callable[..., build.Built], tmp_path: Path) -> None:
+def test_a_changed_source_gets_a_new_name(
+    toy: Callable[..., build.LoadedLibrary], tmp_path: Path
+) -> None:
     toy()
     (tmp_path / "sources" / "toy.cpp").write_text('extern "C" int answer() { return 8; }\n')
     assert toy().library.answer() == 8
@@ -142,7 +146,7 @@ def test_a_changed_source_gets_a_new_name(toy: Callable[..., build.Built], tmp_p
 
 @needs_compiler
 def test_libraries_nobody_uses_any_more_are_swept_and_foreign_files_are_not(
-    toy: Callable[..., build.Built], tmp_path: Path
+    toy: Callable[..., build.LoadedLibrary], tmp_path: Path
 ) -> None:
     folder = tmp_path / "kernels"
     folder.mkdir()
@@ -197,7 +201,7 @@ def test_without_a_compiler_attention_of_a_bf16_model_works(without_compiler: No
 
 
 def test_a_compiler_that_fails_is_quoted_in_one_sentence(
-    toy: Callable[..., build.Built], compiler: Callable[[str], Path], tmp_path: Path
+    toy: Callable[..., build.LoadedLibrary], compiler: Callable[[str], Path], tmp_path: Path
 ) -> None:
     compiler('echo "In file:" >&2; echo "toy.cpp:1:2: error: no such thing" >&2; exit 1')
     found = toy()
@@ -213,7 +217,7 @@ def test_a_compiler_that_fails_is_quoted_in_one_sentence(
 
 
 def test_a_compiler_that_hangs_is_given_up(
-    toy: Callable[..., build.Built],
+    toy: Callable[..., build.LoadedLibrary],
     compiler: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -225,7 +229,7 @@ def test_a_compiler_that_hangs_is_given_up(
 
 
 def test_a_compiler_that_cannot_be_run_is_a_reason(
-    toy: Callable[..., build.Built], compiler: Callable[[str], Path]
+    toy: Callable[..., build.LoadedLibrary], compiler: Callable[[str], Path]
 ) -> None:
     path = compiler("")
     path.write_text("#!/nowhere/interpreter\n")
@@ -240,7 +244,7 @@ def start(tmp_path: Path, *compilers: str) -> subprocess.Popen[str]:
 
 @needs_compiler
 def test_a_killed_build_blocks_nobody(
-    toy: Callable[..., build.Built], tmp_path: Path, compiler: Callable[[str], Path]
+    toy: Callable[..., build.LoadedLibrary], tmp_path: Path, compiler: Callable[[str], Path]
 ) -> None:
     slow = tmp_path / "slow-c++"
     slow.write_text(f"#!/bin/sh\ntouch {tmp_path}/begun\nexec sleep 3\n")
@@ -258,7 +262,7 @@ def test_a_killed_build_blocks_nobody(
 
 @needs_compiler
 def test_processes_that_build_at_once_all_get_a_whole_library(
-    toy: Callable[..., build.Built], tmp_path: Path
+    toy: Callable[..., build.LoadedLibrary], tmp_path: Path
 ) -> None:
     processes = [start(tmp_path) for _ in range(3)]
     answers = [p.communicate(timeout=240)[0].split() for p in processes]
@@ -268,7 +272,7 @@ def test_processes_that_build_at_once_all_get_a_whole_library(
 
 @needs_compiler
 def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(
-    toy: Callable[..., build.Built], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Callable[..., build.LoadedLibrary], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     assert toy(tmp_path / "file" / "kernels").library.answer() == 7
@@ -285,7 +289,7 @@ def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(
 @needs_compiler
 @pytest.mark.parametrize("damage", ["emptied", "cut", "one bit", "other bytes"])
 def test_a_damaged_library_is_reported_and_built_again(
-    toy: Callable[..., build.Built], tmp_path: Path, damage: str
+    toy: Callable[..., build.LoadedLibrary], tmp_path: Path, damage: str
 ) -> None:
     toy()
     path = next((tmp_path / "kernels").glob("*.so"))
@@ -304,7 +308,7 @@ def test_a_damaged_library_is_reported_and_built_again(
 @needs_compiler
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
 def test_a_library_in_a_folder_that_others_may_write_to_is_not_loaded(
-    toy: Callable[..., build.Built], tmp_path: Path, mode: int
+    toy: Callable[..., build.LoadedLibrary], tmp_path: Path, mode: int
 ) -> None:
     plant(toy, tmp_path)
     (tmp_path / "kernels").chmod(mode)
@@ -316,7 +320,7 @@ def test_a_library_in_a_folder_that_others_may_write_to_is_not_loaded(
 @needs_compiler
 @pytest.mark.parametrize("way", ["writable", "link", "pipe", "folder of another user"])
 def test_a_library_that_others_may_have_made_is_not_loaded(
-    toy: Callable[..., build.Built],
+    toy: Callable[..., build.LoadedLibrary],
     tmp_path: Path,
     way: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -338,7 +342,7 @@ def test_a_library_that_others_may_have_made_is_not_loaded(
 
 @needs_compiler
 def test_the_folder_and_its_libraries_are_made_for_the_user_alone(
-    toy: Callable[..., build.Built], tmp_path: Path
+    toy: Callable[..., build.LoadedLibrary], tmp_path: Path
 ) -> None:
     before = os.umask(0)
     try:

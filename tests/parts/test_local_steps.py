@@ -16,10 +16,10 @@ from torch import Tensor
 
 from hasten.parts.comm import local_sgd
 from hasten.parts.comm.codecs import codec
-from hasten.parts.comm.local_sgd import HEADER, Drift, DriftError, LocalSteps, answered
+from hasten.parts.comm.local_sgd import HEADER, Drift, DriftError, LocalSteps, rank_answers
 from hasten.parts.comm.streaming_local_sgd import MOST, TIMED_STEPS, Stream, needed
 from hasten.parts.kernels import local_sgd as compiled
-from hasten.parts.kernels.build import Built
+from hasten.parts.kernels.build import LoadedLibrary
 from local_rank_jobs import COARSE, NUMBERS, RATE, STEPS, gradient, tokens_of
 from ranks import on_ranks
 
@@ -243,7 +243,7 @@ def test_neither_chunks_nor_compiled_loops_change_a_bit(
         return [second.anchor, *second.parameters], rows
 
     found = {(size, True): moved(size) for size in (1 << 20, 256, 512, 1024)}
-    monkeypatch.setattr(compiled, "library", lambda: Built(None, "there is no compiler"))
+    monkeypatch.setattr(compiled, "library", lambda: LoadedLibrary(None, "there is no compiler"))
     found |= {(size, False): moved(size) for size in (1 << 20, 512)}
     first, _ = found[512, False]
     for weights, _ in found.values():
@@ -258,7 +258,9 @@ def test_a_weight_that_is_no_number_is_told(
     wrong: float, loops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not loops:
-        monkeypatch.setattr(compiled, "library", lambda: Built(None, "there is no compiler"))
+        monkeypatch.setattr(
+            compiled, "library", lambda: LoadedLibrary(None, "there is no compiler")
+        )
     drift = Drift([torch.zeros(1000)])
     drift.parameters[0][777] = wrong
     message = drift.message(0, codec("int4"))
@@ -290,8 +292,8 @@ def test_a_core_has_little_to_do_for_a_fragment(own: float, seconds: float, numb
 
 
 def test_shares_are_of_trained_tokens_and_equal_without_any() -> None:
-    assert answered([[30, 0], [10, 0]]).shares == [0.75, 0.25]
-    assert answered([[0, 0], [0, 0]]).shares == [0.5, 0.5]
+    assert rank_answers([[30, 0], [10, 0]]).shares == [0.75, 0.25]
+    assert rank_answers([[0, 0], [0, 0]]).shares == [0.5, 0.5]
 
 
 def test_one_rank_alone_keeps_its_weights() -> None:

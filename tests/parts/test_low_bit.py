@@ -11,7 +11,7 @@ from torch import Tensor
 from hasten.parts.kernels import low_bit
 from hasten.parts.kernels.low_bit import (
     BLOCK,
-    below,
+    borders_below,
     noise,
     quantised_signed,
     quantised_squares,
@@ -153,5 +153,5 @@ def test_the_fast_search_finds_what_a_binary_search_finds(shares: list[float]) -
     values = torch.cat([torch.tensor(shares), edges, *beside])
     for kind, borders in (("signed", middles), ("squared", squared)):
         usual = values if kind == "signed" else values.abs()
-        found = below(usual, borders, low_bit._starts(kind, CPU))
+        found = borders_below(usual, borders, low_bit._starts(kind, CPU))
         assert torch.equal(found.long(), torch.bucketize(usual, borders))

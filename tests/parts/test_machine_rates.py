@@ -47,8 +47,8 @@ def test_what_was_left_out_is_named_with_its_reason(rates: MachineRates) -> None
 
 def test_progress_reaches_its_end_and_never_goes_back() -> None:
     shares: list[float] = []
-    wishes: dict[str, Any] = {"dtypes": ["fp32"], "seconds": 0.1, "memory_bytes": 1 << 26}
-    measure(**wishes, on_progress=lambda what, share: shares.append(share))
+    options: dict[str, Any] = {"dtypes": ["fp32"], "seconds": 0.1, "memory_bytes": 1 << 26}
+    measure(**options, on_progress=lambda what, share: shares.append(share))
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
 

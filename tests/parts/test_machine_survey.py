@@ -10,7 +10,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hasten.machine.host import Card, NumaNode, SystemLimits, cards, limits, mounts, numa_nodes
+from hasten.machine.host import (
+    NetworkCard,
+    NumaNode,
+    SystemLimits,
+    cards,
+    limits,
+    mounts,
+    numa_nodes,
+)
 
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="reads Linux's files")
 
@@ -52,11 +60,11 @@ def test_cards_that_are_up_are_listed_with_rate_and_kind(tmp_path: Path) -> None
         f"{rdma}/mlx5_1/ports/1/link_layer": "Ethernet",
     }
     assert cards(write(tmp_path, **files)) == [
-        Card("eth0", "ethernet", 100e9, None, 1),
-        Card("veth", "virtual", None, None, None),
-        Card("wlan", "wireless", None, None, None),
-        Card("mlx5_0", "infiniband", 400e9, None, None),
-        Card("mlx5_1", "roce", None, None, None),
+        NetworkCard("eth0", "ethernet", 100e9, None, 1),
+        NetworkCard("veth", "virtual", None, None, None),
+        NetworkCard("wlan", "wireless", None, None, None),
+        NetworkCard("mlx5_0", "infiniband", 400e9, None, None),
+        NetworkCard("mlx5_1", "roce", None, None, None),
     ]
 
 

@@ -21,7 +21,7 @@ from hasten.parts.data.prefetch import (
     FULL_IN_A_ROW,
     DeviceCopies,
     SmartPrefetcher,
-    Taken,
+    TakenItem,
     each_tensor,
     tensor_bytes,
 )
@@ -130,10 +130,10 @@ def test_memory_bounds_what_waits() -> None:
 
 def test_the_look_ahead_grows_with_stalls_and_goes_back_when_the_queue_stays_full() -> None:
     prefetcher = SmartPrefetcher(4, max_lookahead=12)
-    stalled = Taken(None, waited=0.1, depth=0, room=4, read_seconds=0.0)
+    stalled = TakenItem(None, waited=0.1, depth=0, room=4, read_seconds=0.0)
     assert [prefetcher.note(stalled, 0.1) for _ in range(4)] == [6, 9, 12, 12]
-    at_once = Taken(None, waited=0.0, depth=0, room=12, read_seconds=0.0)
-    full = Taken(None, waited=0.0, depth=12, room=12, read_seconds=0.0)
+    at_once = TakenItem(None, waited=0.0, depth=0, room=12, read_seconds=0.0)
+    full = TakenItem(None, waited=0.0, depth=12, room=12, read_seconds=0.0)
     assert prefetcher.note(at_once, 0.1) == 12  # a wait too short to be the loader's
     for expected in (11, 10):
         for _ in range(FULL_IN_A_ROW):
@@ -146,8 +146,8 @@ def test_the_look_ahead_grows_with_stalls_and_goes_back_when_the_queue_stays_ful
 
 def test_the_look_ahead_follows_the_bursts_before_they_are_felt() -> None:
     prefetcher = SmartPrefetcher(4, max_lookahead=32)
-    quiet = Taken(None, waited=0.0, depth=4, room=4, read_seconds=0.005)
-    burst = Taken(None, waited=0.0, depth=1, room=4, read_seconds=0.065)
+    quiet = TakenItem(None, waited=0.0, depth=4, room=4, read_seconds=0.005)
+    burst = TakenItem(None, waited=0.0, depth=1, room=4, read_seconds=0.065)
     prefetcher.note(quiet, 0.01)
     assert prefetcher.note(burst, 0.01) == 7  # 55 ms behind, at 10 ms a batch, and one
     for _ in range(10 * FULL_IN_A_ROW):
@@ -219,7 +219,7 @@ def test_the_state_is_what_was_taken_and_a_new_pass_goes_on_behind_it() -> None:
 def test_the_learned_pace_goes_on_within_new_bounds() -> None:
     prefetcher = SmartPrefetcher(4)
     for _ in range(5):
-        prefetcher.note(Taken(None, 1.0, 0, 4, 0.0), 0.1)
+        prefetcher.note(TakenItem(None, 1.0, 0, 4, 0.0), 0.1)
     smaller = SmartPrefetcher(2, max_lookahead=8)
     smaller.load_state_dict(prefetcher.state_dict())
     assert (smaller.statistics.lookahead, smaller.statistics.batches) == (8, 5)
@@ -268,10 +268,10 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
 
 
 def test_every_tensor_of_a_nesting_is_changed_and_all_else_kept() -> None:
-    from hasten.core.job import Counts, MicroBatch
+    from hasten.core.job import MicroBatch, WorkCounts
 
     one = torch.ones(2, dtype=torch.int64)
-    batch = (MicroBatch({"a": one, "lengths": (3, 4)}, Counts(1, 2, 3, 4)), [one, "text"])
+    batch = (MicroBatch({"a": one, "lengths": (3, 4)}, WorkCounts(1, 2, 3, 4)), [one, "text"])
     assert tensor_bytes(batch) == 32
     changed = each_tensor(batch, lambda t: t + 1)
     assert changed[0].inputs["a"].tolist() == [2, 2]

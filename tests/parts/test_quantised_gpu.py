@@ -5,7 +5,6 @@ In Triton's interpreter where no GPU is; it is told to round as a GPU does.
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,27 +32,17 @@ from hasten.parts.nn.quantised import (
 )
 from hasten.parts.nn.recompute import BlockRecompute, _told
 from interpreted_triton import round_as_a_gpu
+from triton_marks import DEVICE, needs_triton, on_gpu
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E5M2 = torch.float8_e5m2
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 HARDWARE = Rounding("rowwise", emulate=False)
 
 
-def _without_triton() -> str:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton isn't installed"
-    import triton.language as tl
-
-    interpreted = type(tl.sum).__name__ == "InterpretedFunction"
-    fits = interpreted or DEVICE == "cuda"
-    return "" if fits else "Triton is here to compile: give TRITON_INTERPRET=1"
-
-
 pytestmark = [
-    pytest.mark.skipif(bool(_without_triton()), reason=_without_triton()),
+    needs_triton,
     pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),  # NaN, on purpose
-    *([pytest.mark.gpu] if DEVICE == "cuda" else []),
+    *on_gpu,
 ]
 
 

@@ -17,7 +17,7 @@ import hasten
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.nn.recompute import (
     BlockRecompute,
-    chosen,
+    blocks_to_recompute,
     decoder_blocks,
     is_thrown_away,
     saved_bytes,
@@ -140,7 +140,7 @@ def test_the_fewest_first_blocks_that_meet_a_budget_are_chosen(
     def stays(count: int) -> int:
         return sum(r for _, r in sizes[:count]) + sum(k for k, _ in sizes[count:])
 
-    picked = chosen(sizes, budget)
+    picked = blocks_to_recompute(sizes, budget)
     assert picked == set(range(len(picked)))
     if len(picked) < len(sizes):
         assert stays(len(picked)) <= budget * stays(0)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hasten.parts.data.collate import packed, padded
 from hasten.parts.nn.attention import use_document_attention
-from hasten.parts.nn.compile import CompiledBlocks, filled
+from hasten.parts.nn.compile import CompiledBlocks, filled_rows
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.nn.recompute import BlockRecompute
 from tiny import records, tiny_model
@@ -41,7 +41,7 @@ def graphs() -> int:
 
 def documents(seed: int, bucket: int = 64) -> dict[str, Any]:
     """A packed row of four documents, other lengths for other seeds, in a row of fixed length."""
-    return filled(packed(records(4, seed=seed, longest=12)), bucket)
+    return filled_rows(packed(records(4, seed=seed, longest=12)), bucket)
 
 
 def pair(architecture: str, **settings: Any) -> tuple[nn.Module, nn.Module, CompiledBlocks]:
@@ -167,7 +167,7 @@ def test_filler_rounds_up_trains_nothing_and_is_a_document_of_its_own(
     drawn = records(count, seed=seed)
     for inputs in (packed(drawn), padded(drawn)):
         length = inputs["input_ids"].shape[1]
-        found = filled(inputs, bucket)
+        found = filled_rows(inputs, bucket)
         rows, slots = found["input_ids"].shape
         assert slots % bucket == 0
         assert 0 <= slots - length < bucket
@@ -182,9 +182,9 @@ def test_filler_rounds_up_trains_nothing_and_is_a_document_of_its_own(
 
 def test_inputs_of_another_kind_are_left_alone() -> None:
     pictures = {"pixels": torch.zeros(1, 3)}
-    assert filled(pictures, 8) == pictures
+    assert filled_rows(pictures, 8) == pictures
     strange = {"input_ids": torch.zeros(1, 3), "mask_of_my_own": torch.ones(1, 3)}
-    assert filled(strange, 8)["input_ids"].shape == (1, 3)
+    assert filled_rows(strange, 8)["input_ids"].shape == (1, 3)
 
 
 @pytest.mark.slow

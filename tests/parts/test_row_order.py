@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hasten.parts.data.epoch_order import (
     GroupedOrder,
     PackedOrder,
-    deal,
+    deal_rows,
     quadratic_share,
     row_costs,
     straggler_loss,
@@ -109,7 +109,7 @@ def test_ranks_wait_less_than_three_in_a_thousand_where_lengths_have_two_modes(
     for rows in made.row_steps(0):
         costs = row_costs(rows, made.lengths, quadratic)
         if len(rows) == made.rows_per_step:
-            losses.append(straggler_loss(costs, deal(costs, ranks)))
+            losses.append(straggler_loss(costs, deal_rows(costs, ranks)))
     assert np.mean(losses) <= 0.003
 
 
@@ -127,7 +127,7 @@ def test_no_step_of_two_rows_a_rank_waits_more_than_three_in_a_thousand(shape: s
     made = PackedOrder(np.clip(lengths, 8, 4096).astype(int), 4096, 16, 0, quadratic_share(4096))
     rows = made.rows(0)[: 100 * 16]
     costs = row_costs(rows, made.lengths, made.quadratic).reshape(100, 16)
-    losses = [straggler_loss(step, deal(step, 8)) for step in costs]
+    losses = [straggler_loss(step, deal_rows(step, 8)) for step in costs]
     assert np.mean(losses) <= 0.0015
     assert max(losses) <= 0.003
 

@@ -21,7 +21,7 @@ from hasten.parts.comm.link_model import (
     flat,
     hierarchical,
     leader,
-    ways,
+    route_costs,
 )
 from hasten.parts.comm.topology import (
     CHOICES,
@@ -29,11 +29,11 @@ from hasten.parts.comm.topology import (
     Link,
     Topology,
     default_interface,
-    detected,
     host_name,
     hosts_of,
     interface_speeds,
-    named,
+    with_detected_links,
+    with_named_links,
 )
 
 FAST, SLOW = Link(1e-5, 1e10), Link(1e-4, 1.25e7)
@@ -107,12 +107,12 @@ def test_the_figures_of_two_hosts_of_two_ranks() -> None:
 
 def test_the_cheapest_way_depends_on_size_and_link() -> None:
     topology = Topology(grid(2, 8), FAST, SLOW, "")
-    assert ways(topology, 1)[0].way == "leader"
-    assert ways(topology, MANY)[0].way == "hierarchical"
-    assert ways(topology, MANY, [INT4])[0].codec == "int4"
-    assert [c.way for c in ways(topology, MANY, on_nccl=True)] == ["flat"]
+    assert route_costs(topology, 1)[0].way == "leader"
+    assert route_costs(topology, MANY)[0].way == "hierarchical"
+    assert route_costs(topology, MANY, [INT4])[0].codec == "int4"
+    assert [c.way for c in route_costs(topology, MANY, on_nccl=True)] == ["flat"]
     one_host = Topology(grid(1, 4), FAST, SLOW, "")
-    assert [c.way for c in ways(one_host, MANY, [INT4])] == ["flat"]
+    assert [c.way for c in route_costs(one_host, MANY, [INT4])] == ["flat"]
 
 
 @given(some.floats(1e6, 1e12))
@@ -191,7 +191,7 @@ def test_hosts_are_told_apart_by_name_in_the_order_of_their_first_rank() -> None
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_name_says_where_its_figures_are_from(name: str) -> None:
-    topology = named(name, grid(2, 8))
+    topology = with_named_links(name, grid(2, 8))
     assert topology.source.startswith(f"{name}: ")
     assert topology.within.bandwidth > topology.between.bandwidth / 8
     assert name in CHOICES
@@ -234,6 +234,6 @@ def test_the_default_route_names_an_interface(tmp_path: Path) -> None:
 
 
 def test_detection_says_what_it_assumed() -> None:
-    topology = detected(grid(2, 1), interface="none-such")
+    topology = with_detected_links(grid(2, 1), interface="none-such")
     assert "none-such says nothing, assumed within" in topology.source
-    assert "links of the GPUs" in detected(grid(2, 1), within=FAST).source
+    assert "links of the GPUs" in with_detected_links(grid(2, 1), within=FAST).source

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,24 +9,9 @@ from torch import Tensor
 
 from codec_cases import cases, same_bits
 from hasten.parts.kernels import codec_reference
+from triton_marks import DEVICE, needs_triton, on_gpu
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _without_triton() -> str:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton isn't installed"
-    import triton.language as tl
-
-    interpreted = type(tl.sum).__name__ == "InterpretedFunction"
-    fits = interpreted or DEVICE == "cuda"
-    return "" if fits else "Triton is here to compile: give TRITON_INTERPRET=1"
-
-
-pytestmark = [
-    pytest.mark.skipif(bool(_without_triton()), reason=_without_triton()),
-    *([pytest.mark.gpu] if DEVICE == "cuda" else []),
-]
+pytestmark = [needs_triton, *on_gpu]
 
 
 @settings(max_examples=25, deadline=None)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hasten.parts.comm import methods
 from hasten.parts.comm.buckets import BucketExchange
-from hasten.parts.comm.methods import CompressionSettings, Piece
+from hasten.parts.comm.methods import BucketPart, CompressionSettings
 
-PIECES = (Piece("a", (64, 64)), Piece("unused", (32, 64)), Piece("b", (100,)))
+PIECES = (BucketPart("a", (64, 64)), BucketPart("unused", (32, 64)), BucketPart("b", (100,)))
 WIRES = ("none", "half", "int8", "int4", "topk", "powersgd")
 
 

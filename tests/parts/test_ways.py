@@ -17,7 +17,7 @@ from torch import Tensor
 from hasten.machine import ways as module
 from hasten.machine.ways import (
     FEWEST,
-    Figures,
+    DeviceFigures,
     KernelWay,
     Operation,
     WayTimes,
@@ -248,7 +248,7 @@ def test_figures_are_measured_once_and_kept_and_a_damaged_file_is_told_of(
         (said,) = [record.getMessage() for record in caplog.records]
         assert f"{path} can't be read" in said
         assert "the kernels are measured again" in said
-        assert Figures.from_dict(json.loads(path.read_text())).proofs == found.proofs
+        assert DeviceFigures.from_dict(json.loads(path.read_text())).proofs == found.proofs
 
 
 def test_they_are_measured_again_when_asked_and_for_other_versions(

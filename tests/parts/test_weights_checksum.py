@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.comm.rank_check import WORDS, checksum, drifted
+from hasten.parts.comm.rank_check import WORDS, checksum, drift_message
 
 FORMATS = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 
@@ -40,5 +40,5 @@ def test_two_weights_that_change_places_show(numbers: int, data: st.DataObject) 
 
 
 def test_the_ranks_that_differ_are_named() -> None:
-    said = drifted([1, 3], 7)
+    said = drift_message([1, 3], 7)
     assert "after step 7 the weights of rank 1, 3 are not those of rank 0" in said

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.comm.rank_check import RollCall, of_an_exchange
-from hasten.parts.comm.route_choice import StepPace, share_saved, together
+from hasten.parts.comm.rank_check import RankReports, of_an_exchange
+from hasten.parts.comm.route_choice import StepPace, over_ranks, share_saved
 
 seconds = st.floats(0.001, 100.0)
 GLOO = "[third_party/gloo/gloo/transport/tcp/pair.cc:1] Connection closed by peer"
@@ -20,7 +20,7 @@ GLOO = "[third_party/gloo/gloo/transport/tcp/pair.cc:1] Connection closed by pee
 def test_a_step_is_the_slowest_ranks_and_its_traffic_that_of_who_waited_least(
     paces: list[StepPace],
 ) -> None:
-    found = together(paces)
+    found = over_ranks(paces)
     assert found is not None
     assert found.step == max(p.step for p in paces)
     assert found.exposed == min(p.exposed for p in paces)
@@ -28,7 +28,7 @@ def test_a_step_is_the_slowest_ranks_and_its_traffic_that_of_who_waited_least(
 
 
 def test_one_rank_without_figures_leaves_none() -> None:
-    assert together([StepPace(1.0, 0.5, 0.1), None]) is None
+    assert over_ranks([StepPace(1.0, 0.5, 0.1), None]) is None
 
 
 @given(st.lists(seconds, min_size=1, max_size=8), st.integers(1, 4), st.floats(0.1, 2.0))
@@ -59,14 +59,14 @@ def alone() -> Iterator[None]:
 
 
 def test_a_failure_is_told_once_and_what_follows_from_it_alike(alone: None) -> None:
-    calls = RollCall("tests", [0], 1.0)
+    calls = RankReports("tests", [0], 1.0)
     first = calls.failed("a sum", ArithmeticError("no such codes"))
     assert str(first) == "a sum failed on rank 0: no such codes"
     assert calls.failed("another sum", RuntimeError(GLOO)) is first
 
 
 def test_who_never_met_is_missing(alone: None) -> None:
-    found = RollCall("tests", [0, 3], 0.1).failed("a sum", RuntimeError(GLOO))
+    found = RankReports("tests", [0, 3], 0.1).failed("a sum", RuntimeError(GLOO))
     assert found.missing == (3,)
     assert "rank 3 (never met) did not answer within 0.1 s" in str(found)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compression_trap_jobs import LIMIT
 from hasten.parts.comm.codecs import ALIGNED, ChunkedTopK, codec
-from hasten.parts.comm.methods import Piece, Pieces, ResidualMemory, numbers, parts_of
+from hasten.parts.comm.methods import BucketPart, Pieces, ResidualMemory, parts_of, total_numbers
 from ranks import on_ranks
 
 pytestmark = pytest.mark.waits
@@ -104,11 +104,11 @@ def test_a_message_after_another_begins_where_every_format_may(count: int) -> No
 
 def laid_out(sizes: list[int], order: list[int], cuts: set[int]) -> list[Pieces]:
     """The parameters in this order, a new bucket beginning at each cut."""
-    buckets: list[list[Piece]] = [[]]
+    buckets: list[list[BucketPart]] = [[]]
     for place, index in enumerate(order):
         if place in cuts and buckets[-1]:
             buckets.append([])
-        buckets[-1].append(Piece(f"weight {index}", (sizes[index],)))
+        buckets[-1].append(BucketPart(f"weight {index}", (sizes[index],)))
     return [tuple(bucket) for bucket in buckets]
 
 
@@ -138,7 +138,7 @@ def test_memory_is_a_parameters_own_however_buckets_are_laid_out(
         counts = data.draw(st.booleans())
         for pieces in buckets:
             value += 1.0
-            left = value + torch.arange(float(numbers(pieces))) / 100
+            left = value + torch.arange(float(total_numbers(pieces))) / 100
             memory.leave(pieces, left)
             if counts:
                 split = zip(pieces, parts_of(left, pieces), strict=True)

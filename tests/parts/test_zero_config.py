@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hasten.parts.distributed.deepspeed_config import (
     INSIDE,
     TOP,
-    Known,
+    TrainerSettings,
     batch_sizes,
     check_keys,
-    filled,
-    mapped,
+    fill_auto,
     read_config,
+    read_settings,
 )
 from zero_configs import ARTICLE, CODER
 
@@ -33,10 +33,10 @@ BATCH = {
 
 
 def test_auto_values_follow_from_the_model_s_width_and_the_trainer() -> None:
-    known = Known(
+    known = TrainerSettings(
         world=4, batch=64, micro_batch=8, clipping=0.5, learning_rate=3e-4, hidden=512, bf16=True
     )
-    found = filled(CODER, known)
+    found = fill_auto(CODER, known)
     zero = found["zero_optimization"]
     assert zero["reduce_bucket_size"] == 512**2
     assert zero["stage3_prefetch_bucket_size"] == int(0.9 * 512**2)
@@ -54,7 +54,7 @@ def test_auto_values_follow_from_the_model_s_width_and_the_trainer() -> None:
 def test_any_two_sizes_give_the_third(micro: int, steps: int, world: int, left: str) -> None:
     whole = {"train": micro * steps * world, "micro": micro, "steps": steps}
     said = {BATCH[name]: value for name, value in whole.items() if name != left}
-    found = batch_sizes({**said, BATCH[left]: "auto"}, Known(world=world))
+    found = batch_sizes({**said, BATCH[left]: "auto"}, TrainerSettings(world=world))
     assert vars(found) == whole
 
 
@@ -67,26 +67,34 @@ def test_three_sizes_that_do_not_multiply_are_refused(
         return
     config = dict(zip(BATCH.values(), (train, micro, steps), strict=True))
     with pytest.raises(ValueError, match=f"train_batch_size is {train}"):
-        batch_sizes(config, Known(world=world))
+        batch_sizes(config, TrainerSettings(world=world))
 
 
 @pytest.mark.parametrize(
     ("config", "known", "words"),
     [
-        ({"train_batch_size": 8}, Known(batch=16), "is 8 and global_batch_size is 16"),
-        ({BATCH["micro"]: 2}, Known(micro_batch=4), "is 2 and micro_batch_size is 4"),
+        ({"train_batch_size": 8}, TrainerSettings(batch=16), "is 8 and global_batch_size is 16"),
+        ({BATCH["micro"]: 2}, TrainerSettings(micro_batch=4), "is 2 and micro_batch_size is 4"),
         (
             {BATCH["micro"]: 2, BATCH["steps"]: 4},
-            Known(world=2, batch=32),
+            TrainerSettings(world=2, batch=32),
             "the step has 32 records, .* 2 x gradient_accumulation_steps 4 x 2 rank",
         ),
-        ({"train_batch_size": 0}, Known(), "train_batch_size is 0; it must be a number from 1"),
-        ({"train_batch_size": "8"}, Known(), "is '8'"),
-        ({"train_batch_size": 9, BATCH["micro"]: 2}, Known(world=2), "can't be dealt to 2 rank"),
+        (
+            {"train_batch_size": 0},
+            TrainerSettings(),
+            "train_batch_size is 0; it must be a number from 1",
+        ),
+        ({"train_batch_size": "8"}, TrainerSettings(), "is '8'"),
+        (
+            {"train_batch_size": 9, BATCH["micro"]: 2},
+            TrainerSettings(world=2),
+            "can't be dealt to 2 rank",
+        ),
     ],
 )
 def test_sizes_that_contradict_the_trainer_are_one_sentence(
-    config: dict[str, Any], known: Known, words: str
+    config: dict[str, Any], known: TrainerSettings, words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
         batch_sizes(config, known)
@@ -123,17 +131,17 @@ def test_a_file_that_is_none_is_one_sentence(text: str | None, words: str, tmp_p
 
 def test_an_auto_that_nothing_decides_is_named() -> None:
     with pytest.raises(ValueError, match="nothing decides zero_optimization: sub_group_size"):
-        filled({"zero_optimization": {"sub_group_size": "auto"}}, Known())
+        fill_auto({"zero_optimization": {"sub_group_size": "auto"}}, TrainerSettings())
 
 
 def test_sizes_of_a_width_that_is_not_known_are_not_zero() -> None:
     with pytest.raises(ValueError, match="nothing decides zero_optimization: reduce_bucket_size"):
-        filled({"zero_optimization": {"reduce_bucket_size": "auto"}}, Known())
+        fill_auto({"zero_optimization": {"reduce_bucket_size": "auto"}}, TrainerSettings())
 
 
 @pytest.mark.parametrize(("on", "words"), [(False, "off"), (True, "bf16_master_weights")])
 def test_bf16_under_its_old_name_is_read_alike(on: bool, words: str) -> None:
-    found = mapped({"bfloat16": {"enabled": on}}, Known())
+    found = read_settings({"bfloat16": {"enabled": on}}, TrainerSettings())
     assert found.precision == ("bf16" if on else None)
     assert [row.words for row in found.rows] == [words]
     with pytest.raises(ValueError, match="bfloat16: unknown key 'enabld'"):
@@ -144,7 +152,7 @@ def test_bf16_under_its_old_name_is_read_alike(on: bool, words: str) -> None:
 def test_published_configs_have_a_row_for_every_key_and_none_refused(
     config: dict[str, Any],
 ) -> None:
-    found = mapped(config, Known(world=2))
+    found = read_settings(config, TrainerSettings(world=2))
     assert found.stage == 3
     assert found.offload
     assert found.refused == ()
@@ -172,7 +180,9 @@ def test_published_configs_have_a_row_for_every_key_and_none_refused(
     ],
 )
 def test_what_would_compute_something_else_is_refused(config: dict[str, Any], key: str) -> None:
-    assert [row.key.split(".")[-1] for row in mapped(config, Known()).refused] == [key]
+    assert [row.key.split(".")[-1] for row in read_settings(config, TrainerSettings()).refused] == [
+        key
+    ]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +195,7 @@ def test_what_would_compute_something_else_is_refused(config: dict[str, Any], ke
     ],
 )
 def test_what_is_switched_off_is_refused_nowhere(config: dict[str, Any]) -> None:
-    assert mapped(config, Known()).refused == ()
+    assert read_settings(config, TrainerSettings()).refused == ()
 
 
 ANYTHING = st.recursive(
@@ -208,9 +218,9 @@ def test_whatever_a_file_holds_is_read_or_refused(
 ) -> None:
     inside = st.dictionaries(st.sampled_from(sorted(INSIDE[section])), ANYTHING, max_size=3)
     config[section] = data.draw(inside)
-    for read in (mapped, filled):
+    for read in (read_settings, fill_auto):
         with contextlib.suppress(ValueError):
-            read(config, Known(world=2, hidden=8))  # type: ignore[operator]
+            read(config, TrainerSettings(world=2, hidden=8))  # type: ignore[operator]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
@@ -230,10 +240,14 @@ def test_the_keys_are_deep_speed_s_own() -> None:
 
 def test_keys_inside_an_offload_have_rows_of_their_own() -> None:
     inner = {"device": "cpu", "pin_memory": True, "ratio": 1.0, "buffer_count": 4}
-    found = mapped({"zero_optimization": {"stage": 3, "offload_optimizer": inner}}, Known())
+    found = read_settings(
+        {"zero_optimization": {"stage": 3, "offload_optimizer": inner}}, TrainerSettings()
+    )
     rows = {row.key.rpartition("offload_optimizer.")[2]: row for row in found.rows}
     assert set(inner) <= set(rows)
     assert rows["pin_memory"].fate == "honoured"
     assert "not needed on a processor" in rows["pin_memory"].words
-    off = mapped({"zero_optimization": {"offload_param": {"pin_memory": False}}}, Known())
+    off = read_settings(
+        {"zero_optimization": {"offload_param": {"pin_memory": False}}}, TrainerSettings()
+    )
     assert [row.fate for row in off.rows if row.key.endswith("pin_memory")] == ["ignored"]

@@ -14,7 +14,7 @@ from hasten.machine.host import Accelerator
 from hasten.machine.ways import Gain, WayProof
 from hasten.parts.nn import fused_layers
 from hasten.recipe.build import facts_of
-from hasten.recipe.candidates import candidates, first_plan, fitted
+from hasten.recipe.candidates import candidates, first_plan, fitted_to_memory
 from hasten.recipe.schema import Recipe
 from hasten.techniques import kernel_figures, layers, precision
 from hasten.techniques.loss import LabelledTokenLoss
@@ -87,8 +87,8 @@ def test_what_memory_needs_joins_and_is_told() -> None:
     known = facts(60, 400)
     small = replace(known, hardware=replace(known.hardware, memory_limit_bytes=10**9))
     plan = Plan([LabelledTokenLoss()])
-    assert fitted(plan, recipe(), known, 10_000) == (plan, "")
-    fuller, why = fitted(plan, recipe(), small, 300_000)
+    assert fitted_to_memory(plan, recipe(), known, 10_000) == (plan, "")
+    fuller, why = fitted_to_memory(plan, recipe(), small, 300_000)
     assert len(fuller) > len(plan)
     assert "else memory would run out" in why
 

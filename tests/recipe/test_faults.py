@@ -16,7 +16,7 @@ from hasten.recipe.build import set_guards, supervision_of, watch_notices
 from hasten.recipe.prepare import evaluations_before
 from hasten.recipe.schema import recipe_from
 from hasten.techniques.checkpoint import Checkpoints
-from hasten.training.folder import Lines, clear_the_way, keep_lines_until
+from hasten.training.folder import LineFiles, clear_the_way, keep_lines_until
 from tiny import language_job, session_of
 
 GOOD = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 3}
@@ -92,7 +92,7 @@ def test_a_file_to_leave_by_that_is_there_already_ends_the_run_before_its_first_
 def test_lines_of_steps_that_are_done_again_are_taken_out_and_half_a_line_too(
     tmp_path: Path,
 ) -> None:
-    lines = Lines(tmp_path)
+    lines = LineFiles(tmp_path)
     for step in range(1, 8):
         lines.step({"step": step, "loss": 1.0})
     lines.evaluation({"step": 5})
@@ -107,7 +107,7 @@ def test_lines_of_steps_that_are_done_again_are_taken_out_and_half_a_line_too(
 
 def test_lines_that_a_full_disk_does_not_take_follow_once_there_is_room(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    lines = Lines(tmp_path)
+    lines = LineFiles(tmp_path)
     with pytest.warns(UserWarning, match="can't be written: No space left on device"):
         lines.step({"step": 1})
     with warnings.catch_warnings():

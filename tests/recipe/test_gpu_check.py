@@ -22,13 +22,13 @@ from hasten.core.facts import ModelFacts
 from hasten.machine import host
 from hasten.parts.kernels import adamw, refused
 from hasten.parts.nn import attention, gpu_kernels, quantised
-from hasten.parts.nn.gpu_kernels import KERNELS, Sizes, Verdict, checked, kernel_named
+from hasten.parts.nn.gpu_kernels import KERNELS, Sizes, Verdict, checked_kernel, kernel_named
 from hasten.recipe import gpu_check, prepare
 from hasten.recipe.gpu_check import Limits, apply, check_kernels, kept_or_tried, sizes_of
 from hasten.recipe.schema import Recipe
 from interpreted_triton import round_as_a_gpu
-from material import small
 from ranks import on_ranks
+from sample_data import small
 from tiny import job_facts, language_job
 
 TRITON = ("rms_norm", "swiglu", "rotate", "codec", "float8_rounding", "widening")
@@ -57,7 +57,7 @@ def _nothing_refused() -> Any:
 @pytest.mark.parametrize("name", HERE)
 def test_a_kernel_agrees_with_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     round_as_a_gpu(monkeypatch)
-    assert checked(kernel_named(name), SMALL, "cpu") == Verdict(name)
+    assert checked_kernel(kernel_named(name), SMALL, "cpu") == Verdict(name)
 
 
 @pytest.mark.parametrize("wrong", [1.02, float("nan")])
@@ -90,7 +90,7 @@ def test_a_kernel_that_mixes_up_its_inputs_is_found(
     monkeypatch.setattr(
         torch.nn.functional, "grouped_mm", lambda x, w, offs: true_product(x, w.flip(0), offs=offs)
     )
-    assert "off by" in checked(kernel_named(name), SMALL, "cpu").why
+    assert "off by" in checked_kernel(kernel_named(name), SMALL, "cpu").why
 
 
 class TriedError(Exception):
@@ -113,11 +113,11 @@ def test_kernels_are_tried_before_a_job_is_made(
 
         return stop
 
-    monkeypatch.setattr(prepare, "gather", lambda *given: None)
+    monkeypatch.setattr(prepare, "prepare_data", lambda *given: None)
     monkeypatch.setattr(prepare, "check_kernels", raises(TriedError))
     monkeypatch.setattr(prepare, "job_of", raises(JobError))
     with pytest.raises(first):
-        prepare.ready(Recipe.model_validate(small(tmp_path)), lambda text: None, ranks=ranks)
+        prepare.prepare_run(Recipe.model_validate(small(tmp_path)), lambda text: None, ranks=ranks)
 
 
 class Child:

@@ -15,21 +15,21 @@ from foreign_configs import ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINING_ARGUMEN
 from hasten.cli.import_ import import_
 from hasten.errors import InputError
 from hasten.machine.ways import Gain
-from hasten.recipe.importers import FORMATS, Imported, read
+from hasten.recipe.importers import FORMATS, ImportedRecipe, read
 from hasten.recipe.schema import load_recipe
 from hasten.recipe.yaml_reader import check_keys
 from hasten.techniques import precision
 from hasten.training.run import train
-from material import dataset
+from sample_data import dataset
 
 
-def imported(folder: Path, text: str, name: str = "config.yaml", ranks: int = 1) -> Imported:
+def imported(folder: Path, text: str, name: str = "config.yaml", ranks: int = 1) -> ImportedRecipe:
     path = folder / name
     path.write_text(text)
     return read(path, ranks)
 
 
-def fates(found: Imported) -> dict[str, str]:
+def fates(found: ImportedRecipe) -> dict[str, str]:
     return {row.key: row.fate for row in found.rows}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hasten.errors import InputError
-from hasten.recipe.importers import Imported, read
+from hasten.recipe.importers import ImportedRecipe, read
 
 ARGUMENTS = {
     "per_device_train_batch_size": 2,
@@ -21,13 +21,13 @@ ACCELERATE = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "mixed_
 AXOLOTL = {"base_model": "m", "datasets": [], "micro_batch_size": 1, "sequence_len": 8}
 
 
-def imported(folder: Path, given: dict[str, Any]) -> Imported:
+def imported(folder: Path, given: dict[str, Any]) -> ImportedRecipe:
     path = folder / "config.json"
     path.write_text(json.dumps(given))
     return read(path)
 
 
-def rows(found: Imported) -> dict[str, tuple[str, str]]:
+def rows(found: ImportedRecipe) -> dict[str, tuple[str, str]]:
     return {row.key: (row.fate, row.words) for row in found.rows}
 
 

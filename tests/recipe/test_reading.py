@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from hasten.errors import InputError
-from hasten.recipe.prepared_data import gather, read_source
+from hasten.recipe.prepared_data import prepare_data, read_source
 from hasten.recipe.schema import Recipe, load_recipe
 
 
@@ -61,13 +61,13 @@ def test_weights_repeat_records_but_none_that_is_held_out(folder: Path) -> None:
 def test_prepared_data_is_used_again_until_a_word_on_data_changes(folder: Path) -> None:
     told: list[str] = []
     out = folder / "out"
-    first = gather(recipe(folder), out, told.append)
+    first = prepare_data(recipe(folder), out, told.append)
     known = len(told)
-    assert gather(recipe(folder), out, told.append).note == first.note
+    assert prepare_data(recipe(folder), out, told.append).note == first.note
     assert len(told) == known
     changes: list[dict[str, Any]] = [{"too_long": "drop"}, {"chat_template": "deepseek-r1"}]
     for change in changes:
-        assert gather(recipe(folder, **change), out).note.key != first.note.key
+        assert prepare_data(recipe(folder, **change), out).note.key != first.note.key
     assert first.note.containers[str(folder / "b.parquet")] == "parquet"
 
 
@@ -78,15 +78,15 @@ def test_records_that_are_too_long_are_counted_and_told(folder: Path, fate: str)
         (folder / f"{path}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in row))
     files = [str(folder / name) for name in ("a.jsonl", "long.jsonl")]
     job = recipe(folder, dataset=files, held_out=0, too_long=fate, cutoff_len=64, vocabulary=300)
-    material = gather(job, folder / "out", told.append)
-    assert material.note.long == 3
+    data = prepare_data(job, folder / "out", told.append)
+    assert data.note.long == 3
     assert any("3 of 43 records are longer than cutoff_len=64" in text for text in told)
     assert any(f"(too_long: {fate})" in text for text in told)
     if fate == "split":
-        assert len(material.train) > 43
+        assert len(data.train) > 43
     else:
-        assert len(material.train) == 40
-        assert len(material.note.rejected) == 3
+        assert len(data.train) == 40
+        assert len(data.note.rejected) == 3
 
 
 def test_a_listed_data_set_is_prepared_anew_when_its_file_changes(folder: Path) -> None:
@@ -97,9 +97,9 @@ def test_a_listed_data_set_is_prepared_anew_when_its_file_changes(folder: Path) 
     keys = []
     for count in (5, 6):
         (folder / "c.json").write_text(json.dumps([{"q": "x", "a": f"y{n}"} for n in range(count)]))
-        material = gather(job, folder / "out")
-        assert len(material.train) == count
-        keys.append(material.note.key)
+        data = prepare_data(job, folder / "out")
+        assert len(data.train) == count
+        keys.append(data.note.key)
     assert keys[0] != keys[1]
 
 

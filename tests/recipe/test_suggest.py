@@ -17,7 +17,7 @@ from hasten.recipe import suggest as module
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.suggest import suggest
 from hasten.training.run import train
-from material import dataset
+from sample_data import dataset
 
 CHANGES = ["max_steps=2", "max_records=80", "vocabulary=400", "cutoff_len=64"]
 

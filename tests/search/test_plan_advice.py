@@ -22,7 +22,7 @@ from hasten.planner.advice import (
     switches,
     what_if,
 )
-from hasten.planner.calibrate import closing, table
+from hasten.planner.calibrate import table, terms_of_run
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
 from hasten.planner.planning import ClusterPlan, plan
@@ -190,7 +190,7 @@ def a_run(folder: Path, seconds: float, steps: int = 10) -> Path:
 def test_a_run_is_set_against_the_plan_term_by_term(tmp_path: Path) -> None:
     best = planned("dgx_h100").best[0]
     exact = best.step_seconds.middle
-    terms = {t.name: t for t in closing(best, a_run(tmp_path / "run", exact))}
+    terms = {t.name: t for t in terms_of_run(best, a_run(tmp_path / "run", exact))}
     assert terms["step"].measured == exact
     assert terms["step"].within
     assert terms["step"].ratio == pytest.approx(1)
@@ -200,7 +200,7 @@ def test_a_run_is_set_against_the_plan_term_by_term(tmp_path: Path) -> None:
     parts = ("passes", "optimizer", "waiting for data")
     assert sum(terms[name].predicted for name in parts) == pytest.approx(exact)
     assert terms["waiting for data"].measured == 0.0
-    late = {t.name: t for t in closing(best, a_run(tmp_path / "late", 3 * exact))}
+    late = {t.name: t for t in terms_of_run(best, a_run(tmp_path / "late", 3 * exact))}
     assert late["step"].within is False
     rows = table(list(late.values()))
     assert {len(row) for row in rows} == {5}
@@ -210,13 +210,13 @@ def test_a_run_is_set_against_the_plan_term_by_term(tmp_path: Path) -> None:
 def test_a_folder_without_steps_is_one_sentence(tmp_path: Path) -> None:
     best = planned("dgx_h100").best[0]
     with pytest.raises(InputError, match="name the folder of a run"):
-        closing(best, tmp_path)
+        terms_of_run(best, tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step_seconds": 1, "skipped": true}\n')
     with pytest.raises(InputError, match="no step that moved weights"):
-        closing(best, tmp_path)
+        terms_of_run(best, tmp_path)
     (tmp_path / "metrics.jsonl").write_text("{")
     with pytest.raises(InputError, match="can't be read"):
-        closing(best, tmp_path)
+        terms_of_run(best, tmp_path)
 
 
 def test_a_plan_keeps_its_layout_where_nothing_changes() -> None:

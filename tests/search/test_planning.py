@@ -27,11 +27,11 @@ from hasten.planner.layout import (
     PlannedLayout,
     enumerate_layouts,
 )
-from hasten.planner.planning import consider, pareto, plan
+from hasten.planner.planning import evaluate_layouts, pareto, plan
 from hasten.planner.predict import predict
 from hasten.planner.reasons import dominated, impossibilities, refusals, rejected, why_not
-from hasten.planner.schedules import SIMULATED, StageSeconds, impossible, orders, simulate
-from hasten.planner.simulate import dealt, pipeline_seconds, resimulated
+from hasten.planner.schedules import SIMULATED, StageSeconds, orders, simulate, why_impossible
+from hasten.planner.simulate import layers_per_stage, pipeline_seconds, resimulated
 from search.usual import JOB, MODEL, PLAIN, SPARSE, TWO
 
 
@@ -68,7 +68,7 @@ def test_every_layout_of_the_space_can_be_built(
         one = rows.at(int(row))
         assert one.devices == cluster.devices
         count = batch // (one.dp * one.micro_batch)
-        assert one.pp == 1 or not impossible(one.schedule, one.pp, count, one.virtual)
+        assert one.pp == 1 or not why_impossible(one.schedule, one.pp, count, one.virtual)
 
 
 def test_no_layout_stands_twice_in_the_space() -> None:
@@ -88,7 +88,7 @@ def test_the_best_is_the_quickest_that_fits() -> None:
         told = predict(small, cluster, job, rows.take([row]), PLAIN)
         if told.fits[0]:
             one_by_one.append(float(told.step_seconds[0]))
-    whole = consider(small, cluster, job, calibration=PLAIN)
+    whole = evaluate_layouts(small, cluster, job, calibration=PLAIN)
     quickest = whole.candidate(int(whole.order()[0])).step_seconds.middle
     assert quickest == pytest.approx(min(one_by_one), rel=1e-3)
 
@@ -159,7 +159,7 @@ def test_layers_are_dealt_so_that_no_other_deal_is_quicker(
     stages: int, more: int, head: float
 ) -> None:
     layers = stages + more
-    counts = dealt(layers, stages, head)
+    counts = layers_per_stage(layers, stages, head)
     assert sum(counts) == layers
     assert min(counts) >= 1
     slowest = max([*counts[:-1], counts[-1] + head])

@@ -25,7 +25,7 @@ from hasten.planner.layout import (
 )
 from hasten.planner.memory import LORA_SHARE, in_flight
 from hasten.planner.numbers import Calibration, Constants, machine
-from hasten.planner.predict import Prediction, predict, why
+from hasten.planner.predict import Prediction, predict, reason_sentences
 
 DENSE = Architecture.from_config("deepseek-llm-7b")
 SPARSE = Architecture.from_config("deepseek-v2-lite")
@@ -290,13 +290,13 @@ def test_lora_takes_less_memory_and_less_time() -> None:
 def test_a_layout_that_cant_run_has_its_reason(layout: PlannedLayout, word: str) -> None:
     found = one(layout, SPARSE if word == "experts" else DENSE)
     assert not found.fits[0]
-    assert any(sentence.startswith(word) for sentence in why(found.reasons[0]))
+    assert any(sentence.startswith(word) for sentence in reason_sentences(found.reasons[0]))
 
 
 def test_tensor_parallelism_over_nodes_is_allowed_and_told() -> None:
     found = one(PlannedLayout(dp=2, tp=16, micro_batch=1, recompute="full"))
     assert found.fits[0]
-    assert any(sentence.startswith("nodes") for sentence in why(found.reasons[0]))
+    assert any(sentence.startswith("nodes") for sentence in reason_sentences(found.reasons[0]))
 
 
 def test_an_unknown_stack_has_the_wider_interval() -> None:

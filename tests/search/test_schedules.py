@@ -16,9 +16,9 @@ from hasten.planner.schedules import (
     Orders,
     StageSeconds,
     idle_seconds,
-    impossible,
     orders,
     simulate,
+    why_impossible,
 )
 from hasten.planner.simulate import draw_schedule
 
@@ -137,7 +137,7 @@ def test_any_timetable_is_sound(case: tuple[str, int, int, int, StageSeconds]) -
 def test_an_order_that_does_not_exist_is_one_sentence(
     schedule: str, P: int, M: int, v: int, said: str
 ) -> None:
-    assert said in impossible(schedule, P, M, v)
+    assert said in why_impossible(schedule, P, M, v)
     with pytest.raises(InputError, match=said):
         orders(schedule, P, M, v)
 

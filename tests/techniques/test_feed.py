@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.core.job import Counts, MicroBatch
+from hasten.core.job import MicroBatch, WorkCounts
 from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.techniques.checkpoint import Checkpoints
@@ -102,7 +102,9 @@ def test_an_error_of_a_record_ends_the_run_with_that_error() -> None:
 
 def test_what_is_no_input_stays_as_it_is() -> None:
     kept = torch.ones(2)
-    batch = MicroBatch({"input_ids": torch.ones(1, 3), "lengths": (kept, 2)}, Counts(1, 3, 3, 2))
+    batch = MicroBatch(
+        {"input_ids": torch.ones(1, 3), "lengths": (kept, 2)}, WorkCounts(1, 3, 3, 2)
+    )
     feed = PrefetchedFeed(Prefetched())
     steps = list(feed(iter([(batch, batch)] * 4), "cpu"))
     assert len(steps) == 4

@@ -22,7 +22,7 @@ from hasten.machine.environment import World
 from hasten.techniques import CATALOGUE
 from hasten.techniques.allocator import Allocator
 from hasten.techniques.threads import Threads
-from material import small
+from sample_data import small
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="core masks are Linux's")
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from hasten.machine.environment import World
 from hasten.parts.comm import groups
 from hasten.techniques.layout.ddp import Replicas
-from hasten.techniques.layout.experts import SharedOut
+from hasten.techniques.layout.experts import ExpertsInDDP
 
 TWO = World(0, 0, 2)
 
 
-@pytest.mark.parametrize("layout", [Replicas(TWO, 25, "cpu"), SharedOut(TWO, 2, 25, "cpu")])
+@pytest.mark.parametrize("layout", [Replicas(TWO, 25, "cpu"), ExpertsInDDP(TWO, 2, 25, "cpu")])
 def test_a_sum_over_ranks_leaves_what_was_given(
     layout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.parts.distributed import deepspeed_engine
-from hasten.parts.distributed.deepspeed_config import Known
+from hasten.parts.distributed.deepspeed_config import TrainerSettings
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.deepspeed import DeepSpeed
 from hasten.techniques.optimizer import Muon
@@ -141,7 +141,7 @@ def test_the_format_is_the_config_s_or_else_the_technique_s(
 ) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 3}, **beside}))
-    known = Known(fp16=dtype == "fp16", bf16=dtype == "bf16")
+    known = TrainerSettings(fp16=dtype == "fp16", bf16=dtype == "bf16")
     found = DeepSpeed(config=str(file), dtype=dtype).settings_of(known)
     on = [name for name, section in found.items() if section.get("enabled") is True]
     assert on == ([] if runs_in is None else [runs_in])

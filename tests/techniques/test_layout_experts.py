@@ -15,7 +15,7 @@ from hasten.core.setup import prepare
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.techniques.layout.experts import ExpertParallel, SharedOut
+from hasten.techniques.layout.experts import ExpertParallel, ExpertsInDDP
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.wire.local import LocalSteps
 from ranks import on_ranks
@@ -112,6 +112,6 @@ def test_ranks_that_choose_their_own_blocks_are_refused() -> None:
 def test_ranks_that_train_apart_are_refused() -> None:
     job = language_job(lambda: tiny_model("deepseek_v3"))
     setup = prepare(job, Plan((ExpertParallel(), LocalSteps())), facts_on(2))
-    assert isinstance(setup.layout, SharedOut)
+    assert isinstance(setup.layout, ExpertsInDDP)
     with pytest.raises(InputError, match="ranks can't train apart"):
         setup.layout.across(tiny_model("deepseek_v3"), setup.wire)

@@ -13,7 +13,7 @@ from hasten.core.contracts import NoCompression
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.layout import experts as layout_experts_sharded
-from hasten.techniques.layout.experts import ExpertParallel, SharedAndSharded, routed
+from hasten.techniques.layout.experts import ExpertParallel, ExpertsInFSDP, routed
 from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.tensor import TensorParallel
 from hybrid_rank_jobs import CASES, REFUSED, on_four
@@ -77,7 +77,7 @@ def test_experts_are_on_the_device_before_their_copies_are_made_alike(
         monkeypatch.setattr(
             layout_experts_sharded, name, lambda *given, name=name: done.append(name)
         )
-    layout: Any = object.__new__(SharedAndSharded)
+    layout: Any = object.__new__(ExpertsInFSDP)
     layout.shared = SimpleNamespace(parameters=list)
     layout.place = lambda module: done.append("place")
     layout.mesh = {"dp": SimpleNamespace(size=lambda: 1), "shard": None}

@@ -27,7 +27,7 @@ from hasten.techniques.average import WeightAverage
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.training.run import train
-from material import small
+from sample_data import small
 from tiny import job_facts, language_job, run, session_of, tiny_model
 
 NEW: tuple[Technique, ...] = (CompactAdamW(), CompactAdamW("int8"), Muon(), WeightAverage(0.9))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hasten.core.facts import Facts
-from hasten.core.setup import once
+from hasten.core.setup import run_once
 from hasten.core.state import restore, state_of
 from hasten.core.step import NotFiniteError, training
 from hasten.errors import InputError
@@ -39,7 +39,7 @@ def poisoned(session: Any, steps: range, loss: bool = False) -> Any:
     """The session with infinite gradients, or an infinite loss too, at these steps."""
 
     def attempt(engine: Any, batch: Any) -> Any:
-        loss_sum, ran = once(engine, batch)
+        loss_sum, ran = run_once(engine, batch)
         if session.progress.step in steps:
             session.setup.precision.parameters()[0].grad.fill_(torch.inf)
             loss_sum = loss_sum * torch.inf if loss else loss_sum

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from material import small
 from netlab import lab_with_links
+from sample_data import small
 
 STEPS = 20  # two to begin with, four on the clock, twelve in turns
 

@@ -37,14 +37,14 @@ class StandsStill(SilentProgress):
             time.sleep(600)
 
 space = {"batch": [1, 2, 3], "fused": [False, True]}
-wishes = TuneOptions(trials=5, steps=2)
-tune(sys.argv[1], 600, wishes, space=space, folder=sys.argv[2], audience=StandsStill())
+options = TuneOptions(trials=5, steps=2)
+tune(sys.argv[1], 600, options, space=space, folder=sys.argv[2], audience=StandsStill())
 """
 
 
 def test_a_loop_is_tuned_proven_and_answered_at_once_the_second_time(tmp_path: Path) -> None:
-    wishes = TuneOptions(trials=3, steps=2)
-    found = tune(f"{JOBS}:job", 300, wishes, space=SPACE, folder=tmp_path)
+    options = TuneOptions(trials=3, steps=2)
+    found = tune(f"{JOBS}:job", 300, options, space=SPACE, folder=tmp_path)
     assert found.better, str(found)
     ratio = found.report["winner"]["ratio"]
     assert 1 < ratio["low"] < ratio["high"]
@@ -55,7 +55,7 @@ def test_a_loop_is_tuned_proven_and_answered_at_once_the_second_time(tmp_path: P
     assert kept["winner"] == found.report["winner"]
     assert len(kept["trials"]) == 3
     assert "<svg" in (found.folder / "study.html").read_text()
-    again = tune(f"{JOBS}:job", 300, wishes, space=SPACE, folder=tmp_path)
+    again = tune(f"{JOBS}:job", 300, options, space=SPACE, folder=tmp_path)
     assert again.report == kept
 
 
@@ -105,7 +105,7 @@ def test_a_process_that_is_killed_leaves_its_trials_and_the_best_settings(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("budget", "wishes", "said"),
+    ("budget", "options", "said"),
     [
         ("soon", {}, "budget: can't read 'soon'"),
         ("0.02s", {}, "is too short"),  # no process starts in that
@@ -118,10 +118,10 @@ def test_a_process_that_is_killed_leaves_its_trials_and_the_best_settings(tmp_pa
     ],
 )
 def test_bad_input_is_a_sentence(
-    budget: str | float, wishes: dict, said: str, tmp_path: Path
+    budget: str | float, options: dict, said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=said):
-        tune(f"{JOBS}:job", budget, TuneOptions(**wishes), space=SPACE, folder=tmp_path)
+        tune(f"{JOBS}:job", budget, TuneOptions(**options), space=SPACE, folder=tmp_path)
 
 
 def test_a_loop_without_a_space_and_a_recipe_with_one_are_refused(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from hasten.measure.recipe_experiment import ExperimentSubject, prepared
 from hasten.measure.worker import RecipeJob
 from hasten.progress import SilentProgress
 from hasten.recipe.build import job_of
-from hasten.recipe.prepared_data import gather
+from hasten.recipe.prepared_data import prepare_data
 from hasten.recipe.schema import load_recipe, recipe_from
 from hasten.tune import learning_study
-from hasten.tune.learning_study import LearningWishes, learn
+from hasten.tune.learning_study import LearningOptions, learn
 from hasten.tune.recipe_workers import RecipeWorkers
 from hasten.tune.whole_trainings import RecipeTrainings
 
@@ -89,8 +89,8 @@ def test_a_training_that_ends_by_tokens_has_the_steps_of_its_own_order(folder: P
     given = subject(folder, max_steps=None, max_tokens=8000)
     found = RecipeTrainings(given)
     recipe = found.recipe_at(found.space.point({"global_batch_size": 2}))
-    material = gather(recipe, folder / "data")
-    here = job_of(recipe, material, given.known, given.plan).schedule.total_steps
+    prepared_data = prepare_data(recipe, folder / "data")
+    here = job_of(recipe, prepared_data, given.known, given.plan).schedule.total_steps
     assert found._steps_of(recipe) == here
     assert here > found._steps_of(given.recipe)
 
@@ -129,7 +129,7 @@ def test_a_process_trains_as_the_same_session_here_does(
         here.append(job.handle("evaluate", {})["held_out_loss"])
     assert losses == pytest.approx(here, rel=1e-4)
     data = json.loads((folder / "data" / "index.json").read_text())
-    assert gather(given.recipe, folder / "data").note.key == given.data_key, data
+    assert prepare_data(given.recipe, folder / "data").note.key == given.data_key, data
 
 
 class Pretended:
@@ -151,8 +151,8 @@ def test_a_recipe_is_studied_from_its_own_values_to_a_proven_recipe(
 ) -> None:
     monkeypatch.setattr(learning_study, "prepared", lambda recipe, audience: given)
     monkeypatch.setattr(RecipeTrainings, "begin", lambda self, p, seed: Pretended(self, p, seed))
-    wishes = LearningWishes(trials=12, fresh=True)
-    found = learn(given.recipe, 600, wishes)
+    options = LearningOptions(trials=12, fresh=True)
+    found = learn(given.recipe, 600, options)
     assert found.better, str(found)
     assert "fresh seeds" in str(found)
     (found.folder / "x.yaml").write_text(found.text)
@@ -164,7 +164,7 @@ def test_a_recipe_is_studied_from_its_own_values_to_a_proven_recipe(
     kept = json.loads((found.folder / "study.json").read_text())
     assert kept["study"] == "learning"
     assert kept["winner"]["ratio"]["low"] > 1
-    again = learn(given.recipe, 600, LearningWishes(trials=12))
+    again = learn(given.recipe, 600, LearningOptions(trials=12))
     assert again.report == kept
     assert again.text == found.text
 
@@ -178,7 +178,7 @@ def test_where_nothing_is_better_the_recipe_stays(
 
     monkeypatch.setattr(learning_study, "prepared", lambda recipe, audience: given)
     monkeypatch.setattr(RecipeTrainings, "begin", lambda self, p, seed: Flat(self, p, seed))
-    found = learn(given.recipe, 600, LearningWishes(trials=4, fresh=True))
+    found = learn(given.recipe, 600, LearningOptions(trials=4, fresh=True))
     assert not found.better
     assert "keep the values as they are" in str(found)
     (found.folder / "x.yaml").write_text(found.text)
@@ -187,9 +187,9 @@ def test_where_nothing_is_better_the_recipe_stays(
 
 def test_bad_input_is_a_sentence(given: ExperimentSubject, folder: Path) -> None:
     with pytest.raises(InputError, match="no 'momentum' to learn"):
-        LearningWishes(only=("momentum",))
+        LearningOptions(only=("momentum",))
     with pytest.raises(InputError, match="one other are 2"):
-        LearningWishes(trials=1)
+        LearningOptions(trials=1)
     with pytest.raises(InputError, match="hold some records out"):
         RecipeTrainings(subject(folder, held_out=0))
     with pytest.raises(InputError, match="too few to study"):

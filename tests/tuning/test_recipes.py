@@ -27,7 +27,7 @@ from hasten.recipe.schema import load_recipe, recipe_from
 from hasten.tune import api, subjects
 from hasten.tune.space import Point
 from hasten.tune.subjects import RecipeSubject, TuneOptions
-from material import STDLIB
+from sample_data import STDLIB
 from search.tuner.simulated import Machine
 from tiny import able
 
@@ -53,8 +53,8 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> ExperimentSubject:
     return dataclasses.replace(found, known=able(found.known))
 
 
-def subject(given: ExperimentSubject, **wishes: Any) -> RecipeSubject:
-    return RecipeSubject(given, TuneOptions(**wishes), SilentProgress())
+def subject(given: ExperimentSubject, **options: Any) -> RecipeSubject:
+    return RecipeSubject(given, TuneOptions(**options), SilentProgress())
 
 
 def test_the_winner_is_a_recipe_with_its_gain_at_the_head(
@@ -94,9 +94,9 @@ def test_money_needs_a_price(given: ExperimentSubject) -> None:
 
 
 def test_a_lossy_winner_is_taken_only_with_proof(given: ExperimentSubject) -> None:
-    wishes = TuneOptions(lossy=True)
+    options = TuneOptions(lossy=True)
     said: list[Sequence[str]] = [["muon: worse by 3 %"], []]
-    proven = RecipeSubject(given, wishes, SilentProgress(), prove=lambda s, plan: said.pop(0))
+    proven = RecipeSubject(given, options, SilentProgress(), prove=lambda s, plan: said.pop(0))
     point = next(
         p
         for p in proven.space.neighbours(proven.space.start)
@@ -104,7 +104,7 @@ def test_a_lossy_winner_is_taken_only_with_proof(given: ExperimentSubject) -> No
     )
     assert proven.refusal(point) == "muon: worse by 3 %"
     assert proven.refusal(point) is None
-    assert "nobody was asked" in str(RecipeSubject(given, wishes, SilentProgress()).refusal(point))
+    assert "nobody was asked" in str(RecipeSubject(given, options, SilentProgress()).refusal(point))
     assert proven.refusal(proven.space.start) is None
 
 
@@ -156,8 +156,8 @@ def test_a_recipe_is_tuned_from_trials_to_its_winner(
         return machines[0].start(point)
 
     monkeypatch.setattr(RecipeSubject, "start", start)
-    wishes = TuneOptions(only=("precision",), fresh=True)
-    found = api.tune(given.recipe, 600, wishes)
+    options = TuneOptions(only=("precision",), fresh=True)
+    found = api.tune(given.recipe, 600, options)
     assert found.better is better
     assert ("autocast" in found.text) is (better and "autocast" in str(found.settings))
     assert (found.folder / "best.yaml").read_text() == found.text
@@ -206,8 +206,8 @@ def test_what_did_not_act_is_left_out_of_the_winner_and_said(
 ) -> None:
     monkeypatch.setattr(subjects, "measured", Pretended({"autocast": 1.5}, idle=["recompute"]))
     monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
-    wishes = TuneOptions(only=("autocast", "recompute"), fresh=True, trials=3)
-    space = subject(given, only=wishes.only).space
+    options = TuneOptions(only=("autocast", "recompute"), fresh=True, trials=3)
+    space = subject(given, only=options.only).space
 
     def seconds(s: dict[str, Any]) -> float:  # both are best, as far as trials can tell
         fast = 0.01 if s["PRECISION"] == "autocast" else 0.02
@@ -218,7 +218,7 @@ def test_what_did_not_act_is_left_out_of_the_winner_and_said(
     monkeypatch.setattr(
         api._Tuning, "_best_arm", lambda self, study, rows: _place_of_both(study, rows)
     )
-    found = api.tune(given.recipe, 600, wishes)
+    found = api.tune(given.recipe, 600, options)
     winner = found.report["winner"]
     assert winner["idle"] == ["recompute"]
     assert winner["measured"]["RECOMPUTE"] == "recompute"

@@ -13,13 +13,19 @@ from hasten.data.chat_template import split_tools, template_turns
 from hasten.data.conversation import Conversation
 from hasten.data.packed_file import COLUMNS, check_name, write_packed
 from hasten.data.readers import read_records
-from hasten.data.statistics import BatchLayout, DataStatistics, advice, layouts, statistics_of
+from hasten.data.statistics import (
+    BatchLayout,
+    DataStatistics,
+    layout_advice,
+    layouts,
+    statistics_of,
+)
 from hasten.data.token_store import inspect as rendered
 from hasten.errors import InputError
 from hasten.formatting import shown
 from hasten.recipe.build import DEFAULT_BATCH, facts_of
-from hasten.recipe.candidates import beginning
-from hasten.recipe.prepared_data import PreparedData, gather
+from hasten.recipe.candidates import first_plan_sentence
+from hasten.recipe.prepared_data import PreparedData, prepare_data
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.data_page import write_page
 
@@ -28,18 +34,18 @@ BAR = 40  # characters of the longest bar
 
 def inspect(path: Path, overrides: Sequence[str], count: int) -> None:
     """Print records as the model will see them; trained parts in [[ ]], green on a terminal."""
-    material = _material(load_recipe(path, overrides))
+    data = _data(load_recipe(path, overrides))
     colour = sys.stdout.isatty()
-    bos = material.tokenizer.bos_token_id
-    for index in range(min(count, len(material.train))):
-        record = material.train[index]
+    bos = data.tokenizer.bos_token_id
+    for index in range(min(count, len(data.train))):
+        record = data.train[index]
         if bos is not None and (record.input_ids[:2] == bos).sum() == 2:
             raise InputError(
-                f"record {index + 1} begins with two {material.tokenizer.bos_token}: the chat "
+                f"record {index + 1} begins with two {data.tokenizer.bos_token}: the chat "
                 "template and the tokenizer both add one; correct the template"
             )
         print(f"--- {index + 1}: {record.length} tokens, {record.trained_tokens} of them trained")
-        print(rendered(material.tokenizer, record, colour))
+        print(rendered(data.tokenizer, record, colour))
 
 
 def stats(path: Path, overrides: Sequence[str], as_json: bool, html: Path | None = None) -> None:
@@ -47,12 +53,12 @@ def stats(path: Path, overrides: Sequence[str], as_json: bool, html: Path | None
     if html is not None and html.is_dir():
         raise InputError(f"{html} is a folder; give --html a file")
     recipe = load_recipe(path, overrides)
-    material = _material(recipe)
-    found = statistics_of(material.train)
+    data = _data(recipe)
+    found = statistics_of(data.train)
     batch = recipe.global_batch_size or DEFAULT_BATCH
-    lengths = material.train.lengths
+    lengths = data.train.lengths
     ways = layouts(lengths, batch, recipe.cutoff_len)
-    chosen = advice(lengths, batch, recipe.cutoff_len)
+    chosen = layout_advice(lengths, batch, recipe.cutoff_len)
     if html is not None:
         write_page(html, f"Data of {path.name}", found, ways, chosen)
     if as_json:
@@ -62,7 +68,7 @@ def stats(path: Path, overrides: Sequence[str], as_json: bool, html: Path | None
         return
     _print(found)
     _print_layouts(ways, chosen)
-    print(beginning(recipe, facts_of(recipe, material)))
+    print(first_plan_sentence(recipe, facts_of(recipe, data)))
     if html is not None:
         print(f"\nwritten: {html}")
 
@@ -78,16 +84,16 @@ def pack(
         raise InputError(f"{output} exists; give another name, or --force to replace it")
     recipe = load_recipe(path, overrides)
     with Display() as display:
-        material = gather(recipe, Path(recipe.output) / "data", display.tell)
+        data = prepare_data(recipe, Path(recipe.output) / "data", display.tell)
         display.begin()
         found = write_packed(
-            material.train,
+            data.train,
             output,
             row_tokens or recipe.cutoff_len,
             recipe.seed,
             lambda done, total: display.show(f"packing, {done:,} of {total:,} rows", done / total),
         )
-    records = len(material.train)
+    records = len(data.train)
     print(f"records    {records:,}, {found.tokens:,} tokens; the held-out ones are not among them")
     print(f"rows       {found.rows:,} of {found.row_tokens:,} tokens, {found.fullness:.2%} full")
     print(f"bound      {found.lower_bound:,}: no packing has fewer rows")
@@ -117,9 +123,9 @@ def convert(sources: Sequence[Path], output: Path, max_rejected: float) -> None:
     print(f"{len(reading.conversations):,} records: {output}")
 
 
-def _material(recipe: Recipe) -> PreparedData:
+def _data(recipe: Recipe) -> PreparedData:
     tell = lambda text: print(shown(text), file=sys.stderr)  # noqa: E731
-    return gather(recipe, Path(recipe.output) / "data", tell)
+    return prepare_data(recipe, Path(recipe.output) / "data", tell)
 
 
 def _row(conversation: Conversation) -> dict[str, object]:

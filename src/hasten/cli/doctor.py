@@ -24,7 +24,7 @@ from hasten.recipe.gpu_check import check_kernels
 from hasten.recipe.memory_check import memory_words
 from hasten.recipe.peak_flops import ceiling_of
 from hasten.recipe.prepare import check_folder, check_space, first_record
-from hasten.recipe.prepared_data import PreparedData, gather, overlap
+from hasten.recipe.prepared_data import PreparedData, overlap, prepare_data
 from hasten.recipe.preset_plans import entries_of
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.shorthands import meaning_of, settings_of, techniques_of, world_of
@@ -43,24 +43,24 @@ def doctor(path: Path, overrides: Sequence[str]) -> int:
     checks.note("kernels", _kernels())
     checks.note("transport", transport.shown(recipe.transport))
     known = checks.run("model", lambda: _model(recipe))
-    material = checks.run("data", lambda: _data(recipe))
-    if material is not None:
-        _sources(recipe, material, checks)
+    data = checks.run("data", lambda: _data(recipe))
+    if data is not None:
+        _sources(recipe, data, checks)
     if known is not None:
-        if material is not None:
-            known = facts_of(recipe, material)
-            checks.run("built", lambda: _built(recipe, material))
+        if data is not None:
+            known = facts_of(recipe, data)
+            checks.run("built", lambda: _built(recipe, data))
         _gpu(known, checks)
         for hint in transport.hints(recipe.transport, known.on_gpu):
             checks.note("transport", f"hint: {hint}")
         checks.run("disk", lambda: _space(recipe, known))
         checks.run("ceiling", lambda: _ceiling(recipe, known))
         plan = _techniques(recipe, known, checks)
-        if plan is not None and material is not None:
-            checks.run("batch", lambda: _batch(recipe, material, known, plan))
-            checks.run("memory", lambda: _memory(recipe, material, known, plan))
-    if material is not None:
-        print(f"\n{first_record(material)}")
+        if plan is not None and data is not None:
+            checks.run("batch", lambda: _batch(recipe, data, known, plan))
+            checks.run("memory", lambda: _memory(recipe, data, known, plan))
+    if data is not None:
+        print(f"\n{first_record(data)}")
     return 2 if checks.failed else 0
 
 
@@ -117,9 +117,9 @@ def _model(recipe: Recipe) -> tuple[str, Facts]:
     return text, known
 
 
-def _built(recipe: Recipe, material: PreparedData) -> tuple[str, None]:
+def _built(recipe: Recipe, data: PreparedData) -> tuple[str, None]:
     """The model as `hasten train` makes it, but without memory for its weights."""
-    model: Any = build_model(recipe, material, skeleton=True)
+    model: Any = build_model(recipe, data, skeleton=True)
     text = f"{type(model).__name__}, attention: {model.config._attn_implementation}"
     if recipe.finetuning_type == "lora":
         targets = lora_targets(model, recipe.lora_targets)
@@ -128,24 +128,24 @@ def _built(recipe: Recipe, material: PreparedData) -> tuple[str, None]:
 
 
 def _data(recipe: Recipe) -> tuple[str, PreparedData]:
-    material = gather(recipe, Path(recipe.output) / "data", tell=lambda text: None)
-    records = material.record_facts()
+    data = prepare_data(recipe, Path(recipe.output) / "data", tell=lambda text: None)
+    records = data.record_facts()
     text = (
         f"{records.count:,} records, {records.tokens:,} tokens, longest {records.longest:,}, "
-        f"{records.trained_share:.0%} trained, {len(material.held_out):,} held out, "
-        f"{len(material.note.rejected)} left out"
+        f"{records.trained_share:.0%} trained, {len(data.held_out):,} held out, "
+        f"{len(data.note.rejected)} left out"
     )
-    return text, material
+    return text, data
 
 
-def _sources(recipe: Recipe, material: PreparedData, checks: _Checks) -> None:
+def _sources(recipe: Recipe, data: PreparedData, checks: _Checks) -> None:
     """What the files were taken for, and how many records the cut concerns."""
-    note = material.note
+    note = data.note
     files = [f"{file} ({note.containers.get(file, '?')}): {s}" for file, s in note.shapes.items()]
     if files:
         rest = f", and {len(files) - SHOWN} more files" if len(files) > SHOWN else ""
         checks.note("files", ", ".join(files[:SHOWN]) + rest)
-    advice = overlap(material).advice
+    advice = overlap(data).advice
     if advice:
         checks.note("held out", advice)
     if note.long:
@@ -158,19 +158,19 @@ def _space(recipe: Recipe, known: Facts) -> tuple[str, None]:
     return "room for the run", None
 
 
-def _batch(recipe: Recipe, material: PreparedData, known: Facts, plan: Plan) -> tuple[str, None]:
-    job = job_of(recipe, material, known, plan)
+def _batch(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> tuple[str, None]:
+    job = job_of(recipe, data, known, plan)
     batch = batch_of(recipe)
     unit = f"{batch.records} records" if batch.records else f"{batch.tokens:,} tokens"
     return f"{unit} a step, {job.schedule.total_steps:,} steps", None
 
 
-def _memory(recipe: Recipe, material: PreparedData, known: Facts, plan: Plan) -> tuple[str, None]:
+def _memory(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> tuple[str, None]:
     """What a rank will need; ranks of one machine share its memory."""
     if recipe.nproc > 1:
         known = replace(known, world=World(size=recipe.nproc))
         plan = plan if Slot.LAYOUT in plan else plan.with_(DDP())
-    job = job_of(recipe, material, known, plan)
+    job = job_of(recipe, data, known, plan)
     text, _ = memory_words(recipe, prepare(job, plan, known, Path(recipe.output) / "checkpoints"))
     return text, None
 

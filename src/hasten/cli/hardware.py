@@ -27,9 +27,9 @@ from hasten.machine.benchmark import (
     measure,
     measure_disk,
 )
-from hasten.machine.ways import Figures
+from hasten.machine.ways import DeviceFigures
 from hasten.recipe.peak_flops import device_name, read_rates, write_rates
-from hasten.training.recording import machine
+from hasten.training.recording import machine_facts
 
 # ``hasten bench``: what kernels gain here, by which plans are chosen; and the ceilings of this
 # machine, which MFU and other speeds are judged against.
@@ -73,7 +73,7 @@ def bench(
         print(f"written: {json_out} (in a recipe: `ceiling: {json_out}`)")
 
 
-def show_kernels(figures: Figures) -> None:
+def show_kernels(figures: DeviceFigures) -> None:
     """Each way of each operation: its rate, its speed beside the first one, its largest error."""
     table = Table(show_edge=False)
     for name in ("operation", "way", "rate", "speed [95 %]", "error", "allowed"):
@@ -175,7 +175,7 @@ def hardware(
     """
     here = facts.seen_at_start()
     rates = read_rates(rates_file, here) if rates_file is not None else None
-    found, speed = machine(), _speed(disk) if measure else "not measured"
+    found, speed = machine_facts(), _speed(disk) if measure else "not measured"
     kernels = ways.figures_here(here.device) if measure else ways.kept_figures(here.device)
     if as_json:
         print(json.dumps(_as_data(here, found, speed, rates, kernels), indent=1))
@@ -185,7 +185,7 @@ def hardware(
 
 def check_hardware() -> dict[str, Any]:
     """Print what ``hasten hardware`` prints, the disk's speed apart; what ``--json`` has."""
-    here, found, speed = facts.seen_at_start(), machine(), "not measured"
+    here, found, speed = facts.seen_at_start(), machine_facts(), "not measured"
     kernels = ways.kept_figures(here.device)
     _print_lines(here, found, speed, None, kernels)
     return _as_data(here, found, speed, None, kernels)
@@ -196,7 +196,7 @@ def _as_data(
     found: dict[str, Any],
     speed: DiskSpeed | str,
     rates: MachineRates | None,
-    kernels: Figures | None,
+    kernels: DeviceFigures | None,
 ) -> dict[str, Any]:
     told = {**asdict(here.hardware), **found, "versions": host.versions()}
     told["disk_speed"] = asdict(speed) if isinstance(speed, DiskSpeed) else None
@@ -211,7 +211,7 @@ def _print_lines(
     found: dict[str, Any],
     speed: DiskSpeed | str,
     rates: MachineRates | None,
-    kernels: Figures | None,
+    kernels: DeviceFigures | None,
 ) -> None:
     for name, text in _lines(here, found, speed, rates):
         print(f"{name:<{WIDTH}} {text}")

@@ -12,7 +12,7 @@ from rich.table import Table
 from hasten.cli.arguments import writable
 from hasten.core import facts
 from hasten.errors import InputError
-from hasten.recipe.importers import Imported, read
+from hasten.recipe.importers import ImportedRecipe, read
 from hasten.recipe.schema import recipe_from
 from hasten.recipe.yaml_reader import read_overrides
 from hasten.techniques.precision import why_no_gain
@@ -62,7 +62,7 @@ def tell_format(values: Mapping[str, Any]) -> None:
         print(f"bf16 is kept, since the file asks for it, and gains nothing here: {why}")
 
 
-def show(found: Imported, path: Path) -> None:
+def show(found: ImportedRecipe, path: Path) -> None:
     """A row for each key, what needs a look first."""
     table = Table(title=f"{path}: {found.format}", title_justify="left", show_edge=False)
     for name in ("", "key", "value", "what becomes of it"):

@@ -19,7 +19,7 @@ from hasten.cli.checkpoint import app as checkpoint
 from hasten.cli.netlab import app as netlab
 from hasten.cli.options import app as data
 from hasten.cli.options import guard, import_, launch, monitor, plan, speedup, tune
-from hasten.errors import INTERRUPTED, AgreedError, InputError, StoppedError
+from hasten.errors import INTERRUPTED, InputError, SameOnAllRanksError, StoppedError
 from hasten.formatting import shown
 
 STARTED = time.perf_counter()
@@ -313,11 +313,13 @@ def _say(error: Exception) -> None:
     if _told(error):
         return
     environment = sys.modules.get("hasten.machine.environment")
-    if not (isinstance(error, AgreedError) and environment and not environment.world().is_main):
+    if not (
+        isinstance(error, SameOnAllRanksError) and environment and not environment.world().is_main
+    ):
         print(f"hasten: {shown(str(error))}", file=sys.stderr)
 
 
 def _told(error: Exception) -> bool:
     """Whether a supervisor says it, once for all ranks."""
-    pulse = sys.modules.get("hasten.machine.processes")  # a rank has imported it
-    return pulse is not None and bool(pulse.leave_words(error))
+    processes = sys.modules.get("hasten.machine.processes")  # a rank has imported it
+    return processes is not None and bool(processes.leave_words(error))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hasten.errors import InputError
 from hasten.monitor.alerts import AlertLimits, Alerts, Command, checked_command
-from hasten.monitor.watching import Watching, check_places
+from hasten.monitor.watching import RunsReader, check_places
 from hasten.recipe.yaml_reader import read_yaml
 
 FEWEST = 16  # characters of a token: fewer could be guessed
@@ -34,7 +34,7 @@ def monitor(
     check_places(places)
     command = None if alert is None else Command(checked_command(read_yaml(alert, "--alert")))
     told = (lambda run: None) if command is None else Alerts(command, limits).look
-    watching = Watching(places, told)
+    watching = RunsReader(places, told)
     if terminal:
         from hasten.monitor.terminal import watch_in_terminal
 
@@ -45,7 +45,7 @@ def monitor(
     _serve(watching, host, port, token or secrets.token_urlsafe(24))
 
 
-def _serve(watching: Watching, host: str, port: int, token: str) -> None:
+def _serve(watching: RunsReader, host: str, port: int, token: str) -> None:
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from hasten.errors import InputError
-from hasten.launch.netlab import Lab, Result, Running, check, registry
+from hasten.launch.netlab import Lab, Result, RunningCommand, check, registry
 from hasten.launch.netlab.lab import MODES, Mode
 
 app = typer.Typer(
@@ -155,7 +155,7 @@ def bytes_command(name: Name) -> None:
         print(f"host {host}: {sent:,} bytes sent, {received:,} received")
 
 
-def _repeat(running: Running) -> None:
+def _repeat(running: RunningCommand) -> None:
     """Say what rank 0 says, as it says it."""
     path: Path = running.log(0)
     place, done = 0, False

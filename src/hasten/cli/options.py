@@ -100,8 +100,8 @@ def speedup(
 
     changes = [*(overrides or []), *([f"plan={plan}"] if plan is not None else [])]
     back = WriteBack(recipe, write, write_to)
-    wishes = chosen(SpeedupOptions, locals(), grouping=group)
-    code = command(recipe, changes, wishes, json_out, bundle, back)
+    options = chosen(SpeedupOptions, locals(), grouping=group)
+    code = command(recipe, changes, options, json_out, bundle, back)
     raise typer.Exit(code)
 
 
@@ -169,7 +169,7 @@ def tune(
 
     if study == "learning":
         from hasten.cli.tune import learn
-        from hasten.tune.learning_study import LearningWishes
+        from hasten.tune.learning_study import LearningOptions
 
         for option, differs in (
             ("--sampler", sampler != "auto"),
@@ -185,8 +185,8 @@ def tune(
                     f"{option} is of the study of speed; that of learning looks at the held-out "
                     "loss alone"
                 )
-        wishes = LearningWishes(named(only), trials, fresh)
-        raise typer.Exit(learn(recipe, overrides or [], budget or "1h", wishes, output, json_out))
+        options = LearningOptions(named(only), trials, fresh)
+        raise typer.Exit(learn(recipe, overrides or [], budget or "1h", options, output, json_out))
     asked = chosen(TuneArguments, locals(), budget=budget or "8m")
     back = WriteBack(recipe, write, write_to)
     raise typer.Exit(command(recipe, overrides or [], asked, output, json_out, back))
@@ -314,8 +314,8 @@ def plan(
         step_on_paper(model, overrides or [], gpu, json_out)
         return
     lists = {"calibrate": calibrate or [], "why": why or [], "what_if": what_if or []}
-    wishes = chosen(PlanOptions, locals(), **lists)
-    command(model, overrides or [], wishes, json_out, html)
+    options = chosen(PlanOptions, locals(), **lists)
+    command(model, overrides or [], options, json_out, html)
 
 
 def launch(

@@ -30,11 +30,11 @@ from hasten.planner.candidate import words as layout_words
 from hasten.planner.inputs import (
     PlanOptions,
     calibration_of,
-    closed,
     cluster_of,
     is_run,
     job_of,
     machine_of,
+    predicted_and_measured,
     price_from,
     recipe_of,
     space_of,
@@ -58,7 +58,7 @@ LISTED = 60  # and that the file lists
 def plan(
     name: str | None,
     overrides: Sequence[str],
-    wishes: PlanOptions,
+    options: PlanOptions,
     out: Path | None,
     html: Path | None,
 ) -> None:
@@ -66,23 +66,23 @@ def plan(
     if name is None:
         raise InputError("name a recipe, a preset, or a config.json: hasten plan MODEL")
     if is_run(name):
-        print(of_a_run(Path(name), overrides, wishes))
+        print(of_a_run(Path(name), overrides, options))
         return
     recipe = recipe_of(name, overrides)
-    if wishes.check_paper and recipe is None:
+    if options.check_paper and recipe is None:
         raise InputError("--check-paper counts layouts of a recipe, and a model alone is none")
     model = Architecture.from_config(recipe.model if recipe else name)
-    cluster = cluster_of(wishes)
-    if wishes.check_paper:
+    cluster = cluster_of(options)
+    if options.check_paper:
         paper_device(cluster.device.name)  # refuses what can't be counted
-    job, assumed = job_of(wishes, recipe, cluster)
-    price = price_from(wishes.price) or (recipe.price if recipe else None)
-    calibration, stack = calibration_of(wishes, cluster)
+    job, assumed = job_of(options, recipe, cluster)
+    price = price_from(options.price) or (recipe.price if recipe else None)
+    calibration, stack = calibration_of(options, cluster)
     began = time.perf_counter()
     found = search(
         *(model, cluster, job),
-        space=space_of(wishes, cluster),
-        top=wishes.top,
+        space=space_of(options, cluster),
+        top=options.top,
         calibration=calibration,
         stack=stack,
     )
@@ -98,9 +98,9 @@ def plan(
     print(text.rejections(nearest, reasons.refusals(found)))
     print(text.changes_table(changes))
     print(beyond_trainer(best.layout) or f"in a recipe:\n{indent(recipe_lines(best.layout), '  ')}")
-    if wishes.check_paper:
+    if options.check_paper:
         print(f"\n{counted_on_paper(found, recipe)}")
-    for block in extras(found, wishes):
+    for block in extras(found, options):
         print(f"\n{block}")
     if out is not None:
         write(out, json.dumps(to_dict(found, price), indent=1, allow_nan=False) + "\n")
@@ -109,36 +109,36 @@ def plan(
         print(f"page: {html}")
 
 
-def extras(found: ClusterPlan, wishes: PlanOptions) -> list[str]:
+def extras(found: ClusterPlan, options: PlanOptions) -> list[str]:
     """The blocks that were asked for by name."""
     blocks = []
-    for asked in wishes.why:
+    for asked in options.why:
         layout = reasons.read_layout([asked], found.best[0].layout)
         possible = not reasons.impossibilities(found.model, found.cluster, found.job, layout)
         one = advice.predicted(found, layout) if possible else None
         blocks.append(text.why_text(layout, reasons.why_not(found, layout), one))
-    for change in wishes.what_if:
+    for change in options.what_if:
         blocks.append(text.what_if_text(change, found, advice.what_if(found, change)[1]))
-    if wishes.gpus:
+    if options.gpus:
         blocks.append(text.devices_table(advice.devices(found), found.job))
-    if wishes.shapes:
+    if options.shapes:
         blocks.append(text.shapes_text(advice.shape_advice(found), found.model))
-    if wishes.measured is not None:
-        blocks.append(against(found, wishes.measured))
+    if options.measured is not None:
+        blocks.append(against(found, options.measured))
     return blocks
 
 
 def against(found: ClusterPlan, folder: Path) -> str:
     """What is predicted of a finished run as it ran, beside what it measured."""
-    return closed(folder, found.cluster, found.calibration, found.stack)
+    return predicted_and_measured(folder, found.cluster, found.calibration, found.stack)
 
 
-def of_a_run(folder: Path, overrides: Sequence[str], wishes: PlanOptions) -> str:
+def of_a_run(folder: Path, overrides: Sequence[str], options: PlanOptions) -> str:
     """The same for a run that is given instead of a model: on its own machine, or on ``--gpu``."""
     if overrides:
         raise InputError(f"{overrides[0]!r} changes a recipe, and {folder} is a run that is over")
-    cluster = cluster_of(wishes) if wishes.gpu else machine_of(folder)
-    return closed(folder, cluster, *calibration_of(wishes, cluster))
+    cluster = cluster_of(options) if options.gpu else machine_of(folder)
+    return predicted_and_measured(folder, cluster, *calibration_of(options, cluster))
 
 
 def evaluation(path: Path, out: Path | None) -> None:

@@ -18,12 +18,12 @@ from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
 from hasten.core.setup import prepare
-from hasten.launch.ranks import again, process_group
+from hasten.launch.ranks import process_group, restart_with
 from hasten.machine import environment, host
 from hasten.measure.profile import measure, steps_needed
 from hasten.recipe.build import job_of
 from hasten.recipe.peak_flops import meter_of, mfu_words
-from hasten.recipe.prepare import ready
+from hasten.recipe.prepare import prepare_run
 from hasten.recipe.prepared_data import PreparedData
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.profile_page import render_text, write_profile
@@ -42,14 +42,14 @@ def profile(
     if recipe.nproc > 1 and environment.world().size == 1:
         return as_ranks(recipe, "profile", options)
     if missing := lacking(recipe):
-        again(["profile", str(path), *changes, *options], missing)
+        restart_with(["profile", str(path), *changes, *options], missing)
     with Display() as display:
         tell = display.tell if environment.world().is_main else _nothing
-        known, plan, material = ready(recipe, tell)
+        known, plan, data = prepare_run(recipe, tell)
         display.begin()
         show = display.show if known.world.is_main else lambda text, share: None
         with process_group(known.world, known.device):
-            found = _measured(recipe, known, plan, material, steps, show)
+            found = _measured(recipe, known, plan, data, steps, show)
     if known.world.is_main:
         found = {**_origin(recipe, known, plan, path), **found}
         page = write_profile(found, Path(recipe.output))
@@ -60,14 +60,14 @@ def profile(
 
 
 def _measured(
-    recipe: Recipe, known: Facts, plan: Plan, material: PreparedData, steps: int, show: Any
+    recipe: Recipe, known: Facts, plan: Plan, data: PreparedData, steps: int, show: Any
 ) -> dict[str, Any]:
     """Build the job inside the process group, profile it, and leave nothing but the trace."""
     output = Path(recipe.output)
     scratch = output / SCRATCH
     host.reset_memory_peak(known.device)
     try:
-        job = job_of(recipe, material, known, plan)
+        job = job_of(recipe, data, known, plan)
         session = assemble(prepare(job, plan, known, scratch))
         session.meter = meter_of(recipe, known, session.model)
         return measure(session, WARMUP, steps, output, show)

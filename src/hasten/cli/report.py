@@ -20,7 +20,7 @@ from hasten.recipe.build import requested_plan
 from hasten.recipe.prepared_data import data_files
 from hasten.recipe.schema import Recipe, load_recipe, recipe_from
 from hasten.recipe.yaml_reader import read_duration, read_overrides, read_yaml_file
-from hasten.report.bundle import Bundle, Change, changes, lost, measurements, read_bundle, stamp
+from hasten.report.bundle import ArmChange, Bundle, changes, lost, measurements, read_bundle, stamp
 from hasten.report.card import CARD, write_card
 from hasten.report.page import render_markdown, write_report
 from hasten.report.runs import (
@@ -230,7 +230,7 @@ def differences(bundle: Bundle) -> list[str]:
     return lines
 
 
-def conclusion(found: Sequence[Change], margin: float) -> str:
+def conclusion(found: Sequence[ArmChange], margin: float) -> str:
     """Who lost; where nobody did, whether that is shown of all."""
     if worse := lost(found):
         return f"lost: {', '.join(worse)}"
@@ -239,7 +239,7 @@ def conclusion(found: Sequence[Change], margin: float) -> str:
     return f"nothing lost by more than {100 * margin:g}%{rest}"
 
 
-def table(found: Sequence[Change]) -> str:
+def table(found: Sequence[ArmChange]) -> str:
     """A row per arm: its ratio to the baseline then and now, and now over then."""
     rows = [["arm", "then [95 %]", "now [95 %]", "now/then [95 %]", ""]]
     for change in found:

@@ -78,7 +78,7 @@ class SpeedupOptions:
 def speedup(
     path: Path,
     overrides: Sequence[str],
-    wishes: SpeedupOptions,
+    options: SpeedupOptions,
     json_out: Path | None,
     bundle: Path | None = None,
     back: WriteBack | None = None,
@@ -89,16 +89,16 @@ def speedup(
     if back is not None and (back.asked or back.target):
         back.check()
     recipe = load_recipe(path, overrides)
-    design = wishes.design(recipe.seed)
-    if wishes.arms == "climb" and wishes.only is not None:
+    design = options.design(recipe.seed)
+    if options.arms == "climb" and options.only is not None:
         raise InputError("only: a climb tries every technique of the plan; shorten the plan")
-    if wishes.arms != "climb" and wishes.order != "slots":
+    if options.arms != "climb" and options.order != "slots":
         raise InputError("order: only a climb tries techniques in an order; say --arms climb")
-    if wishes.seeds and not wishes.guard:
+    if options.seeds and not options.guard:
         raise InputError("seeds: the guard trains in pairs; leave --no-guard out")
     command = "hasten " + " ".join(shlex.quote(word) for word in sys.argv[1:])
     with Display() as display:
-        report = _measure(recipe, wishes, design, path.stem, command, display)
+        report = _measure(recipe, options, design, path.stem, command, display)
     if report is None:
         print("nothing paid, so there is no plan to report on: no report was written")
         return 0
@@ -134,7 +134,7 @@ def _settle(report: dict[str, Any], command: str, back: WriteBack) -> None:
 
 def _measure(
     recipe: Recipe,
-    wishes: SpeedupOptions,
+    options: SpeedupOptions,
     design: Design,
     name: str,
     command: str,
@@ -142,26 +142,26 @@ def _measure(
 ) -> dict[str, Any] | None:
     budget = design.budget_seconds
     share = None if budget is None else GUARD_SHARE * budget
-    also = beforehand(wishes.guard, wishes.seeds, wishes.fresh, display, share)
-    if wishes.arms != "climb":
+    also = beforehand(options.guard, options.seeds, options.fresh, display, share)
+    if options.arms != "climb":
         return ablate(
             recipe,
-            wishes.arms,
-            only=wishes.names,
+            options.arms,
+            only=options.names,
             design=design,
             title=f"What the plan gains: {name}",
             command=command,
-            fresh=wishes.fresh,
+            fresh=options.fresh,
             audience=display,
             also=also,
         )
     climbed = gradual_optimize(
         recipe,
-        order=wishes.order,
+        order=options.order,
         design=design,
         title=f"What gradual optimisation keeps: {name}",
         command=command,
-        fresh=wishes.fresh,
+        fresh=options.fresh,
         audience=display,
         also=also,
     )

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from hasten.formatting import duration, shown
-from hasten.report.gains import hurt
+from hasten.report.gains import arms_that_hurt
 from hasten.report.page import render_markdown
 from hasten.report.schema import read_report
 
@@ -84,7 +84,7 @@ class Display:
 def print_table(report: Mapping[str, Any], console: Console | None = None) -> None:
     """The report in short; where the output is no terminal, the same text without colour."""
     console = console or Console(highlight=False)
-    red = hurt(read_report(report)["arms"])
+    red = arms_that_hurt(read_report(report)["arms"])
     for line in render_markdown(report).splitlines():
         name = line.split("|")[1].strip() if line.startswith("|") else None
         console.print(Text(line, "red" if name in red else ""), soft_wrap=True)

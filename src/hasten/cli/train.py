@@ -21,20 +21,20 @@ from hasten.core.session import Session
 from hasten.core.timing import StepMetrics
 from hasten.errors import FAILED, INTERRUPTED, LEFT, InputError
 from hasten.formatting import duration, size, span
-from hasten.launch.ranks import again, start
+from hasten.launch.ranks import restart_with, start_ranks
 from hasten.launch.supervisor import SupervisedRanks, supervise
 from hasten.machine import environment, host
 from hasten.machine.environment import World
 from hasten.machine.processes import attempt_folder, on_a_leash
 from hasten.measure.choose import Choice
 from hasten.recipe.build import facts_of, plan_of, saves, supervision_of
-from hasten.recipe.prepare import ready
+from hasten.recipe.prepare import prepare_run
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.gains import unpaid
 from hasten.report.schema import read_report
 from hasten.training.chosen_plan import SpeedWatch, with_chosen_plan
 from hasten.training.folder import clear_the_way
-from hasten.training.recording import both
+from hasten.training.recording import call_both
 from hasten.training.run import train as run_training
 
 
@@ -71,7 +71,7 @@ def train(
         with ExitStack() as held:
             return as_ranks(recipe, "train", held=held)
     if missing := lacking(recipe):
-        again(["train", str(path), *overrides], missing)
+        restart_with(["train", str(path), *overrides], missing)
     with Display() as display:
         line = StepLine(display, recipe)
         silent = not environment.world().is_main
@@ -86,7 +86,7 @@ def train(
             tell=_nothing if silent else display.tell,
             on_tokens=None if silent else line.tokenising,
             on_start=line.start,
-            on_step=line.step if watched is None else both(watched.note, line.step),
+            on_step=line.step if watched is None else call_both(watched.note, line.step),
             on_evaluation=lambda e: display.tell(_evaluation(e.step, e.held_out_loss, e.metrics)),
         )
     if summary:
@@ -194,7 +194,7 @@ def as_ranks(
     output = Path(recipe.output)
     with Display() as display:
         line = StepLine(display, recipe)
-        known, plan, _ = ready(recipe, display.tell, line.tokenising, recipe.nproc, held)
+        known, plan, _ = prepare_run(recipe, display.tell, line.tokenising, recipe.nproc, held)
     resolved = output / "data" / f"ranks-{command}.yaml"
     resolved.write_text(recipe.to_yaml())
     count, cores = recipe.nproc, host.usable_cores()
@@ -203,7 +203,7 @@ def as_ranks(
         known_there = replace(known, world=World(rank, rank, count))
         return {**plan.environ(known_there), **recipe.transport}
 
-    return start([command, str(resolved), *options], count, output / "data", cores, environ)
+    return start_ranks([command, str(resolved), *options], count, output / "data", cores, environ)
 
 
 def as_supervised_ranks(recipe: Recipe, held: ExitStack) -> int:
@@ -211,7 +211,7 @@ def as_supervised_ranks(recipe: Recipe, held: ExitStack) -> int:
     output = Path(recipe.output)
     with Display() as display:
         line = StepLine(display, recipe)
-        known, plan, _ = ready(recipe, display.tell, line.tokenising, recipe.nproc, held)
+        known, plan, _ = prepare_run(recipe, display.tell, line.tokenising, recipe.nproc, held)
         if not saves(plan):
             display.tell("max_restarts: the plan writes no checkpoints, so a restart begins anew")
         moves = recipe.resume == "never"

@@ -21,13 +21,13 @@ from hasten.measure.recipe_experiment import ExperimentSubject
 from hasten.recipe.price import Price
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.write_back import plain_entry
-from hasten.tune.api import Tuned
 from hasten.tune.api import tune as tune_job
-from hasten.tune.learning_study import Learned, LearningWishes
+from hasten.tune.learning_study import LearningOptions
 from hasten.tune.learning_study import learn as learn_job
 from hasten.tune.report import says_of
 from hasten.tune.samplers import Sampler
 from hasten.tune.study import Objective
+from hasten.tune.study_folder import StudyResult
 from hasten.tune.subjects import TuneOptions
 
 
@@ -61,7 +61,7 @@ def tune(
     if back is not None and (back.asked or back.target):
         back.check()
     recipe = load_recipe(path, overrides)
-    wishes = TuneOptions(
+    options = TuneOptions(
         asked.sampler,
         asked.objective,
         asked.lossy,
@@ -83,7 +83,7 @@ def tune(
             )
             return objections(found)
 
-        found = tune_job(recipe, asked.budget, wishes, audience=display, prove=prove)
+        found = tune_job(recipe, asked.budget, options, audience=display, prove=prove)
     target = output or Path(recipe.output) / "tuned.yaml"
     replace_file(target, found.text)
     copied(found.folder / "study.json", json_out)
@@ -120,7 +120,7 @@ def named(text: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
 
-def show(found: Tuned, price: Price | None = None, devices: int = 1) -> None:
+def show(found: StudyResult, price: Price | None = None, devices: int = 1) -> None:
     """The duel as a table, and the result in a sentence; with a price what it saves."""
     report = found.report
     duel = report["duel"]
@@ -165,7 +165,7 @@ def learn(
     path: Path,
     overrides: Sequence[str],
     budget: str,
-    wishes: LearningWishes,
+    options: LearningOptions,
     output: Path | None,
     json_out: Path | None,
 ) -> int:
@@ -174,7 +174,7 @@ def learn(
     writable("--output", output)
     recipe = load_recipe(path, overrides)
     with Display() as display:
-        found = learn_job(recipe, budget, wishes, audience=display)
+        found = learn_job(recipe, budget, options, audience=display)
     target = output or Path(recipe.output) / "learnt.yaml"
     replace_file(target, found.text)
     copied(found.folder / "study.json", json_out)
@@ -183,7 +183,7 @@ def learn(
     return 0
 
 
-def show_learning(found: Learned) -> None:
+def show_learning(found: StudyResult) -> None:
     """The trainings from the lowest loss on, the pairs, and the result in a sentence."""
     report = found.report
     for row in sorted(report["trials"], key=lambda t: (t["loss"] is None, t["loss"])):

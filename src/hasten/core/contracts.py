@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hasten.core.job import Counts, MicroBatch
+from hasten.core.job import MicroBatch, WorkCounts
 from hasten.core.timing import BACKWARD, StepMetrics
 from hasten.errors import InputError
 
@@ -80,7 +80,7 @@ class Average(Protocol):
         """Suffixes of the folders to save, the weights in place while each is out."""
 
 
-class AsGiven(Precision):
+class GivenPrecision(Precision):
     """The number format the model came in; parameters are their own true weights."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Adjusting(Protocol):
         return
 
 
-class AsSet(Adjusting):
+class FixedSettings(Adjusting):
     """Every setting stays as the plan has it."""
 
 
@@ -192,7 +192,7 @@ class Agreement(Protocol):
 
     apart: bool  # ranks may differ in weights, optimizer state and progress until they settle
 
-    def counts(self, mine: Counts, stop: bool) -> tuple[Counts, bool]:
+    def counts(self, mine: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
         """Before a step's first pass: counts over all ranks, and whether the run stops here.
 
         The answer to the second is the same on every rank.
@@ -213,7 +213,7 @@ class Agreement(Protocol):
         """On rank 0 the same of each other rank, in order. For checkpoints; all ranks call it."""
 
 
-class EachStep(Agreement):
+class SumsEachStep(Agreement):
     """Every sum is taken when it is asked for, so that ranks never differ."""
 
     apart = False
@@ -221,10 +221,10 @@ class EachStep(Agreement):
     def __init__(self, layout: Sums) -> None:
         self._layout = layout
 
-    def counts(self, mine: Counts, stop: bool) -> tuple[Counts, bool]:
+    def counts(self, mine: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
         sums = self._layout.sum(torch.tensor([*astuple(mine), float(stop)], dtype=torch.float64))
         *found, wanted = sums.tolist()
-        return Counts(*(round(v) for v in found)), bool(wanted)
+        return WorkCounts(*(round(v) for v in found)), bool(wanted)
 
     def sum(self, values: Tensor) -> Tensor:
         return self._layout.sum(values)
@@ -292,7 +292,7 @@ class LossScaling(Protocol):
         return
 
 
-class Unscaled(LossScaling):
+class NoLossScaling(LossScaling):
     """Losses as they are; every step that isn't finite is a failure."""
 
     value = 1.0
@@ -324,7 +324,7 @@ class Routing(Protocol):
         """The busiest expert's load / the mean in the last step, over layers; None: unknown."""
 
 
-class AsTheModelDoes(Routing):
+class ModelRouting(Routing):
     """Nothing beside what the model's own routers do."""
 
     def forward(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -337,7 +337,8 @@ class AsTheModelDoes(Routing):
 
 # What a step's exchange between ranks took on this rank, where the layout can tell.
 #
-# A layout that can is ``Measures`` by its shape; with any other the step says that it isn't known.
+# A layout that can has the methods of ``MeasuresExchange``; with any other the step says that it
+# isn't known.
 # What ranks tell each other beside it (counts, the loss) isn't in here: the clock's marks have it.
 
 
@@ -359,7 +360,7 @@ class Traffic:
 
 
 @runtime_checkable
-class Measures(Protocol):
+class MeasuresExchange(Protocol):
     """A layout, or a wire, that knows what its exchange took."""
 
     def traffic(self) -> Traffic | None:
@@ -368,4 +369,4 @@ class Measures(Protocol):
 
 def traffic_of(holder: object) -> Traffic | None:
     """What it knows of the step."""
-    return holder.traffic() if isinstance(holder, Measures) else None
+    return holder.traffic() if isinstance(holder, MeasuresExchange) else None

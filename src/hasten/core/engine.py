@@ -26,7 +26,7 @@ Sums = tuple[Tensor, Tensor]  # of loss and of what carries it
 
 
 @dataclass(frozen=True)
-class Assembly:
+class EngineParts:
     """What an engine is built from: the run's objects, wrapped and in place."""
 
     setup: Setup
@@ -35,7 +35,7 @@ class Assembly:
 
 
 @runtime_checkable
-class SendsLate(Protocol):
+class SendsGradientsLate(Protocol):
     """A layout whose ranks can run a step's passes each for itself and send gradients after."""
 
     def alone(self, module: nn.Module) -> nn.Module:
@@ -67,7 +67,7 @@ def all_finite(agreement: Agreement, *mine: float) -> bool:
 class PlainEngine:
     """Forward and backward of one module in this process."""
 
-    def __init__(self, assembly: Assembly) -> None:
+    def __init__(self, assembly: EngineParts) -> None:
         self.setup = assembly.setup
         self.module = assembly.module
         self.optimizer = assembly.optimizer
@@ -86,7 +86,7 @@ class PlainEngine:
         return self._loss_sum(sums, denominator)
 
     def gradients_apart(
-        self, micro_batches: Sequence[MicroBatch], denominator: float, layout: SendsLate
+        self, micro_batches: Sequence[MicroBatch], denominator: float, layout: SendsGradientsLate
     ) -> Callable[[], Tensor]:
         """The same in two halves: passes that no other rank notices, then, called, the rest.
 

@@ -1,4 +1,4 @@
-"""A job is the user's material: model, records, loss, optimizer, held-out data, and when to stop.
+"""A job is what the user trains: model, records, loss, optimizer, held-out data, and when to stop.
 
 Factories build a fresh object per run, which is what an experiment needs; an object that was handed
 over is used as it is and trained in place.
@@ -27,7 +27,7 @@ from hasten.machine import host
 
 
 @dataclass(frozen=True)
-class Counts:
+class WorkCounts:
     """How much work a batch is, in five units."""
 
     records: int = 0
@@ -36,8 +36,8 @@ class Counts:
     trained_tokens: int = 0
     pairs: int = 0
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(
+    def __add__(self, other: WorkCounts) -> WorkCounts:
+        return WorkCounts(
             self.records + other.records,
             self.tokens + other.tokens,
             self.slots + other.slots,
@@ -58,7 +58,7 @@ class MicroBatch:
     """
 
     inputs: Mapping[str, Any]
-    counts: Counts
+    counts: WorkCounts
     records: Sequence[Any] = ()
 
     def to(self, device: str) -> MicroBatch:
@@ -74,14 +74,14 @@ class StepBatch:
     """One optimizer step's work on this rank, and the whole step's counts over all ranks."""
 
     micro_batches: tuple[MicroBatch, ...]
-    counts: Counts
+    counts: WorkCounts
     epoch: int
 
 
-def language_counts(records: Sequence[Any], inputs: Mapping[str, Any]) -> Counts:
+def language_counts(records: Sequence[Any], inputs: Mapping[str, Any]) -> WorkCounts:
     """Counts of token records laid out as ``input_ids`` with aligned ``labels`` (-100: no loss)."""
     lengths = [len(r.input_ids) for r in records]
-    return Counts(
+    return WorkCounts(
         records=len(records),
         tokens=sum(lengths),
         slots=inputs["input_ids"].numel(),
@@ -174,7 +174,7 @@ class ShuffledOrder:
 
     def local_steps(self, epoch: int, rank: int, world_size: int) -> Iterator[list[list[int]]]:
         for step in self.steps(epoch):
-            yield [share(step, rank, world_size)]
+            yield [records_of_rank(step, rank, world_size)]
 
     def _by_tokens(self, order: Sequence[int]) -> Iterator[list[int]]:
         assert self.batch.tokens is not None  # steps() asked for it
@@ -197,7 +197,7 @@ def permutation(count: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def share(step: Sequence[int], rank: int, world_size: int) -> list[int]:
+def records_of_rank(step: Sequence[int], rank: int, world_size: int) -> list[int]:
     """The records of one rank: every ``world_size``-th, so that ranks differ by one at most."""
     return list(step[rank::world_size])
 
@@ -269,7 +269,7 @@ Metric = Callable[[nn.Module], float]
 
 
 @runtime_checkable
-class KnowsSkeleton(Protocol):
+class BuildsSkeleton(Protocol):
     """A model's factory that also builds it without memory for weights, on torch's meta device."""
 
     def skeleton(self) -> nn.Module: ...
@@ -312,7 +312,7 @@ class Job:
     """What is trained, on what, until when.
 
     Args:
-        model: builds the model, or is it; a factory that ``KnowsSkeleton`` spares ranks from it.
+        model: builds the model, or is it; a factory that ``BuildsSkeleton`` spares ranks from it.
         loss: wraps the model into a module whose forward takes a micro-batch's inputs and returns
             (loss summed over what carries loss, their count).
         optimizer: builds the optimizer from named parameters, or returns one that exists.
@@ -355,7 +355,7 @@ class Job:
     @property
     def skeleton(self) -> Callable[[], nn.Module] | None:
         """Builds the model's modules for ranks that are sent weights; None: nobody knows how."""
-        return self.model.skeleton if isinstance(self.model, KnowsSkeleton) else None
+        return self.model.skeleton if isinstance(self.model, BuildsSkeleton) else None
 
     def build_model(self) -> nn.Module:
         """A fresh model, or the one that was handed over."""

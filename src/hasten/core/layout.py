@@ -76,7 +76,7 @@ class Layout(Protocol):
 
 
 @runtime_checkable
-class PlacesParts(Protocol):
+class PlacesModule(Protocol):
     """A layout that brings the module to the device itself, part by part, so that the whole of it
     never has to fit there."""
 
@@ -96,7 +96,7 @@ class SendsWeights(Protocol):
 
 
 @runtime_checkable
-class DealsState(Protocol):
+class SplitsState(Protocol):
     """A layout of parts whose state can be brought together for a checkpoint, and dealt again.
 
     ``weight`` is one of the module's parameters, a true weight or what the optimizer holds in its
@@ -120,7 +120,7 @@ class DealsState(Protocol):
 
 
 @runtime_checkable
-class DealsWeights(Protocol):
+class SplitsWeights(Protocol):
     """A layout whose ranks hold different weights, each of them whole: the state of all of them is
     put together by name for a checkpoint, and each takes its own out of one.
 

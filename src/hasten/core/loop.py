@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.core.job import share
+from hasten.core.job import records_of_rank
 from hasten.core.session import Progress, Session, without_loss
 from hasten.core.step import training
-from hasten.core.timing import StepMetrics, data_stall, split, stability
+from hasten.core.timing import StepMetrics, data_stall, seconds_by_part, step_stability
 from hasten.machine import processes
 
 # Held-out loss over every trained token of the held-out records, and the user's own metrics.
@@ -55,7 +55,7 @@ def evaluate(session: Session) -> Evaluation:
     session.settle()
     progress, job = session.progress, session.setup.job
     metrics: dict[str, float] = {}
-    with evaluating(session.loss_module):
+    with evaluation_mode(session.loss_module):
         loss = held_out_loss(session)
         if job.metrics:
             with session.setup.layout.gather(session.model) as whole:
@@ -71,7 +71,7 @@ def held_out_loss(session: Session) -> float | None:
         return None
     collate = setup.collate or setup.job.collate
     ranks = setup.layout.data_size
-    mine = share(range(len(held_out)), setup.layout.data_rank, ranks)
+    mine = records_of_rank(range(len(held_out)), setup.layout.data_rank, ranks)
     sums = torch.zeros(2, dtype=torch.float64)
     # Shards meet in every pass: a rank with fewer records takes part without any loss.
     for start in range(0, math.ceil(len(held_out) / ranks), RECORDS_AT_ONCE):
@@ -86,7 +86,7 @@ def held_out_loss(session: Session) -> float | None:
 
 
 @contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
     """Without dropout and gradients; the mode before is restored, random state untouched."""
     was_training = module.training
     module.eval()
@@ -174,7 +174,7 @@ def asked(session: Session) -> tuple[bool, bool]:
     return bool(stop), bool(haste)
 
 
-class Notice:
+class ShutdownNotice:
     """Watches, in a thread, for the news that this machine goes away.
 
     Args:
@@ -194,7 +194,7 @@ class Notice:
         self._every, self._over = every, threading.Event()
         self._thread = threading.Thread(target=self._watch, name="notice", daemon=True)
 
-    def __enter__(self) -> Notice:
+    def __enter__(self) -> ShutdownNotice:
         self._thread.start()
         return self
 
@@ -296,9 +296,9 @@ class Outcome:
             "records_per_second": records / trained if trained else None,
             "epoch_seconds": list(self.epoch_seconds.values()),
             "step_seconds_median": statistics.median(self.step_seconds or [0.0]),
-            "step_parts": split(clocked, session.saves),
+            "step_parts": seconds_by_part(clocked, session.saves),
             "data_stall_share": data_stall(clocked),
-            "stability": stability(self.step_seconds),
+            "stability": step_stability(self.step_seconds),
             "model_flops_per_second": self.model_flops / trained if self.model_flops else None,
             "mfu": meter.mfu(self.model_flops or None, trained),
             "ceiling": asdict(meter) if meter.ceiling else None,

@@ -23,9 +23,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hasten.core.contracts import Engine, NoCheckpoint
-from hasten.core.engine import Assembly, PlainEngine
-from hasten.core.job import Counts, MicroBatch, StepBatch
-from hasten.core.layout import PlacesParts, SendsWeights
+from hasten.core.engine import EngineParts, PlainEngine
+from hasten.core.job import MicroBatch, StepBatch, WorkCounts
+from hasten.core.layout import PlacesModule, SendsWeights
 from hasten.core.setup import Setup, on_device
 from hasten.core.timing import CHECKPOINT, COMMUNICATION, DATA, Meter
 from hasten.errors import InputError
@@ -117,17 +117,17 @@ def assemble(setup: Setup) -> Session:
     setup.compile(loss_module)
     setup.precision.prepare(loss_module)
     layout = setup.layout
-    if not isinstance(layout, PlacesParts):
+    if not isinstance(layout, PlacesModule):
         loss_module = on_device(loss_module, job.device)
     module = layout.across(loss_module.train(), setup.wire)
-    if isinstance(layout, PlacesParts):
+    if isinstance(layout, PlacesModule):
         layout.place(module)
     optimizer = setup.optimizer((n, p) for n, p in module.named_parameters() if p.requires_grad)
     try:
         setup.precision.own(optimizer)
     except ValueError as error:
         raise InputError(f"plan: {error}") from error
-    engine = (setup.engine or PlainEngine)(Assembly(setup, module, optimizer))
+    engine = (setup.engine or PlainEngine)(EngineParts(setup, module, optimizer))
     seconds = {"model": built - began, "assembly": time.perf_counter() - built}
     # Ranks share the weights' seed; dropout must differ between those with different records.
     torch.manual_seed(job.seed + 1 + setup.layout.data_rank)
@@ -171,7 +171,7 @@ def batches(session: Session) -> Iterator[StepBatch]:
 
 def _agree(session: Session, local: tuple[MicroBatch, ...]) -> StepBatch | None:
     """Counts over all ranks before the first backward; None when any rank wants to stop."""
-    mine = sum((m.counts for m in local), Counts())
+    mine = sum((m.counts for m in local), WorkCounts())
     agreement = session.setup.agreement
     counts, stop = agreement.counts(mine, session.stop_requested)
     if stop:
@@ -238,5 +238,5 @@ def without_loss(micro_batch: MicroBatch) -> MicroBatch:
     return replace(
         micro_batch,
         inputs={**micro_batch.inputs, "labels": labels},
-        counts=Counts(slots=micro_batch.counts.slots),
+        counts=WorkCounts(slots=micro_batch.counts.slots),
     )

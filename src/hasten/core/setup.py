@@ -16,22 +16,22 @@ from torch import Tensor, nn
 from hasten.core.contracts import (
     Adjusting,
     Agreement,
-    AsGiven,
-    AsSet,
-    AsTheModelDoes,
     Average,
     Checkpointing,
-    EachStep,
     Engine,
+    FixedSettings,
+    GivenPrecision,
     LossScaling,
+    ModelRouting,
     NoAverage,
     NoCheckpoint,
     NoCompression,
+    NoLossScaling,
     NoSpikes,
     Precision,
     Routing,
     SpikeWatching,
-    Unscaled,
+    SumsEachStep,
     Wire,
 )
 from hasten.core.facts import Facts
@@ -45,9 +45,9 @@ from hasten.core.job import (
     ShuffledOrder,
     StepBatch,
 )
-from hasten.core.layout import DealsState, DealsWeights, Layout, OneProcess
+from hasten.core.layout import Layout, OneProcess, SplitsState, SplitsWeights
 from hasten.core.plan import Plan
-from hasten.core.timing import Clock, Unclocked
+from hasten.core.timing import Clock, NoPhaseTimer
 from hasten.errors import InputError
 
 Edit = Callable[[nn.Module], None]
@@ -61,12 +61,12 @@ def in_one_piece(records: Sequence[Any]) -> list[list[Any]]:
     return [list(records)]
 
 
-def once(engine: Engine, batch: StepBatch) -> tuple[Tensor, StepBatch]:
+def run_once(engine: Engine, batch: StepBatch) -> tuple[Tensor, StepBatch]:
     """BATCH: a step's passes are run once; an error ends the run. The loss sum, and what ran."""
     return engine.gradients(batch.micro_batches, batch.counts.trained_tokens), batch
 
 
-def straight(
+def copy_to_device(
     steps: Iterator[tuple[MicroBatch, ...]], device: str
 ) -> Iterator[tuple[MicroBatch, ...]]:
     """FEED: copy each step's micro-batches to the device when they are needed."""
@@ -74,7 +74,7 @@ def straight(
         yield tuple(m.to(device) for m in micro_batches)
 
 
-def leave(module: nn.Module) -> None:
+def leave_model(module: nn.Module) -> None:
     """The default edit of a model: none."""
 
 
@@ -88,20 +88,20 @@ class Setup:
     folder: Path | None = None  # for checkpoints; None: a technique that writes is refused
     sampler: Sampler | None = None
     collate: Collate | None = None
-    feed: Feed = straight
+    feed: Feed = copy_to_device
     cut: Cut = in_one_piece
-    attempt: Attempt = once  # how a step's passes are run; BATCH may cut and run them again
+    attempt: Attempt = run_once  # how a step's passes are run; BATCH may cut and run them again
     adapter: Callable[[nn.Module], nn.Module] | None = None
-    routing: Routing = field(default_factory=AsTheModelDoes)
-    experts: Edit = leave
-    attention: Edit = leave
-    layers: Edit = leave
+    routing: Routing = field(default_factory=ModelRouting)
+    experts: Edit = leave_model
+    attention: Edit = leave_model
+    layers: Edit = leave_model
     loss: Callable[[nn.Module], nn.Module] | None = None
-    objective: Edit = leave  # of the loss module
-    recompute: Edit = leave
-    compile: Edit = leave
-    precision: Precision = field(default_factory=AsGiven)
-    loss_scale: LossScaling = field(default_factory=Unscaled)  # PRECISION brings one with fp16
+    objective: Edit = leave_model  # of the loss module
+    recompute: Edit = leave_model
+    compile: Edit = leave_model
+    precision: Precision = field(default_factory=GivenPrecision)
+    loss_scale: LossScaling = field(default_factory=NoLossScaling)  # PRECISION brings one with fp16
     layout: Layout = field(default_factory=OneProcess)
     wire: Wire = field(default_factory=NoCompression)
     optimizer: OptimizerFactory | None = None
@@ -109,16 +109,18 @@ class Setup:
     checkpoint: Checkpointing = field(default_factory=NoCheckpoint)
     threads: Callable[[], None] = lambda: None
     allocator: Callable[[], None] = lambda: None
-    engine: Callable[[Any], Engine] | None = None  # of an Assembly; a LAYOUT may bring its own
-    clock: Clock = field(default_factory=Unclocked)  # counts what a step's time goes into
+    engine: Callable[[Any], Engine] | None = None  # of EngineParts; a LAYOUT may bring its own
+    clock: Clock = field(default_factory=NoPhaseTimer)  # counts what a step's time goes into
     guards: Guards = field(default_factory=Guards)  # what each step is checked for
     spikes: SpikeWatching = field(default_factory=NoSpikes)  # what follows from a loss that rises
-    adjusting: Adjusting = field(default_factory=AsSet)  # changes settings between two steps
+    adjusting: Adjusting = field(
+        default_factory=FixedSettings
+    )  # changes settings between two steps
 
     @property
     def agreement(self) -> Agreement:
         """What ranks tell each other in a step; a wire may have its own way."""
-        return self.wire if isinstance(self.wire, Agreement) else EachStep(self.layout)
+        return self.wire if isinstance(self.wire, Agreement) else SumsEachStep(self.layout)
 
 
 def prepare(job: Job, plan: Plan, facts: Facts, folder: Path | None = None) -> Setup:
@@ -150,7 +152,7 @@ def _check_saved(setup: Setup) -> None:
     """A state that is written has to be a whole one."""
     if setup.layout.whole or isinstance(setup.checkpoint, NoCheckpoint):
         return
-    if not isinstance(setup.layout, DealsState | DealsWeights):
+    if not isinstance(setup.layout, SplitsState | SplitsWeights):
         raise InputError(
             "plan: checkpoints are written of ranks that each hold the whole model, and this "
             "layout gives them parts; leave checkpoints out, or take ddp as the layout"

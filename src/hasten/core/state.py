@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hasten.core.job import OptimizerFactory
 from hasten.core.job_record import changes_since, job_record
-from hasten.core.layout import DealsState, DealsWeights
+from hasten.core.layout import SplitsState, SplitsWeights
 from hasten.core.session import Progress, Session
 from hasten.core.setup import Setup
 from hasten.errors import InputError
@@ -58,7 +58,7 @@ def order_of(factory: OptimizerFactory, named: Iterable[tuple[str, Tensor]]) -> 
 def own_masters(session: Session) -> list[Tensor]:
     """True weights that are not the module's own parameters, nor pieces of them."""
     layout = session.setup.layout
-    if isinstance(layout, DealsState) and layout.pieces:
+    if isinstance(layout, SplitsState) and layout.pieces:
         return []
     own = {id(p) for p in session.loss_module.parameters()}
     return [p for p in session.setup.precision.parameters() if id(p) not in own]
@@ -69,7 +69,7 @@ def put_together(
 ) -> tuple[dict[str, Tensor], Numbers]:
     """On the first rank the state of all; every rank calls it with its own."""
     layout = session.setup.layout
-    if not isinstance(layout, DealsWeights):
+    if not isinstance(layout, SplitsWeights):
         return tensors, numbers
     places = _Places(session, layout)
     mine = {places.there(n): t for n, t in tensors.items() if _split(n)[0] in places.known}
@@ -90,7 +90,7 @@ def own_part(
     What isn't known anywhere keeps its name, for those who compare states with models.
     """
     layout = session.setup.layout
-    if not isinstance(layout, DealsWeights):
+    if not isinstance(layout, SplitsWeights):
         return tensors, numbers
     places = _Places(session, layout)
     mine = {places.here(name): tensor for name, tensor in tensors.items()}
@@ -101,7 +101,7 @@ def own_part(
 def told(session: Session, mine: Any) -> list[Any]:
     """What ranks say that hold other weights of the same model; all call it."""
     layout = session.setup.layout
-    return layout.told(mine) if isinstance(layout, DealsWeights) else [mine]
+    return layout.told(mine) if isinstance(layout, SplitsWeights) else [mine]
 
 
 class _Places:
@@ -111,7 +111,7 @@ class _Places:
     it in the name of a tensor.
     """
 
-    def __init__(self, session: Session, layout: DealsWeights) -> None:
+    def __init__(self, session: Session, layout: SplitsWeights) -> None:
         assert session.setup.optimizer is not None  # the session was built with it
         self._copies = layout.copies
         trained = [(n, p) for n, p in session.module.named_parameters() if p.requires_grad]
@@ -272,7 +272,7 @@ def _dealt(session: Session, tensors: dict[str, Tensor], gather: bool) -> dict[s
     So a state is the same whatever the layout, and any layout can go on from it.
     """
     layout = session.setup.layout
-    if not isinstance(layout, DealsState):
+    if not isinstance(layout, SplitsState):
         return tensors
     deal = layout.whole_of if gather else layout.part_of
     weights = session.loss_module.state_dict(keep_vars=True)

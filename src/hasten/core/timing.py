@@ -8,7 +8,7 @@ construction, and nothing is entered or left.
     | norm -> optimizer | over all ranks: communication | update -> optimizer | note -> idle | end
     | between | checkpoint: both between two steps and so beside the step's own time
 
-``Unclocked`` is the default and does nothing. On a processor a mark reads a counter; on an
+``NoPhaseTimer`` is the default and does nothing. On a processor a mark reads a counter; on an
 accelerator it records an event on the stream, which no one waits for: events are read at the step's
 end, where the step has already waited for its loss.
 """
@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from hasten.core.job import Counts
+from hasten.core.job import WorkCounts
 from hasten.machine.processes import running_time
 
 DATA, COPY, FORWARD, BACKWARD = "data", "copy", "forward", "backward"
@@ -70,7 +70,7 @@ class Clock(Protocol):
         """The step is over: seconds of its parts, empty where nobody counted."""
 
 
-class Unclocked(Clock):
+class NoPhaseTimer(Clock):
     """Counts nothing."""
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ def step_total(parts: Mapping[str, float]) -> float:
     return sum(seconds for part, seconds in parts.items() if part not in (BETWEEN, CHECKPOINT))
 
 
-def split(
+def seconds_by_part(
     steps: Sequence[Mapping[str, float]], checkpoints: bool = False
 ) -> dict[str, float | None]:
     """Seconds per step of each part; None where it can't be told apart or doesn't exist.
@@ -242,7 +242,7 @@ def data_stall(steps: Sequence[Mapping[str, float]]) -> float | None:
     return sum(step.get(DATA, 0.0) for step in steps) / whole if whole else None
 
 
-def stability(seconds: Sequence[float]) -> dict[str, float | int | None]:
+def step_stability(seconds: Sequence[float]) -> dict[str, float | int | None]:
     """How even steps are: median absolute deviation / median, quantiles, and how many stalled."""
     if not seconds:
         return {"relative_spread": None, "p50": None, "p99": None, "stalls": None}
@@ -277,7 +277,7 @@ class Meter:
     source: str = ""
     convention: str = ""
 
-    def flops(self, counts: Counts) -> float | None:
+    def flops(self, counts: WorkCounts) -> float | None:
         """Model FLOPs of a batch."""
         if not self.per_token:
             return None

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from hasten.data import renderer
-from hasten.data.conversation import Call, Conversation, Message
+from hasten.data.conversation import Conversation, Message, ToolCall
 from hasten.data.template_sandbox import check_syntax, render
 from hasten.errors import InputError
 from hasten.formatting import open_regular
@@ -121,7 +121,7 @@ FORMS = ("object", "text")
 _ADVICE = "choose another chat_template, or leave such records out"
 
 
-class UnseenError(ValueError):
+class ToolsNotRenderedError(ValueError):
     """What of a record's tools isn't in the text that a template makes of it."""
 
 
@@ -140,20 +140,22 @@ def template_turns(turns: Sequence[Message], form: str) -> list[dict[str, Any]]:
 def check_seen(
     messages: Sequence[Message], text: str, render: Callable[[Sequence[Message]], str]
 ) -> None:
-    """Raise UnseenError unless `text` shows the tools, calls and results of all messages."""
+    """Raise ToolsNotRenderedError unless `text` shows tools, calls and results of all messages."""
     tools, turns = split_tools(messages)
     if tools:
         names = [tool["function"]["name"] for tool in tools]
         if text == render(turns) or not all(name in text for name in names):
-            raise UnseenError(f"the chat template ignores the record's tools: {_ADVICE}")
+            raise ToolsNotRenderedError(f"the chat template ignores the record's tools: {_ADVICE}")
     for at, turn in enumerate(messages):
         if turn.calls:
             before, upto = render(messages[:at]), render(messages[: at + 1])
             written = upto[_shared(before, upto) :]
             if not all(_shows(written, call) for call in turn.calls):
-                raise UnseenError(f"the chat template ignores the record's tool calls: {_ADVICE}")
+                raise ToolsNotRenderedError(
+                    f"the chat template ignores the record's tool calls: {_ADVICE}"
+                )
         elif turn.role == "tool" and not any(form in text for form in _written(turn.content)):
-            raise UnseenError(f"the chat template drops the result of a tool: {_ADVICE}")
+            raise ToolsNotRenderedError(f"the chat template drops the result of a tool: {_ADVICE}")
 
 
 def _turn(turn: Message, form: str) -> dict[str, Any]:
@@ -168,13 +170,13 @@ def _turn(turn: Message, form: str) -> dict[str, Any]:
     return found
 
 
-def _call(call: Call, form: str) -> dict[str, Any]:
+def _call(call: ToolCall, form: str) -> dict[str, Any]:
     arguments = json.loads(call.arguments) if form == "object" else call.arguments
     function = {"name": call.name, "arguments": arguments}
     return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
 
 
-def _shows(written: str, call: Call) -> bool:
+def _shows(written: str, call: ToolCall) -> bool:
     """Whether a call is written with its name and every argument, and not in Python's notation."""
     arguments = json.loads(call.arguments)
     if arguments and str(arguments) in written and str(arguments) != json.dumps(arguments):
@@ -287,7 +289,7 @@ class Encoded(NamedTuple):
     long: bool = False  # the whole is longer than cutoff_len
 
 
-class _Drawn(NamedTuple):
+class _Rendered(NamedTuple):
     text: str
     answers: list[tuple[int, int]] | None  # character spans, end exclusive; None: plain text
     reason: str = "the chat template drops or rewrites the last answer"  # where there are no spans
@@ -337,7 +339,7 @@ def encode_all(
             yield _fitted(whole, item, cutoff_len, too_long)
 
 
-def _fitted(whole: TokenRecord, drawn: _Drawn, cutoff_len: int, too_long: TooLong) -> Encoded:
+def _fitted(whole: TokenRecord, drawn: _Rendered, cutoff_len: int, too_long: TooLong) -> Encoded:
     """The record in pieces of at most `cutoff_len` tokens, each with something to predict."""
     long, answers = whole.length > cutoff_len, drawn.answers
     if answers == []:
@@ -408,43 +410,43 @@ def _check_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int], place: str) -
 
 def _draw_all(
     template: ChatTemplate, conversations: Sequence[Conversation], ends: tuple[str, ...]
-) -> list[_Drawn]:
+) -> list[_Rendered]:
     """The whole text of each and where the answers are in it; templates run in another process."""
     dialogues = [each for each in conversations if each.text is None]
-    drawn: Iterator[_Drawn] = iter(())
+    drawn: Iterator[_Rendered] = iter(())
     if dialogues:
         place = f"{dialogues[0].place} to {dialogues[-1].place}"
         explained = sum(map(seconds_explained, dialogues))
         drawn = iter(renderer.ask(place, explained, _draw_dialogues, template, dialogues, ends))
-    return [next(drawn) if c.text is None else _Drawn(c.text, None) for c in conversations]
+    return [next(drawn) if c.text is None else _Rendered(c.text, None) for c in conversations]
 
 
 def _draw_dialogues(
     template: ChatTemplate, dialogues: Sequence[Conversation], ends: tuple[str, ...]
-) -> list[_Drawn]:
+) -> list[_Rendered]:
     return [_draw(template, dialogue, ends) for dialogue in dialogues]
 
 
-def _draw(template: ChatTemplate, conversation: Conversation, ends: tuple[str, ...]) -> _Drawn:
+def _draw(template: ChatTemplate, conversation: Conversation, ends: tuple[str, ...]) -> _Rendered:
     if len(conversation.messages) > TURNS:
         number = len(conversation.messages)
-        return _Drawn("", [], f"a dialogue of {number:,} turns: split those of over {TURNS:,}")
+        return _Rendered("", [], f"a dialogue of {number:,} turns: split those of over {TURNS:,}")
     if all(message.role in _PLAIN and not message.calls for message in conversation.messages):
         return _draw_turns(template, conversation, ends, "object")
     unseen, failed = "", ""
     for form in FORMS:  # templates differ in how they take the arguments of a call
         try:
             return _draw_turns(template, conversation, ends, form)
-        except UnseenError as error:
+        except ToolsNotRenderedError as error:
             unseen = unseen or str(error)
         except InputError as error:
             failed = failed or f"the chat template takes no turns of tools: {error}"
-    return _Drawn("", [], unseen or failed)
+    return _Rendered("", [], unseen or failed)
 
 
 def _draw_turns(
     template: ChatTemplate, conversation: Conversation, ends: tuple[str, ...], form: str
-) -> _Drawn:
+) -> _Rendered:
     def render(messages: Sequence[Message], prompt: bool = False) -> str:
         return render_turns(template, messages, prompt, conversation.place, form)
 
@@ -455,7 +457,7 @@ def _draw_turns(
     if begin is None and not last.calls:
         text, begin = _force(render([*before, Message("assistant", _STAND_IN)]), prompt, last)
     if begin is None:
-        return _Drawn("", [])
+        return _Rendered("", [])
     answers = []
     for turn, message in enumerate(before):
         if message.role == "assistant" and message.trained:
@@ -465,7 +467,7 @@ def _draw_turns(
                 answers.append((start, _close(upto, ends)))
     if last.trained:
         answers.append((begin, _close(text, ends)))
-    return _Drawn(text, answers)
+    return _Rendered(text, answers)
 
 
 def _begin(text: str, prompt: str, answer: str) -> int | None:

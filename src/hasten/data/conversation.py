@@ -31,7 +31,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 MEDIA_PARTS = ("image", "audio", "video", "file")
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     """One call of a tool."""
 
     name: str
@@ -44,13 +44,13 @@ class Message(NamedTuple):
 
     role: str  # system, user, assistant or tool; tools: not a turn, but what may be called
     content: str
-    calls: tuple[Call, ...] = ()  # the assistant's
+    calls: tuple[ToolCall, ...] = ()  # the assistant's
     id: str = ""  # a tool's turn: the call that it answers
     name: str = ""  # a tool's turn: the tool, where the record says it
     trained: bool = True  # the assistant's: whether it carries loss
 
 
-class UnfitError(ValueError):
+class NoConversationError(ValueError):
     """Why a record has no conversation in it."""
 
 
@@ -58,15 +58,15 @@ def message(turn: Mapping[str, Any], role: str, content: str) -> Message:
     """The message of a turn whose keys are `role` and `content`.
 
     Raises:
-        UnfitError: it is none.
+        NoConversationError: it is none.
         InputError: a key of it means what hasten doesn't do, so that no such record is usable.
     """
     for key in (role, content):
         if key not in turn and not (key == content and turn.get("tool_calls")):
-            raise UnfitError(f"lacks {key!r}")
+            raise NoConversationError(f"lacks {key!r}")
     name = sound(turn[role], role)
     if name not in ROLES:
-        raise UnfitError(f"the role {name[:40]!r} is not one of {', '.join(ROLES)}")
+        raise NoConversationError(f"the role {name[:40]!r} is not one of {', '.join(ROLES)}")
     trained = _is_trained(turn, ROLES[name])
     if name == CALLS:
         called = _calls(_parsed(sound(turn.get(content), content), CALLS))
@@ -75,7 +75,7 @@ def message(turn: Mapping[str, Any], role: str, content: str) -> Message:
     if turn.get("function_call"):  # OpenAI's older form of a single call
         calls = (*calls, *_calls([turn["function_call"]]))
     if calls and ROLES[name] != "assistant":
-        raise UnfitError(f"a turn of {name} holds tool calls, which are the assistant's")
+        raise NoConversationError(f"a turn of {name} holds tool calls, which are the assistant's")
     given = _joined(turn.get(content), content)
     text = "" if calls and given is None else sound(given, content)
     if ROLES[name] != "tool":
@@ -123,7 +123,7 @@ def _joined(content: Any, key: str) -> Any:
                     f"{key!r} has a part of type {kind!r}; hasten trains text alone, so take "
                     "records without images, audio and video"
                 )
-            raise UnfitError(f"{key!r} has a part that is no text")
+            raise NoConversationError(f"{key!r} has a part that is no text")
         texts.append(sound(part.get("text", part.get("value")), "text"))
     return "".join(texts)
 
@@ -138,7 +138,7 @@ def tools_turn(given: Any) -> tuple[Message, ...]:
         wrapped = tool if isinstance(tool, dict) and "function" in tool else {"function": tool}
         function = wrapped["function"]
         if not isinstance(function, dict) or not _name(function, "name"):
-            raise UnfitError("'tools' must be a list of functions, each with a name")
+            raise NoConversationError("'tools' must be a list of functions, each with a name")
         tools.append({"type": "function", **wrapped})
     return (Message("tools", sound(json.dumps(tools, ensure_ascii=False), "tools")),)
 
@@ -153,16 +153,16 @@ def check_turns(messages: Sequence[Message]) -> None:
     for number, turn in enumerate(turns, start=1):
         if turn.role not in expected:
             wanted = " or ".join(f"{role}'s" for role in expected)
-            raise UnfitError(f"turn {number} is {turn.role}'s, expected {wanted}")
+            raise NoConversationError(f"turn {number} is {turn.role}'s, expected {wanted}")
         if not turn.content.strip() and not turn.calls and turn.role != "tool":
             kind = "a question" if turn.role == "user" else "an answer"
-            raise UnfitError(f"lacks {kind}: it is empty")
+            raise NoConversationError(f"lacks {kind}: it is empty")
         expected = _after(turn)
     if turns and not any(turn.trained for turn in turns if turn.role == "assistant"):
-        raise UnfitError("its flags leave no answer to train")
+        raise NoConversationError("its flags leave no answer to train")
     if not turns or turns[-1].role != "assistant":
         last = f"its last turn is the {turns[-1].role}'s" if turns else ""
-        raise UnfitError(f"lacks an answer: {last}" if turns else "is empty")
+        raise NoConversationError(f"lacks an answer: {last}" if turns else "is empty")
 
 
 def _after(turn: Message) -> tuple[str, ...]:
@@ -178,23 +178,25 @@ def _leads(messages: Sequence[Message], at: int) -> bool:
     return (role == "tools" and not before) or (role == "system" and before in ([], ["tools"]))
 
 
-def _calls(given: Any) -> tuple[Call, ...]:
+def _calls(given: Any) -> tuple[ToolCall, ...]:
     calls = []
     for one in given if isinstance(given, list) else [given]:
         function = one.get("function", one) if isinstance(one, dict) else None
         if not isinstance(function, dict) or not _name(function, "name"):
-            raise UnfitError("a tool call lacks the name of its function")
+            raise NoConversationError("a tool call lacks the name of its function")
         arguments = function.get("arguments")
         if arguments is None or arguments == "":
             arguments = {}
         parsed = _parsed(arguments, "arguments") if isinstance(arguments, str) else arguments
         if not isinstance(parsed, dict):
-            raise UnfitError(f"the arguments of a tool call are {kind_of(parsed)}, not an object")
+            raise NoConversationError(
+                f"the arguments of a tool call are {kind_of(parsed)}, not an object"
+            )
         plain = sound(json.dumps(parsed, ensure_ascii=False), "arguments")  # without its escapes
         text = arguments if isinstance(arguments, str) else plain
-        calls.append(Call(_name(function, "name"), text, _name(one, "id")))
+        calls.append(ToolCall(_name(function, "name"), text, _name(one, "id")))
     if not calls:
-        raise UnfitError(f"a turn of {CALLS} holds no call")
+        raise NoConversationError(f"a turn of {CALLS} holds no call")
     return tuple(calls)
 
 
@@ -202,7 +204,7 @@ def _parsed(text: str, key: str) -> Any:
     try:
         return json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        raise UnfitError(f"{key!r} is no JSON: {str(error)[:100]}") from None
+        raise NoConversationError(f"{key!r} is no JSON: {str(error)[:100]}") from None
 
 
 def _no_number(text: str) -> Any:
@@ -217,13 +219,13 @@ def _name(holder: Mapping[str, Any], key: str) -> str:
 def sound(value: Any, key: str) -> str:
     """`value` if it is a text that survives UTF-8; escapes can hide what raw bytes can't."""
     if not isinstance(value, str):
-        raise UnfitError(f"{key!r} is {kind_of(value)}, not a text")
+        raise NoConversationError(f"{key!r} is {kind_of(value)}, not a text")
     if "\x00" in value or "\ufeff" in value:
-        raise UnfitError(f"{key!r} holds a NUL character or a byte order mark")
+        raise NoConversationError(f"{key!r} holds a NUL character or a byte order mark")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise UnfitError(f"{key!r} holds a lone surrogate: half of a character") from None
+        raise NoConversationError(f"{key!r} holds a lone surrogate: half of a character") from None
     return value
 
 
@@ -267,14 +269,16 @@ def shape_of(record: Mapping[str, Any], possible: Sequence[str] | None = None) -
 
 
 def conversation(record: Any, shape: str, place: str) -> Conversation:
-    """The conversation in a record of a shape; raises UnfitError where there is none."""
+    """The conversation in a record of a shape; raises NoConversationError where there is none."""
     if not isinstance(record, dict):
-        raise UnfitError(f"{kind_of(record)}, not an object")
+        raise NoConversationError(f"{kind_of(record)}, not an object")
     if shape not in SHAPES:
-        raise UnfitError("the file's shape is unknown: its first records are all damaged")
+        raise NoConversationError("the file's shape is unknown: its first records are all damaged")
     needs, read = SHAPES[shape].needs, SHAPES[shape].read
     if missing := [key for key in needs if key not in record]:
-        raise UnfitError(f"lacks {' and '.join(map(repr, missing))} (the file's shape is {shape})")
+        raise NoConversationError(
+            f"lacks {' and '.join(map(repr, missing))} (the file's shape is {shape})"
+        )
     if read is None:
         return Conversation((), _filled(_text(record, "text"), "text"), place)
     messages = tuple(read(record))
@@ -286,7 +290,7 @@ def _alpaca(record: Mapping[str, Any]) -> Iterator[Message]:
     yield from _system(record)
     for pair in _list(record, "history") if record.get("history") not in (None, "") else ():
         if not isinstance(pair, list) or len(pair) != 2:
-            raise UnfitError("'history' must hold pairs of question and answer")
+            raise NoConversationError("'history' must hold pairs of question and answer")
         question, answer = pair
         yield Message("user", sound(question, "history"))
         yield Message("assistant", sound(answer, "history"))
@@ -319,7 +323,7 @@ def _pair(question: str, answer: str) -> Callable[[Mapping[str, Any]], Iterator[
 def _turns(record: Mapping[str, Any], key: str, role: str, content: str) -> Iterator[Message]:
     for turn in _list(record, key):
         if not isinstance(turn, dict):
-            raise UnfitError(f"a turn in {key!r} is {kind_of(turn)}, not an object")
+            raise NoConversationError(f"a turn in {key!r} is {kind_of(turn)}, not an object")
         yield message(turn, role, content)
 
 
@@ -331,20 +335,20 @@ def _system(record: Mapping[str, Any]) -> Iterator[Message]:
 def _list(record: Mapping[str, Any], key: str) -> list[Any]:
     value = record.get(key)
     if not isinstance(value, list):
-        raise UnfitError(f"{key!r} is {kind_of(value)}, not a list")
+        raise NoConversationError(f"{key!r} is {kind_of(value)}, not a list")
     return value
 
 
 def _text(record: Mapping[str, Any], key: str, optional: bool = False) -> str:
     if key not in record and not optional:
-        raise UnfitError(f"lacks {key!r}")
+        raise NoConversationError(f"lacks {key!r}")
     value = record.get(key)
     return "" if value is None and optional else sound(value, key)
 
 
 def _filled(text: str, what: str) -> str:
     if not text.strip():
-        raise UnfitError(f"lacks {'an' if what == 'answer' else 'a'} {what}: it is empty")
+        raise NoConversationError(f"lacks {'an' if what == 'answer' else 'a'} {what}: it is empty")
     return text
 
 
@@ -386,7 +390,7 @@ _NAMES = list(dict.fromkeys(n for shape in SHAPES.values() for n in (*shape.need
 
 
 @dataclass(frozen=True)
-class Columns:
+class ColumnNames:
     """What the user calls a shape's columns and tags; without `shape` it is found out."""
 
     names: Mapping[str, str] = field(default_factory=dict)  # a shape's column <- the user's
@@ -427,7 +431,7 @@ class Columns:
         return found
 
 
-def columns_of(given: Mapping[str, str]) -> Columns:
+def columns_of(given: Mapping[str, str]) -> ColumnNames:
     """Columns as a recipe writes them; raises InputError for a name that no shape has."""
     for key, own in given.items():
         if key not in (*_NAMES, *TAGS):
@@ -437,7 +441,7 @@ def columns_of(given: Mapping[str, str]) -> Columns:
         if not own:
             raise InputError(f"columns: {key} has no name: write {key}: and your column's name")
     names = {key: own for key, own in given.items() if key not in TAGS}
-    found = Columns(names, {key: own for key, own in given.items() if key in TAGS})
+    found = ColumnNames(names, {key: own for key, own in given.items() if key in TAGS})
     if not found.shapes():
         raise InputError(
             f"columns: {', '.join(given)} don't belong to one shape; see the shapes in the "

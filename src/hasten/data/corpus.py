@@ -44,7 +44,7 @@ _FEWEST = 50  # modules; a Python with fewer has its sources stripped
 _Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-class Portion(NamedTuple):
+class SplitSide(NamedTuple):
     """One side of the split."""
 
     pairs: tuple[Conversation, ...]  # question and answer
@@ -55,8 +55,8 @@ class Portion(NamedTuple):
 class Corpus:
     """The standard library, split by module."""
 
-    train: Portion
-    held_out: Portion
+    train: SplitSide
+    held_out: SplitSide
     sha256: str  # over names and sources of all modules, in order
     modules: tuple[str, ...]  # paths below the library's root, sorted
 
@@ -88,7 +88,7 @@ def stdlib_corpus(root: Path | None = None) -> Corpus:
             f"{root} holds the source of only {len(modules)} modules: install Python's standard "
             "library with its sources, or name a dataset"
         )
-    train, held_out = (Portion(tuple(pairs), tuple(texts)) for pairs, texts in sides.values())
+    train, held_out = (SplitSide(tuple(pairs), tuple(texts)) for pairs, texts in sides.values())
     return Corpus(train, _unseen(held_out, train), digest.hexdigest(), tuple(modules))
 
 
@@ -153,7 +153,7 @@ def _dedent(lines: list[str], columns: int) -> str:
     return "\n".join(kept).strip("\n")
 
 
-def _unseen(held_out: Portion, train: Portion) -> Portion:
+def _unseen(held_out: SplitSide, train: SplitSide) -> SplitSide:
     seen = {pair.messages[-1].content for pair in train.pairs}
     kept = (pair for pair in held_out.pairs if pair.messages[-1].content not in seen)
     return held_out._replace(pairs=tuple(kept))

@@ -19,16 +19,16 @@ from typing import NamedTuple
 from hasten.data.containers import NAMES, Container, container_of, named, open_stream
 from hasten.data.conversation import (
     SHAPES,
-    Columns,
+    ColumnNames,
     Conversation,
     Message,
-    UnfitError,
+    NoConversationError,
     conversation,
     shape_of,
 )
 from hasten.data.json_reader import JsonValue, scan_json, scan_lines
 from hasten.data.sources import FILE, Source, hub_files, hub_name, saved_files
-from hasten.data.spool import Gathered
+from hasten.data.spool import ConversationSink
 from hasten.data.stages import refuse_other_stage
 from hasten.data.table_reader import scan_csv, scan_table
 from hasten.errors import InputError
@@ -36,7 +36,7 @@ from hasten.errors import InputError
 __all__ = [
     "Conversation",
     "Message",
-    "Reading",
+    "ReadRecords",
     "Rejected",
     "check_rejected",
     "read_records",
@@ -55,23 +55,23 @@ class Rejected(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadRecords:
     """What the files gave."""
 
-    conversations: Gathered
+    conversations: ConversationSink
     rejected: list[Rejected]
     shapes: dict[str, str]  # file -> name of its shape
     containers: dict[str, str] = field(default_factory=dict)  # file -> its container
 
 
-def read_records(paths: Sequence[Path], max_rejected: float = 0.001) -> Reading:
+def read_records(paths: Sequence[Path], max_rejected: float = 0.001) -> ReadRecords:
     """All records of files and folders (their files of known containers, sorted by name).
 
     `max_rejected` below 1 is a share of all records, from 1 on a count. Raises InputError where
     more are rejected, nothing is left, a file is missing or has no known shape.
     """
     conversations: list[Conversation] = []
-    whole = Reading(conversations, [], {})
+    whole = ReadRecords(conversations, [], {})
     for reading in read_sources([Source(Path(path)) for path in paths], max_rejected):
         conversations.extend(reading.conversations)
         whole.rejected.extend(reading.rejected)
@@ -83,8 +83,8 @@ def read_records(paths: Sequence[Path], max_rejected: float = 0.001) -> Reading:
 def read_sources(
     sources: Sequence[Source],
     max_rejected: float = 0.001,
-    gathered: Callable[[], Gathered] = list,
-) -> list[Reading]:
+    gathered: Callable[[], ConversationSink] = list,
+) -> list[ReadRecords]:
     """`read_records` with one reading for each source; the budget of rejects is theirs together.
 
     `gathered` makes what a reading's records are put into.
@@ -100,8 +100,8 @@ def read_sources(
     return readings
 
 
-def _read_source(source: Source, gathered: Gathered) -> Reading:
-    reading = Reading(gathered, [], {})
+def _read_source(source: Source, gathered: ConversationSink) -> ReadRecords:
+    reading = ReadRecords(gathered, [], {})
     for path in _files(source.path):
         try:
             _read_file(path, source.columns, reading)
@@ -158,7 +158,7 @@ def _scan(path: Path, container: Container) -> Iterator[JsonValue]:
     return read(open_stream(path, container))
 
 
-def _read_file(path: Path, columns: Columns, reading: Reading) -> None:
+def _read_file(path: Path, columns: ColumnNames, reading: ReadRecords) -> None:
     container = container_of(path)
     records = _scan(path, container)
     head = list(islice(records, _LOOK))
@@ -180,12 +180,12 @@ def _read_file(path: Path, columns: Columns, reading: Reading) -> None:
             )
         try:
             if found.reason is not None:
-                raise UnfitError(found.reason)
+                raise NoConversationError(found.reason)
             with _at(path, found):
                 refuse_other_stage(found.value, named)
                 record = columns.renamed(found.value, shape)
                 made = conversation(record, shape, f"{path}:{found.line}")
-        except UnfitError as unfit:
+        except NoConversationError as unfit:
             reading.rejected.append(Rejected(str(path), found.line, str(unfit)))
         else:
             reading.conversations.append(made)
@@ -200,7 +200,7 @@ def _at(path: Path, found: JsonValue) -> Iterator[None]:
         raise InputError(f"{path}:{found.line}: {error}") from error
 
 
-def _detect(path: Path, head: Sequence[JsonValue], columns: Columns) -> str:
+def _detect(path: Path, head: Sequence[JsonValue], columns: ColumnNames) -> str:
     """The shape that most of the first records have, the earliest of the table where several do."""
     objects = [found.value for found in head if isinstance(found.value, dict)]
     possible = columns.shapes()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hasten.data.conversation import TAGS, Columns
+from hasten.data.conversation import TAGS, ColumnNames
 from hasten.data.spool import IndexedConversations, Selection
 from hasten.errors import InputError
 
@@ -42,7 +42,7 @@ _UNMAPPED = {
 }
 
 
-def entry_of(name: str) -> tuple[Path, Columns] | None:
+def entry_of(name: str) -> tuple[Path, ColumnNames] | None:
     """The file and columns that `FOLDER[/dataset_info.json]:NAME` stands for; None for a path.
 
     Raises InputError where the list or the entry can't be used.
@@ -74,7 +74,7 @@ def _entries(listing: Path, what: str, remedy: str) -> dict[str, Any]:
     return found
 
 
-def _read(listing: Path, name: str, entry: Any) -> tuple[Path, Columns]:
+def _read(listing: Path, name: str, entry: Any) -> tuple[Path, ColumnNames]:
     place = f"{listing}: {name}"
     if not isinstance(entry, dict):
         raise InputError(f"{place} must be an object with a file_name")
@@ -98,7 +98,7 @@ def _file(listing: Path, place: str, name: Any) -> Path:
     return listing.parent / name
 
 
-def _columns(place: str, entry: dict[str, Any]) -> Columns:
+def _columns(place: str, entry: dict[str, Any]) -> ColumnNames:
     formatting = entry.get("formatting", "alpaca")
     if not isinstance(formatting, str) or formatting not in _COLUMNS:
         raise InputError(f"{place}: formatting {formatting!r} is none of {', '.join(_COLUMNS)}")
@@ -110,9 +110,9 @@ def _columns(place: str, entry: dict[str, Any]) -> Columns:
     if unread := [key for key in tags if key not in TAGS]:
         raise InputError(f"{place}: the tag {unread[0]!r} is none of {', '.join(TAGS)}")
     if formatting == "alpaca" and {*given} == {"prompt"}:
-        return Columns({"text": given["prompt"]}, shape="text")
+        return ColumnNames({"text": given["prompt"]}, shape="text")
     names = {known[key]: own for key, own in given.items()}
-    return Columns(names, tags, formatting)
+    return ColumnNames(names, tags, formatting)
 
 
 def _texts(place: str, key: str, entry: dict[str, Any]) -> dict[str, str]:
@@ -127,7 +127,7 @@ def _texts(place: str, key: str, entry: dict[str, Any]) -> dict[str, str]:
 
 # A source, and its weight.
 
-PLAIN = Columns()
+PLAIN = ColumnNames()
 
 
 @dataclass(frozen=True)
@@ -135,10 +135,10 @@ class Source:
     """One file or folder."""
 
     path: Path
-    columns: Columns = PLAIN
+    columns: ColumnNames = PLAIN
 
 
-def source_of(name: str, columns: Columns = PLAIN) -> Source:
+def source_of(name: str, columns: ColumnNames = PLAIN) -> Source:
     """The source that a path, or `FOLDER[/dataset_info.json]:NAME`, stands for.
 
     Raises InputError for an entry that can't be used, or one whose columns are given twice.

@@ -25,7 +25,7 @@ from typing import Any, Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from hasten.data.conversation import Call, Conversation, Message
+from hasten.data.conversation import Conversation, Message, ToolCall
 
 _BUFFER = 1 << 16  # bytes: records that follow each other are read without a system call each
 
@@ -37,7 +37,7 @@ class IndexedConversations(Protocol):
     def __getitem__(self, index: int, /) -> Conversation: ...
 
 
-class Gathered(IndexedConversations, Protocol):
+class ConversationSink(IndexedConversations, Protocol):
     """What records are put into as they are read: a list, or a spool."""
 
     def append(self, conversation: Conversation, /) -> None: ...
@@ -137,7 +137,7 @@ def unpack(data: bytes) -> Conversation:
     turns, text, place = pickle.loads(data)
     return Conversation(
         tuple(
-            Message(role, content, tuple(Call(*call) for call in calls), *more)
+            Message(role, content, tuple(ToolCall(*call) for call in calls), *more)
             for role, content, calls, *more in turns
         ),
         text,

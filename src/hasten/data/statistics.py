@@ -84,7 +84,7 @@ def useful_row(lengths: NDArray[np.int32], row_tokens: int) -> int:
     return next(row for row in full if full[row] >= max(full.values()) - CLOSE)
 
 
-def advice(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> str:
+def layout_advice(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> str:
     """Which of packed rows and grouped records fills slots better, with the figures."""
     row = useful_row(lengths, row_tokens)
     choice = choose_method(lengths, row, batch)

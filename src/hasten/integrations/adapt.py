@@ -69,7 +69,7 @@ class HostRun:
     folder: Path | None = None
 
 
-class HandedOver:
+class HostOptimizer:
     """The optimizer that a host has built, for a technique to read its settings from."""
 
     def __init__(self) -> None:
@@ -80,8 +80,8 @@ class HandedOver:
         return self.optimizer
 
 
-def fitted(
-    host: Host, model: nn.Module, techniques: Iterable[Technique], material: HostRun
+def prepare_host(
+    host: Host, model: nn.Module, techniques: Iterable[Technique], host_run: HostRun
 ) -> Setup:
     """The setup in which the techniques have put themselves; the model is as it was.
 
@@ -97,7 +97,7 @@ def fitted(
                 f"{technique.name()}: {host.name} doesn't let others decide "
                 f"{technique.slot.value}; {instead}"
             )
-    known = facts_of(model, material.device)
+    known = facts_of(model, host_run.device)
     if Slot.LOSS in plan and getattr(_config(model), "output_router_logits", False):
         raise InputError(
             "this model adds a loss of its routers to the other (output_router_logits), which a "
@@ -107,7 +107,7 @@ def fitted(
     if reasons:
         raise InputError("this model can't use " + "; ".join(reasons))
     whole = plan.with_(DDP()) if known.world.size > 1 and Slot.LAYOUT not in plan else plan
-    setup = prepare(_job(model, material, known), whole, known, material.folder)
+    setup = prepare(_job(model, host_run, known), whole, known, host_run.folder)
     if Slot.WIRE in plan and known.world.size > 1 and not isinstance(setup.wire, Compressed):
         name = next(t.name() for t in plan if t.slot is Slot.WIRE)
         raise InputError(
@@ -122,7 +122,7 @@ def facts_of(model: nn.Module, device: str) -> Facts:
     return replace(facts.seen_at_start(), device=device, model=_model_facts(model))
 
 
-def edit(model: nn.Module, setup: Setup) -> None:
+def edit_model(model: nn.Module, setup: Setup) -> None:
     """Replace what the setup says on this model instance, in the order of ``assemble``."""
     setup.threads()
     for change in (setup.experts, setup.attention, setup.layers):
@@ -177,14 +177,14 @@ def optimizer_of(setup: Setup, model: nn.Module, usual: Optimizer) -> Optimizer:
         InputError: the technique reads an AdamW, and this is another, or has been stepped.
     """
     handed = setup.job.optimizer
-    if Slot.OPTIMIZER not in setup.plan or not isinstance(handed, HandedOver):
+    if Slot.OPTIMIZER not in setup.plan or not isinstance(handed, HostOptimizer):
         return usual
     handed.optimizer = usual
     assert setup.optimizer is not None  # prepare() put the job's there
     return setup.optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
 
 
-def attach(setup: Setup, module: nn.Module) -> None:
+def attach_wire(setup: Setup, module: nn.Module) -> None:
     """WIRE: hook into the replicas; with one process nothing travels.
 
     Raises:
@@ -208,20 +208,20 @@ def _shifted(labels: Tensor) -> Tensor:
     return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
 
-def _job(model: nn.Module, material: HostRun, known: Facts) -> Job:
-    sampled = len(material.records) > 0
-    stop = Stop(steps=material.steps, epochs=material.epochs if not material.steps else None)
+def _job(model: nn.Module, host_run: HostRun, known: Facts) -> Job:
+    sampled = len(host_run.records) > 0
+    stop = Stop(steps=host_run.steps, epochs=host_run.epochs if not host_run.steps else None)
     return Job(
         model=model,
         loss=WholeLogitsLoss,
-        optimizer=HandedOver(),
+        optimizer=HostOptimizer(),
         stop=stop,
         collate=with_language_counts(padded),
-        records=material.records,
-        lengths=material.lengths,
+        records=host_run.records,
+        lengths=host_run.lengths,
         stream=None if sampled else lambda epoch: iter(()),
-        batch=GlobalBatch(records=material.batch),
-        seed=material.seed,
+        batch=GlobalBatch(records=host_run.batch),
+        seed=host_run.seed,
         device=known.device,
     )
 

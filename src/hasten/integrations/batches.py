@@ -50,7 +50,7 @@ def record_of(row: Any) -> TokenRecord:
     return token_record(ids[kept], trained[kept])
 
 
-def sizes(rows: Any) -> tuple[list[int], list[int]]:
+def row_sizes(rows: Any) -> tuple[list[int], list[int]]:
     """Tokens of each row, and how many of them carry loss: a first token is never predicted."""
     lengths, trained = [], []
     for index in range(len(rows)):
@@ -85,7 +85,7 @@ class Pass(list[Any]):
         self.items = items
 
 
-class Weighed:
+class WeightedBatches:
     """A dataset whose batches keep what their loss is divided by on their way to the collator."""
 
     def __init__(self, rows: Any) -> None:

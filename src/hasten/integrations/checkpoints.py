@@ -28,7 +28,7 @@ from hasten.techniques.checkpoint import DYNAMIC, EPOCH, Checkpoints
 WIRE_FILE = "hasten_wire.pt"
 
 
-class Saves:
+class CheckpointSchedule:
     """A technique's rhythm and folder, for as long as one training lasts."""
 
     def __init__(self, chosen: Checkpoints, setup: Setup) -> None:
@@ -37,7 +37,7 @@ class Saves:
         self._keeper: SmartCheckpointer | None = None
 
     @classmethod
-    def of(cls, setup: Setup) -> Saves | None:
+    def of(cls, setup: Setup) -> CheckpointSchedule | None:
         """None where the plan has no checkpoints.
 
         Raises:
@@ -60,7 +60,7 @@ class Saves:
         keeper = SmartCheckpointer(
             each, self._chosen.max_checkpoints, self._chosen.compression, self.folder
         )
-        if travels(self._setup):
+        if has_wire_memory(self._setup):
             objects["wire"] = self._setup.wire
         self._keeper = keeper.protect(**objects)
 
@@ -82,14 +82,14 @@ class Saves:
             self._keeper = None
 
 
-def travels(setup: Setup) -> bool:
+def has_wire_memory(setup: Setup) -> bool:
     """Whether there is a wire that may remember something."""
     return Slot.WIRE in setup.plan and setup.facts.world.size > 1
 
 
 def keep_wire(setup: Setup, folder: Path) -> None:
     """What the wire has left out so far, into a host's checkpoint; every rank calls it."""
-    if not travels(setup):
+    if not has_wire_memory(setup):
         return
     wire: Any = setup.wire
     found = wire.state_dict()  # brings all ranks' together on the first
@@ -105,7 +105,7 @@ def take_wire(setup: Setup, folder: Path) -> None:
     Raises:
         InputError: the checkpoint is of another wire.
     """
-    if not travels(setup):
+    if not has_wire_memory(setup):
         return
     wire: Any = setup.wire
     if (folder / WIRE_FILE).is_file():

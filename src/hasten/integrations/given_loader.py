@@ -29,7 +29,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from hasten.core.job import Counts, MicroBatch
+from hasten.core.job import MicroBatch, WorkCounts
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.parts.data.prefetch import each_tensor
@@ -285,9 +285,9 @@ def micro_batch(rows: Sequence[BatchRow], count: Callable[[Any], int] | None) ->
         sizes.append(len(taken))
     batch = parts[0] if len(parts) == 1 else _join(parts, sizes)
     weight = len(rows) if count is None else int(count(batch))
-    inputs, named, target = split(batch)
+    inputs, named, target = split_batch(batch)
     given = {"inputs": inputs, "named": named, "target": target, "weight": weight}
-    return MicroBatch(given, Counts(len(rows), len(rows), len(rows), weight))
+    return MicroBatch(given, WorkCounts(len(rows), len(rows), len(rows), weight))
 
 
 def by_batch(rows: Sequence[BatchRow]) -> list[list[BatchRow]]:
@@ -322,7 +322,7 @@ def _join(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     return first
 
 
-def split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """(positional inputs, named inputs, target) of a loader's batch."""
     if isinstance(batch, Mapping) and "labels" in batch:
         return (), {k: v for k, v in batch.items() if k != "labels"}, batch["labels"]

@@ -31,13 +31,13 @@ from hasten.core.slot import Slot
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.integrations.given_loader import GivenLoader, records_in, split
+from hasten.integrations.given_loader import GivenLoader, records_in, split_batch
 from hasten.integrations.optimized_trainer import USUAL, OptimizedTrainer, facts_of
 from hasten.integrations.throughput import loss_of, moved
 from hasten.launch.ranks import process_group
 from hasten.measure.ablation import Arm
 from hasten.parts.distributed.pipeline.runtime import usual_loss
-from hasten.report.speedup import Climb, Rung, by_gain, climb
+from hasten.report.speedup import Climb, LadderStep, by_gain, climb
 from hasten.report.speedup import gradual_optimize as of_recipe
 
 SWITCHES = {
@@ -149,7 +149,7 @@ def _climbed(measured: _Comparison, known: Facts, settings: _Settings) -> Climb:
         if technique.slot is Slot.WIRE and known.world.size == 1:
             reasons = ("with one rank no gradient travels",)
         if reasons:
-            skipped.append(Rung(str(technique), None, False, reasons[0]))
+            skipped.append(LadderStep(str(technique), None, False, reasons[0]))
             candidates.remove(technique)
     if settings.order == "gain" and len(candidates) > 1:
         alone = [measured(Plan(), Plan([t]))[1] for t in candidates]
@@ -208,7 +208,7 @@ class _Comparison:
         return tuple(self._agreed(found))  # type: ignore[return-value]  # there are two
 
     def _usual(self) -> Loss:
-        _, named, target = split(self._trained[0])
+        _, named, target = split_batch(self._trained[0])
         if named:
             raise InputError(
                 "batches are dictionaries; give loss_fn=, a function of (output, labels)"

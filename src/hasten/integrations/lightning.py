@@ -22,9 +22,29 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.integrations.adapt import EDITS, Host, HostRun, attach, edit, fitted, optimizer_of
-from hasten.integrations.batches import StepBatches, StepLoader, Weighed, collator, sizes
-from hasten.integrations.checkpoints import Saves, StepLog, TokenCount, step_log, travels
+from hasten.integrations.adapt import (
+    EDITS,
+    Host,
+    HostRun,
+    attach_wire,
+    edit_model,
+    optimizer_of,
+    prepare_host,
+)
+from hasten.integrations.batches import (
+    StepBatches,
+    StepLoader,
+    WeightedBatches,
+    collator,
+    row_sizes,
+)
+from hasten.integrations.checkpoints import (
+    CheckpointSchedule,
+    StepLog,
+    TokenCount,
+    has_wire_memory,
+    step_log,
+)
 from hasten.machine import environment
 from hasten.parts.nn.causal_lm import causal_lm
 
@@ -52,10 +72,10 @@ def callback_class() -> Any:
     raise InputError("Lightning is not installed here: pip install lightning")
 
 
-def seams(setup: Setup, model: nn.Module, saves: Saves | None) -> Any:
+def seams(setup: Setup, model: nn.Module, saves: CheckpointSchedule | None) -> Any:
     """A callback that calls them for the model of one training."""
     base = callback_class()
-    remembers = travels(setup)
+    remembers = has_wire_memory(setup)
     wire: Any = setup.wire
 
     class Seams(base):  # type: ignore[misc, valid-type]  # known only now
@@ -70,7 +90,7 @@ def seams(setup: Setup, model: nn.Module, saves: Saves | None) -> Any:
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self._step = trainer.global_step
-            attach(setup, trainer.strategy.model)
+            attach_wire(setup, trainer.strategy.model)
             if remembers and self._remembered is not None:
                 wire.load_state_dict(self._remembered)
                 self._remembered = None
@@ -153,10 +173,10 @@ def with_techniques(
     """
     model, plan = model_of(module), list(techniques)
     _check(trainer, loader, plan)
-    material, trained = _material(trainer, loader, plan, seed)
-    setup = fitted(HOST, model, plan, material)
-    saves = Saves.of(setup)
-    edit(model, setup)
+    host_run, trained = _host_run(trainer, loader, plan, seed)
+    setup = prepare_host(HOST, model, plan, host_run)
+    saves = CheckpointSchedule.of(setup)
+    edit_model(model, setup)
     if Slot.OPTIMIZER in setup.plan:
         usual = module.configure_optimizers
         module.configure_optimizers = lambda: _optimizers(setup, model, usual())
@@ -169,8 +189,8 @@ def check(
 ) -> None:
     """Raise InputError where `with_techniques` would; nothing is changed."""
     _check(trainer, loader, techniques)
-    material, _ = _material(trainer, loader, techniques, seed=0)
-    fitted(HOST, model_of(module), techniques, material)
+    host_run, _ = _host_run(trainer, loader, techniques, seed=0)
+    prepare_host(HOST, model_of(module), techniques, host_run)
 
 
 def model_of(module: nn.Module) -> nn.Module:
@@ -219,14 +239,14 @@ def _check(trainer: Any, loader: Any, plan: Iterable[Technique]) -> None:
         )
 
 
-def _material(
+def _host_run(
     trainer: Any, loader: Any, plan: Iterable[Technique], seed: int
 ) -> tuple[HostRun, list[int]]:
     """What is known of the run, and how many tokens of each record carry loss."""
     sampled = any(t.slot is Slot.SAMPLER for t in plan)
     data: Any = loader.dataset if sampled else ()
-    lengths, trained = sizes(data)
-    material = HostRun(
+    lengths, trained = row_sizes(data)
+    host_run = HostRun(
         device=str(trainer.strategy.root_device),  # the module goes there when `fit` begins
         records=data,
         lengths=lengths,
@@ -236,7 +256,7 @@ def _material(
         seed=seed,
         folder=Path(trainer.default_root_dir) / "hasten",
     )
-    return material, trained
+    return host_run, trained
 
 
 def _loader(
@@ -253,7 +273,9 @@ def _loader(
     # Somebody else's collator may train other tokens than the records say.
     known = trained if laid_out else None
     order = StepBatches(setup.sampler, passes, world.rank, world.size, known)
-    return StepLoader(Weighed(loader.dataset), order, collate, num_workers=loader.num_workers)
+    return StepLoader(
+        WeightedBatches(loader.dataset), order, collate, num_workers=loader.num_workers
+    )
 
 
 def _optimizers(setup: Setup, model: nn.Module, given: Any) -> Any:

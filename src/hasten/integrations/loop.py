@@ -19,8 +19,22 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.integrations.adapt import EDITS, Host, HostRun, attach, edit, fitted, optimizer_of
-from hasten.integrations.batches import StepBatches, StepLoader, Weighed, collator, sizes
+from hasten.integrations.adapt import (
+    EDITS,
+    Host,
+    HostRun,
+    attach_wire,
+    edit_model,
+    optimizer_of,
+    prepare_host,
+)
+from hasten.integrations.batches import (
+    StepBatches,
+    StepLoader,
+    WeightedBatches,
+    collator,
+    row_sizes,
+)
 from hasten.machine import host
 
 HOST = Host(
@@ -36,7 +50,7 @@ HOST = Host(
 )
 
 
-class InLoop:
+class LoopParts:
     """What a loop takes from its techniques; the model is edited already."""
 
     def __init__(
@@ -56,7 +70,7 @@ class InLoop:
         world = setup.facts.world
         order = StepBatches(setup.sampler, passes, world.rank, world.size, self._trained)
         order.set_epoch(epoch)
-        return StepLoader(Weighed(self.records), order, collator(setup.collate))
+        return StepLoader(WeightedBatches(self.records), order, collator(setup.collate))
 
     def optimizer(self, usual: Optimizer) -> Optimizer:
         """The technique's optimizer with the settings of the usual one, which wasn't stepped."""
@@ -64,7 +78,7 @@ class InLoop:
 
     def attach(self, module: nn.Module) -> None:
         """WIRE: hook into the replicas, before the first pass."""
-        attach(self.setup, module)
+        attach_wire(self.setup, module)
 
     def step(self, optimizer: Optimizer) -> None:
         """Move the weights, tell the wire, forget the gradients."""
@@ -84,7 +98,7 @@ def in_loop(
     steps: int | None = None,
     epochs: int = 1,
     seed: int = 0,
-) -> InLoop:
+) -> LoopParts:
     """Edit the model and say what the loop calls.
 
     Args:
@@ -98,8 +112,8 @@ def in_loop(
     if not len(records):
         raise InputError("in_loop needs records to train on, and there are none")
     device = next((str(p.device) for p in model.parameters()), host.default_device())
-    lengths, trained = sizes(records)
-    material = HostRun(device, records, lengths, batch, steps, epochs, seed)
-    setup = fitted(HOST, model, techniques, material)
-    edit(model, setup)
-    return InLoop(model.train(), setup, records, trained)
+    lengths, trained = row_sizes(records)
+    host_run = HostRun(device, records, lengths, batch, steps, epochs, seed)
+    setup = prepare_host(HOST, model, techniques, host_run)
+    edit_model(model, setup)
+    return LoopParts(model.train(), setup, records, trained)

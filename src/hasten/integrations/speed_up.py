@@ -25,7 +25,7 @@ from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.adapt import facts_of
-from hasten.integrations.batches import sizes
+from hasten.integrations.batches import row_sizes
 from hasten.integrations.checkpoints import TokenCount
 from hasten.techniques import CATALOGUE
 from hasten.techniques.attention import DocumentAttention
@@ -135,7 +135,7 @@ def _kept(known: Facts, rows: Any) -> KeptChoice | None:
     if not found or not hasattr(rows, "__len__"):
         return None
     try:
-        lengths, trained = sizes(rows)
+        lengths, trained = row_sizes(rows)
     except InputError:  # rows that the trainer makes tokens of by itself
         return None
     count, tokens = len(lengths), sum(lengths)

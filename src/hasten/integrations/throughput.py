@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten.errors import InputError
-from hasten.integrations.given_loader import records_in, split
+from hasten.integrations.given_loader import records_in, split_batch
 from hasten.measure.statistics import Interval, spread
 from hasten.parts.data.prefetch import each_tensor
 from hasten.parts.distributed.pipeline.runtime import usual_loss
@@ -67,7 +67,7 @@ def benchmark(
 
 def loss_of(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:
     """The mean loss of a batch on the model's device."""
-    inputs, named, target = split(batch)
+    inputs, named, target = split_batch(batch)
     if loss_fn is None and named:
         found = getattr(model(*inputs, **named, labels=target), "loss", None)
         if not isinstance(found, Tensor):

@@ -20,10 +20,18 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.integrations.adapt import EDITS, Host, HostRun, attach, edit, fitted, optimizer_of
+from hasten.integrations.adapt import (
+    EDITS,
+    Host,
+    HostRun,
+    attach_wire,
+    edit_model,
+    optimizer_of,
+    prepare_host,
+)
 from hasten.integrations.batches import StepBatches, StepLoader, collator, record_of
 from hasten.integrations.checkpoints import (
-    Saves,
+    CheckpointSchedule,
     StepLog,
     TokenCount,
     keep_wire,
@@ -68,8 +76,8 @@ def with_techniques(
     """
     model: Any = trainer.model
     setup = _fitted(trainer, list(techniques))
-    saves = Saves.of(setup)
-    edit(model, setup)
+    saves = CheckpointSchedule.of(setup)
+    edit_model(model, setup)
     if Slot.COLLATE in setup.plan:
         assert setup.collate is not None  # prepare() put the job's there
         trainer.data_collator = collator(setup.collate)
@@ -77,7 +85,7 @@ def with_techniques(
         _take_loader(trainer, setup)
     if Slot.OPTIMIZER in setup.plan:
         _take_optimizer(trainer, setup)
-    seams = _Seams(trainer, setup, saves)
+    seams = _TechniqueCallback(trainer, setup, saves)
     trainer.add_callback(seams)
     _tell_resumed(trainer, seams)
     if evidence is not None:
@@ -94,7 +102,7 @@ def _fitted(trainer: Trainer, plan: Sequence[Technique]) -> Setup:
     for technique in plan:
         _check(trainer, technique)
     model: Any = trainer.model
-    return fitted(HOST, model, plan, _material(trainer, plan))
+    return prepare_host(HOST, model, plan, _host_run(trainer, plan))
 
 
 def _check(trainer: Trainer, technique: Technique) -> None:
@@ -138,7 +146,7 @@ def _check(trainer: Trainer, technique: Technique) -> None:
         raise InputError(f"{name}: this trainer was given its optimizer; leave one of them out")
 
 
-def _material(trainer: Trainer, plan: Iterable[Technique]) -> HostRun:
+def _host_run(trainer: Trainer, plan: Iterable[Technique]) -> HostRun:
     args = trainer.args
     sampled = any(t.slot is Slot.SAMPLER for t in plan)
     data: Any = trainer.train_dataset if sampled else ()
@@ -190,7 +198,7 @@ def _take_optimizer(trainer: Trainer, setup: Setup) -> None:
     trainer.create_optimizer = create  # this instance alone
 
 
-def _tell_resumed(trainer: Trainer, seams: _Seams) -> None:
+def _tell_resumed(trainer: Trainer, seams: _TechniqueCallback) -> None:
     """The one place where the Trainer has the name of the checkpoint that it goes on from."""
     usual = trainer._load_optimizer_and_scheduler
 
@@ -201,10 +209,10 @@ def _tell_resumed(trainer: Trainer, seams: _Seams) -> None:
     trainer._load_optimizer_and_scheduler = load  # this instance alone
 
 
-class _Seams(TrainerCallback):
+class _TechniqueCallback(TrainerCallback):
     """The moments at which WIRE and CHECKPOINT are called."""
 
-    def __init__(self, trainer: Trainer, setup: Setup, saves: Saves | None) -> None:
+    def __init__(self, trainer: Trainer, setup: Setup, saves: CheckpointSchedule | None) -> None:
         self._trainer, self._setup, self._saves = trainer, setup, saves
         self._attached: Any = None
         self.resumed: Path | None = None  # the Trainer's checkpoint that it goes on from
@@ -212,7 +220,7 @@ class _Seams(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         module: Any = self._trainer.model_wrapped
         if module is not self._attached:  # DDP takes one hook in its life
-            attach(self._setup, module)
+            attach_wire(self._setup, module)
             self._attached = module
         if self.resumed is not None:
             take_wire(self._setup, self.resumed)

@@ -25,11 +25,11 @@ from typing import Any, NoReturn
 import torch
 
 from hasten.core.loop import HASTE
-from hasten.errors import AgreedError, InputError, StoppedError
+from hasten.errors import InputError, SameOnAllRanksError, StoppedError
 from hasten.machine import environment
 from hasten.machine import environment as environment_
 from hasten.machine.environment import World
-from hasten.machine.processes import PARENT, attempt, ended_by
+from hasten.machine.processes import PARENT, attempt_number, ended_by
 
 # An exchange that failed, told with the rank that it failed for.
 #
@@ -59,9 +59,9 @@ def naming_ranks(world: World) -> Iterator[None]:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from hasten.parts.comm.rank_check import CollectiveError, explained, of_an_exchange
+    from hasten.parts.comm.rank_check import CollectiveError, error_of_ranks, of_an_exchange
 
-    subject = f"run/{attempt()}"
+    subject = f"run/{attempt_number()}"
     hosts = dist.PrefixStore(f"hasten/{subject}/hosts", _get_default_store())
     hosts.set(str(world.rank), socket.gethostname())
     try:
@@ -73,7 +73,7 @@ def naming_ranks(world: World) -> Iterator[None]:
             raise
         known = _known_hosts(hosts, world.size)
         what = "an exchange between ranks"
-        raise LinkError(str(explained(what, error, subject, known, ANSWER_SECONDS))) from error
+        raise LinkError(str(error_of_ranks(what, error, subject, known, ANSWER_SECONDS))) from error
 
 
 def _known_hosts(store: object, size: int) -> list[str]:
@@ -126,7 +126,7 @@ def backend_for(device: str, backend: str = "auto", ranks: int = 1) -> str:
     return NCCL
 
 
-def join(
+def join_process_group(
     world: World, backend: str, timeout: datetime.timedelta, device: str | torch.device = "cpu"
 ) -> None:
     """Meet the other ranks and form the default process group.
@@ -154,7 +154,7 @@ def join(
             device_id=bound,
         )
     except (dist.DistError, TimeoutError, OSError) as error:
-        kind = InputError if attempt() == 1 else LinkError
+        kind = InputError if attempt_number() == 1 else LinkError
         raise kind(_no_meeting(world, place, timeout, error)) from error
 
 
@@ -174,7 +174,9 @@ def _no_meeting(world: World, place: str, timeout: datetime.timedelta, error: Ex
     )
 
 
-def agree(world: World, said: Mapping[str, Mapping[str, Any]], subject: str = "start") -> None:
+def check_agreement(
+    world: World, said: Mapping[str, Mapping[str, Any]], subject: str = "start"
+) -> None:
     """Make sure that all ranks are about to do the same; inside a process group.
 
     Args:
@@ -182,7 +184,7 @@ def agree(world: World, said: Mapping[str, Mapping[str, Any]], subject: str = "s
         subject: names this comparison; another for each in a run.
 
     Raises:
-        AgreedError: two ranks differ; the same sentence on every rank.
+        SameOnAllRanksError: two ranks differ; the same sentence on every rank.
     """
     if world.size == 1:
         return
@@ -200,7 +202,7 @@ def agree(world: World, said: Mapping[str, Mapping[str, Any]], subject: str = "s
     if world.is_main:  # the meeting place goes with this process: the others read first
         store.wait([f"read/{rank}" for rank in range(world.size)])
     if verdict:
-        raise AgreedError(verdict)
+        raise SameOnAllRanksError(verdict)
 
 
 def _difference(everyone: list[dict[str, Any]]) -> str:
@@ -250,7 +252,9 @@ def process_group(
     if world.size == 1 or dist.is_initialized():
         yield
         return
-    join(world, backend_for(device, backend, environment_.ranks_here(world)), timeout, device)
+    join_process_group(
+        world, backend_for(device, backend, environment_.ranks_here(world)), timeout, device
+    )
     try:
         yield
     finally:
@@ -262,7 +266,7 @@ def process_group(
         dist.destroy_process_group()
 
 
-def again(arguments: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
+def restart_with(arguments: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
     """Become ``python -m hasten ARGUMENTS`` with these variables; it doesn't begin again itself.
 
     The process keeps its number, its terminal and its signals (execve(2)).
@@ -273,7 +277,7 @@ def again(arguments: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
     os.execve(sys.executable, [sys.executable, "-m", "hasten", *arguments], environment)
 
 
-def start(
+def start_ranks(
     arguments: Sequence[str],
     count: int,
     folder: Path,
@@ -332,7 +336,7 @@ def rank_environment(rank: int, count: int, place: Path, threads: int) -> dict[s
     )
 
 
-def places(count: int, cores: int, folder: Path) -> list[dict[str, str]]:
+def rank_variables(count: int, cores: int, folder: Path) -> list[dict[str, str]]:
     """What tells each of some ranks its place, which may be stopped between two exchanges.
 
     They meet in the folder, which has to be new, and share the cores. A single rank needs nothing.

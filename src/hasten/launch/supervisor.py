@@ -1,8 +1,8 @@
 """A supervisor starts the ranks of a run again when one dies or hangs, from the newest checkpoint.
 
     attempt 1 -> a rank dies or hangs -> all ranks are killed -> attempt 2, in a folder of its own:
-    another meeting place, another pulse -> ... -> done, or an ending that a restart can't mend, or
-    no restart left
+    another meeting place, other heartbeats -> ... -> done, or an ending that a restart can't mend,
+    or no restart left
 
 What caused it is said once, with its rank, and is a line of ``restarts.jsonl``. A restart is of use
 where the plan writes checkpoints; ranks are told to resume from the newest.
@@ -28,7 +28,15 @@ import psutil
 from hasten.core.health import append_line
 from hasten.launch.ranks import rank_environment
 from hasten.machine import environment as environment_
-from hasten.machine.processes import ATTEMPT, FOLDER, PARENT, Beat, ended_by, read_pulse, read_words
+from hasten.machine.processes import (
+    ATTEMPT,
+    FOLDER,
+    PARENT,
+    HeartbeatState,
+    ended_by,
+    read_heartbeat,
+    read_words,
+)
 
 # Spares: processes that have imported everything and wait, one for each rank, to take its place.
 #
@@ -44,7 +52,7 @@ from hasten.machine.processes import ATTEMPT, FOLDER, PARENT, Beat, ended_by, re
 CHANGING = {FOLDER, ATTEMPT, "HASTEN_RENDEZVOUS"}  # told with the line that wakes it
 
 
-class Spares:
+class SpareRanks:
     """A spare for each rank, started when asked for."""
 
     def __init__(self, module: str) -> None:
@@ -112,8 +120,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 #
 #     a rank ends with an error, is killed       seen at the next look (20 ms)
 #     a rank leaves last words                   the same, even if it then hangs
-#     no pulse for ``hang_seconds``              a rank hangs, and the others wait for it
-#     no first pulse for ``start_seconds``       a rank doesn't find its way in, or at the end out
+#     no heartbeat for ``hang_seconds``          a rank hangs, and the others wait for it
+#     no first heartbeat for ``start_seconds``   a rank doesn't find its way in, or at the end out
 #
 # Whatever it was, all ranks that still run are then killed, with what they have started: SIGTERM
 # would wait for ranks that wait for each other. What they have saved appears whole or not at all.
@@ -151,7 +159,7 @@ class RankTimeouts:
 
 
 @dataclass(frozen=True)
-class Ending:
+class AttemptResult:
     """How an attempt ended; ``rank`` is the one that caused it, where it can be told."""
 
     code: int  # exit code of the rank; below 0: the signal that ended it
@@ -177,10 +185,12 @@ class Attempt:
         begun: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder, self.limits, self._leaving = folder, limits, leaving
-        self._begun: Callable[[], None] | None = begun  # once all ranks have shown a pulse
+        self._begun: Callable[[], None] | None = begun  # once all ranks have shown a heartbeat
         self.processes: list[RankProcess] = []
         self._began = time.monotonic()
-        self._seen = [(Beat(), self._began)] * count  # each rank's pulse, and when it was new
+        self._seen = [
+            (HeartbeatState(), self._began)
+        ] * count  # each rank's heartbeat, and when it was new
         try:
             for rank in range(count):
                 self.processes.append(start(rank))
@@ -194,7 +204,7 @@ class Attempt:
             if process.poll() is None:
                 process.send_signal(number)
 
-    def watch(self) -> Ending:
+    def watch(self) -> AttemptResult:
         """Until the attempt is over, one way or the other; no rank runs after it."""
         try:
             ending = self._ending()
@@ -202,7 +212,7 @@ class Attempt:
             self.kill()
         return ending
 
-    def _ending(self) -> Ending:
+    def _ending(self) -> AttemptResult:
         first_failure = done_at = None
         while True:
             now = time.monotonic()
@@ -227,7 +237,7 @@ class Attempt:
                 begun()
             time.sleep(LOOK_SECONDS)
 
-    def _failure(self, codes: Sequence[int | None]) -> Ending:
+    def _failure(self, codes: Sequence[int | None]) -> AttemptResult:
         """The rank that ended first of all: killed ones before those that complain of it."""
         killed = [r for r, c in enumerate(codes) if c is not None and c < 0 and c != CONSEQUENCE]
         if killed:
@@ -243,14 +253,14 @@ class Attempt:
             return self._killed(rank, left)
         return self._with(left, rank, f"it ended with code {left}")
 
-    def _killed(self, rank: int, code: int) -> Ending:
+    def _killed(self, rank: int, code: int) -> AttemptResult:
         return self._with(code, rank, ended_by(code))
 
-    def _silent(self, now: float, codes: Sequence[int | None]) -> Ending | None:
-        """The ending where a rank shows no pulse for too long."""
+    def _silent(self, now: float, codes: Sequence[int | None]) -> AttemptResult | None:
+        """The ending where a rank shows no heartbeat for too long."""
         late, nearly = False, []  # who waits for a rank may have waited a little longer than it
         for rank, (before, since) in enumerate(self._seen):
-            beat = read_pulse(self.folder, rank)
+            beat = read_heartbeat(self.folder, rank)
             if beat.count != before.count:
                 self._seen[rank] = beat, now
                 continue
@@ -288,10 +298,10 @@ class Attempt:
         cause: str = "",
         words: str = "",
         hung: bool = False,
-    ) -> Ending:
-        beats = [read_pulse(self.folder, r) for r in range(len(self.processes))]
+    ) -> AttemptResult:
+        beats = [read_heartbeat(self.folder, r) for r in range(len(self.processes))]
         step, count = max(b.step for b in beats), max(b.count for b in beats)
-        return Ending(code, rank, cause, step, count > 1, words, hung)
+        return AttemptResult(code, rank, cause, step, count > 1, words, hung)
 
     def kill(self) -> None:
         """End all ranks that run, with what they started, at once; wait until they are gone."""
@@ -338,7 +348,7 @@ class Supervision:
         max_restarts: attempts after the first.
         limits: how long ranks may be silent.
         fewest: ranks to go on with at least, where one and the same fails twice in a row.
-        spares: module that runs a waiting spare (see ``Spares``); None: no spares.
+        spares: module that runs a waiting spare (see ``SpareRanks``); None: no spares.
     """
 
     max_restarts: int
@@ -386,7 +396,7 @@ class _Supervisor:
         self._seats = list(range(ranks.count))  # local ranks, and so devices, that are in use
         self._running: Attempt | None = None
         self._asked: signal.Signals | None = None
-        self._spares = Spares(supervision.spares) if supervision.spares else None
+        self._spares = SpareRanks(supervision.spares) if supervision.spares else None
         self._trained = False  # in any attempt
         self._fruitless = 0  # attempts in a row that ended before their first step
 
@@ -418,7 +428,7 @@ class _Supervisor:
                     return LEFT
                 number += 1
 
-    def _attempt(self, number: int) -> Ending:
+    def _attempt(self, number: int) -> AttemptResult:
         folder = self._place / f"attempt-{number}"
         folder.mkdir()
         arguments = self._ranks.arguments(len(self._seats), self._trained)
@@ -490,7 +500,7 @@ class _Supervisor:
             self._spares.end()
         return f", without device {seat}: {len(self._seats)} rank(s)"
 
-    def _pause(self, ending: Ending) -> None:
+    def _pause(self, ending: AttemptResult) -> None:
         """Longer and longer where attempts end before they begin; not at all where one trained."""
         self._fruitless = 0 if ending.trained else self._fruitless + 1
         if self._fruitless > 1:
@@ -498,12 +508,12 @@ class _Supervisor:
             while time.monotonic() < end and self._asked is None:
                 time.sleep(0.05)
 
-    def _note(self, ending: Ending, number: int, began: float) -> None:
+    def _note(self, ending: AttemptResult, number: int, began: float) -> None:
         if self._log is not None:
             found = asdict(ending) | {"attempt": number, "began": began, "ended": time.time()}
             append_line(self._log, found)
 
-    def _tell_final(self, ending: Ending) -> None:
+    def _tell_final(self, ending: AttemptResult) -> None:
         """What a rank has to say, once for all; it doesn't say it itself."""
         if ending.told:
             self._say(ending.cause)
@@ -533,7 +543,7 @@ class _Supervisor:
                 self._spares.end()
 
 
-def _sentence(ending: Ending) -> str:
+def _sentence(ending: AttemptResult) -> str:
     who = "the ranks" if ending.rank is None else f"rank {ending.rank}"
     text = f"{who} failed after step {ending.step}: {ending.cause}"
     return f"{ending.words.rstrip()}\n{text}" if ending.words else text

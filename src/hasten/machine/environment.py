@@ -43,7 +43,7 @@ LAUNCHERS: Mapping[str, tuple[str, str, str, str]] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """This process's place among those that were started together."""
 
     launcher: str
@@ -53,7 +53,7 @@ class Place:
     local_size: int | None  # None: nobody says
 
 
-def place_of(environ: Mapping[str, str]) -> Place | None:
+def place_of(environ: Mapping[str, str]) -> RankPlace | None:
     """The place that a launcher gave; None where this process was started by itself.
 
     Raises:
@@ -64,7 +64,7 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
             continue
         count = environ.get("SLURM_STEP_NUM_TASKS", environ[size])
         ranks = _number(size, count if launcher == "Slurm" else environ[size])
-        found = Place(
+        found = RankPlace(
             launcher,
             _number(rank, environ[rank]),
             ranks,

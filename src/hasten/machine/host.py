@@ -265,7 +265,7 @@ class Mount:
 
 
 @dataclass(frozen=True)
-class Card:
+class NetworkCard:
     """A network interface that is up, or an RDMA device."""
 
     name: str
@@ -324,7 +324,7 @@ def mounts(root: Path = Path("/")) -> list[Mount]:
     return sorted(found.values(), key=lambda mount: mount.path)
 
 
-def cards(root: Path = Path("/")) -> list[Card]:
+def cards(root: Path = Path("/")) -> list[NetworkCard]:
     """Network interfaces that are up, the loopback left out, and RDMA devices."""
     found = []
     for path in _entries(root / "sys/class/net"):
@@ -335,13 +335,13 @@ def cards(root: Path = Path("/")) -> list[Card]:
         kind = "wireless" if (path / "wireless").exists() else "ethernet" if real else "virtual"
         megabits = _integer(_read(path / "speed"))  # -1 where unknown, an error for a virtual one
         rate = megabits * 1e6 if megabits is not None and megabits > 0 else None
-        found.append(Card(path.name, kind, rate, _driver(path), _node(path)))
+        found.append(NetworkCard(path.name, kind, rate, _driver(path), _node(path)))
     for path in _entries(root / "sys/class/infiniband"):
         port = path / "ports" / "1"
         kind = "roce" if _read(port / "link_layer") == "Ethernet" else "infiniband"
         words = _read(port / "rate").split()  # 400 Gb/sec (4X NDR)
         rate = float(words[0]) * 1e9 if words else None
-        found.append(Card(path.name, kind, rate, _driver(path), _node(path)))
+        found.append(NetworkCard(path.name, kind, rate, _driver(path), _node(path)))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What processes take and say: processor time, free memory, the load of others, a rank's pulse.
+"""What processes take and say: processor time, free memory, the load of others, a rank's heartbeat.
 
 An experiment shares its machine with strangers. What they took while an arm had its turn is what
 the cores were busy with, less what this process and all that it started have used.
@@ -129,7 +129,7 @@ class Instant:
     ours: float  # of this process and all that it started
 
 
-def look(processes: Sequence[psutil.Process] | None = None) -> Instant:
+def read_clocks(processes: Sequence[psutil.Process] | None = None) -> Instant:
     """The clocks now; ``processes``: of the tree, where they are known."""
     return Instant(time.monotonic(), busy_seconds(), tree_seconds(processes))
 
@@ -152,11 +152,11 @@ class LoadMeter:
         if time.monotonic() - self._found > TREE_SECONDS:
             self._tree, self._found = tree(), time.monotonic()
         self._spans: dict[Hashable, tuple[float, float]] = {}
-        self._last = look(self._tree)
+        self._last = read_clocks(self._tree)
 
     def lap(self, name: Hashable) -> None:
         """The time since the last lap was this one's; None: nobody's who is asked about."""
-        now = look(self._tree)
+        now = read_clocks(self._tree)
         span, foreign = self._spans.get(name, (0.0, 0.0))
         last, self._last = self._last, now
         others = (now.busy - last.busy) - (now.ours - last.ours)
@@ -170,22 +170,22 @@ class LoadMeter:
         return min(max(foreign / (span * self._cores), 0.0), 1.0)
 
 
-# A supervised rank's pulse, its last words, and its leash: what its supervisor knows of it.
+# A supervised rank's heartbeat, its last words, and its leash: what its supervisor knows of it.
 #
-#     rank-R.pulse    written in place after each step: how many times, which step, more to come?
-#     rank-R.words    why the rank ended: exit code, time, one line, and the traceback
-#     rank-R.log      what it said otherwise (the first rank speaks to the user itself)
+#     rank-R.heartbeat   written in place after each step: how often, which step, more to come?
+#     rank-R.words       why the rank ended: exit code, time, one line, and the traceback
+#     rank-R.log         what it said otherwise (the first rank speaks to the user itself)
 #
 # All lie in the folder of one attempt, which ``HASTEN_ATTEMPT_FOLDER`` names. Liveness isn't
-# enough: a rank that hangs is alive; so what counts is that the pulse goes on.
+# enough: a rank that hangs is alive; so what counts is that the heartbeat goes on.
 
 FOLDER, ATTEMPT, PARENT = "HASTEN_ATTEMPT_FOLDER", "HASTEN_ATTEMPT", "HASTEN_SUPERVISOR"
 BEAT = struct.Struct("<qqq")
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What a pulse says: how often it was written, after which step, and whether more come."""
+class HeartbeatState:
+    """What a heartbeat says: how often it was written, after which step, and whether more come."""
 
     count: int = 0
     step: int = 0
@@ -197,14 +197,14 @@ class Beat:
         return bool(self.count) and not self.over
 
 
-class Pulse:
+class Heartbeat:
     """Written by the rank; for a rank that nobody supervises it writes nothing."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._count = 0
         self._handle: int | None = None
         if folder is not None:
-            self._handle = os.open(pulse_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600)
+            self._handle = os.open(heartbeat_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600)
 
     def beat(self, step: int, over: bool = False) -> None:
         """A step is done; ``over``: it was the last, and what follows may take longer."""
@@ -213,8 +213,8 @@ class Pulse:
             os.pwrite(self._handle, BEAT.pack(self._count, step, over), 0)
 
 
-def pulse_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.pulse"
+def heartbeat_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.heartbeat"
 
 
 def ended_by(code: int) -> str:
@@ -229,13 +229,13 @@ def words_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.words"
 
 
-def read_pulse(folder: Path, rank: int) -> Beat:
+def read_heartbeat(folder: Path, rank: int) -> HeartbeatState:
     """What the rank last wrote."""
     try:
-        found = pulse_file(folder, rank).read_bytes()
+        found = heartbeat_file(folder, rank).read_bytes()
     except OSError:
-        return Beat()
-    return Beat(*BEAT.unpack(found)) if len(found) == BEAT.size else Beat()
+        return HeartbeatState()
+    return HeartbeatState(*BEAT.unpack(found)) if len(found) == BEAT.size else HeartbeatState()
 
 
 def read_words(folder: Path, rank: int) -> dict[str, Any] | None:
@@ -257,7 +257,7 @@ def started_by_hasten() -> bool:
     return environment.variable(PARENT) is not None
 
 
-def attempt() -> int:
+def attempt_number() -> int:
     """1, or how many times this run was started by its supervisor."""
     return int(environment.variable(ATTEMPT) or 1)
 
@@ -289,7 +289,7 @@ def _words(error: BaseException) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def telling() -> Iterator[None]:
+def reporting_errors() -> Iterator[None]:
     """Around what a rank does: an error is told at once, before anything waits for other ranks."""
     try:
         yield

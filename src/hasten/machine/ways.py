@@ -346,7 +346,7 @@ def _alone(device: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Figures:
+class DeviceFigures:
     """What was found out about every way on one device of this machine."""
 
     device: str
@@ -362,7 +362,7 @@ class Figures:
         return gain(self.times[base], self.times[other])
 
     @classmethod
-    def from_dict(cls, found: Any) -> Figures:
+    def from_dict(cls, found: Any) -> DeviceFigures:
         """What ``asdict`` gave, by way of JSON; raises ValueError, TypeError or KeyError."""
         proofs = {key: WayProof(**proof) for key, proof in found["proofs"].items()}
         times = {
@@ -380,12 +380,12 @@ def proofs_here(device: str = "cpu") -> Mapping[str, WayProof]:
     return (kept_figures(device) or _kept("proofs", device)).proofs
 
 
-def figures_here(device: str = "cpu", fresh: bool = False) -> Figures:
+def figures_here(device: str = "cpu", fresh: bool = False) -> DeviceFigures:
     """Proofs and times; measured once for a machine and its versions, or anew if ``fresh``."""
     return _kept("times", device, fresh)
 
 
-def kept_figures(device: str = "cpu") -> Figures | None:
+def kept_figures(device: str = "cpu") -> DeviceFigures | None:
     """What was measured before; None where nothing was."""
     path = _path("times", device, registered(), FOLDER)
     return _MEMORY.get(path) or _read(path)
@@ -396,14 +396,14 @@ def assume_right(kind: str) -> None:
     _PRETENDED.add(kind)
 
 
-_MEMORY: dict[Path, Figures] = {}  # of this process: its files may not be writable
+_MEMORY: dict[Path, DeviceFigures] = {}  # of this process: its files may not be writable
 _PRETENDED: set[str] = set()
 
 
-def _kept(stem: str, device: str, fresh: bool = False) -> Figures:
+def _kept(stem: str, device: str, fresh: bool = False) -> DeviceFigures:
     ways = registered()
     if torch.device(device).type in _PRETENDED:
-        return Figures(_name(device), "", 0.0, {way.key: WayProof() for way in ways})
+        return DeviceFigures(_name(device), "", 0.0, {way.key: WayProof() for way in ways})
     path = _path(stem, device, ways, FOLDER)
     found = None if fresh else _MEMORY.get(path) or _read(path)
     if found is None:
@@ -413,13 +413,13 @@ def _kept(stem: str, device: str, fresh: bool = False) -> Figures:
     return found
 
 
-def _measured(device: str, ways: Sequence[KernelWay], times: bool) -> Figures:
+def _measured(device: str, ways: Sequence[KernelWay], times: bool) -> DeviceFigures:
     before = time.process_time()
     proofs = prove(ways, device)
     timed = time_ways(ways, proofs, device) if times else {}
     spent = round(time.process_time() - before, 2)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return Figures(_name(device), now, spent, proofs, timed)
+    return DeviceFigures(_name(device), now, spent, proofs, timed)
 
 
 def _path(stem: str, device: str, ways: Sequence[KernelWay], folder: Path) -> Path:
@@ -457,10 +457,10 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path) -> Figures | None:
+def _read(path: Path) -> DeviceFigures | None:
     """A result that was kept; None where there is none, or nothing that can be used."""
     try:
-        return Figures.from_dict(json.loads(path.read_text()))
+        return DeviceFigures.from_dict(json.loads(path.read_text()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from hasten.core.plan import Plan, did_you_mean
 from hasten.core.slot import Slot
 from hasten.errors import InputError
-from hasten.measure.statistics import Luck
+from hasten.measure.statistics import ProcessVariance
 
 Kind = Literal["baseline", "again", "alone", "left out", "ladder", "all", "other"]
 Which = Literal["plan", "ladder", "alone", "left-out", "all"]
@@ -122,7 +122,9 @@ class Arm:
     foreign_load: list[float] = field(default_factory=list)
     joules_per_token: float | None = None  # of the rounds that count, where energy was counted
     builds: list[int] = field(default_factory=list)  # which fresh build had the round, from 0
-    luck: Luck | None = None  # how far processes of this experiment lie apart; None: not known
+    luck: ProcessVariance | None = (
+        None  # how far processes of this experiment lie apart; None: not known
+    )
     warmup: dict[str, float | None] = field(default_factory=dict)
     ledger: dict[str, Any] | None = None
 

@@ -89,7 +89,7 @@ class BudgetPlan:
     dropped: tuple[tuple[str, tuple[str, ...]], ...]  # a sentence, and the arms that it is about
 
 
-def words(seconds: float) -> str:
+def rounded_up(seconds: float) -> str:
     """``42 s``, ``4 min``, ``2 h 10 min``: rounded up, since it is what somebody must have."""
     if seconds <= 90:
         return f"{math.ceil(seconds)} s"
@@ -97,7 +97,7 @@ def words(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def require(seconds: float, spent: float, rest: float) -> None:
+def require_budget(seconds: float, spent: float, rest: float) -> None:
     """Refuse a budget in which the least there is doesn't fit.
 
     Raises:
@@ -105,8 +105,8 @@ def require(seconds: float, spent: float, rest: float) -> None:
     """
     if spent + rest > seconds:
         raise InputError(
-            f"budget: {words(seconds)} is too short: two rounds of the baseline and one more "
-            f"arm take about {words(spent + rest)} on this job and machine"
+            f"budget: {rounded_up(seconds)} is too short: two rounds of the baseline and one more "
+            f"arm take about {rounded_up(spent + rest)} on this job and machine"
         )
 
 
@@ -125,7 +125,7 @@ def expected_gain(plan: Plan, known: Facts) -> float:
     return total
 
 
-def choose(
+def fit_to_budget(
     names: Sequence[str],
     kinds: Mapping[str, Kind],
     expected: Mapping[str, float],
@@ -244,7 +244,7 @@ class BudgetTracker:
         if self._measured():
             self.over = self.over or self._record.spent + least > budget
         elif not self._design.partial:
-            require(budget, self._record.spent, least)
+            require_budget(budget, self._record.spent, least)
         if len(arms) == 2 and not self.over:
             self._choose(waiting, len(arms), costs)
 
@@ -284,8 +284,8 @@ class BudgetTracker:
         """
         if not self._design.partial and not self._measured():
             raise InputError(
-                f"budget: {words(self._design.budget_seconds or 0.0)} is too short: it was over "
-                "before the first round, since the arms take so long to start on this job and "
+                f"budget: {rounded_up(self._design.budget_seconds or 0.0)} is too short: it was "
+                "over before the first round, since the arms take so long to start on this job and "
                 "machine; give twice as much"
             )
         turned = {e["arm"] for e in self._record.events if e["event"] == "turn"}
@@ -324,7 +324,7 @@ class BudgetTracker:
             to_start = max(len(kept) - started, 0)
             return costs.of(len(kept), rounds, self._design.evaluations, to_start, builds)
 
-        choice = choose(
+        choice = fit_to_budget(
             ordered,
             kinds,
             self._expected,

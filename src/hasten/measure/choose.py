@@ -50,11 +50,11 @@ from hasten.recipe.build import job_of, plan_of
 from hasten.recipe.candidates import (
     TechniqueCandidate,
     candidates,
-    expected,
+    expected_gain,
     first_plan,
-    fits,
-    fitted,
-    whole,
+    fits_in_memory,
+    fitted_to_memory,
+    with_document_attention,
 )
 from hasten.recipe.memory_check import largest_micro_batch
 from hasten.recipe.schema import AutoPlan, Recipe
@@ -246,7 +246,7 @@ class _Chooser:
         self._saving = Plan(saving)  # joins the choice, and isn't raced
         first = first_plan(self._found, self._plain, self._known)
         self._slots = self._micro_batch(first)
-        self._first, self._fitted = fitted(first, self._recipe, self._known, self._slots)
+        self._first, self._fitted = fitted_to_memory(first, self._recipe, self._known, self._slots)
         self._pool: WorkerPool | None = None
         self._speeds: dict[str, list[float]] = {}  # tokens per second of the first race
 
@@ -290,12 +290,12 @@ class _Chooser:
 
     def _micro_batch(self, plan: Plan) -> int:
         """Slots of the largest micro-batch of the first steps."""
-        material = self._subject.material
-        if material is None:
+        data = self._subject.data
+        if data is None:
             return 0
         if self._known.world.size > 1 and Slot.LAYOUT not in plan:
             plan = plan.with_(DDP())
-        job = job_of(self._recipe, material, self._known, plan)
+        job = job_of(self._recipe, data, self._known, plan)
         self._steps = job.schedule.total_steps
         return largest_micro_batch(prepare(job, plan, self._known, Path(self._recipe.output)))
 
@@ -330,11 +330,13 @@ class _Chooser:
         helps, that with the largest forecast last.
         """
         found: dict[str, Plan] = {}
-        gains = {technique: expected(technique, self._known) for technique in self._first}
+        gains = {technique: expected_gain(technique, self._known) for technique in self._first}
         for technique in sorted(self._first, key=gains.__getitem__):
             if technique.slot in self._plain or self._fitted:
                 continue
-            found[f"without {technique.name()}"] = whole(self._first.without(technique))
+            found[f"without {technique.name()}"] = with_document_attention(
+                self._first.without(technique)
+            )
         for candidate in self._found:
             technique = candidate.technique
             if candidate.refused or technique in self._first.techniques:
@@ -345,7 +347,7 @@ class _Chooser:
             rest = self._first if other is None else self._first.without(other)
             name = f"with {technique.name()}"
             name = name if other is None else f"{name} for {other.name()}"
-            found[name] = whole(rest.with_(technique), self._found)
+            found[name] = with_document_attention(rest.with_(technique), self._found)
         self._too_large = [n for n, p in found.items() if not self._fits(p)]
         fit = [name for name in found if name not in self._too_large]
 
@@ -357,17 +359,19 @@ class _Chooser:
         return {name: found[name] for name in sorted(fit, key=openness)}
 
     def _fits(self, plan: Plan) -> bool:
-        return fits(plan, self._recipe, self._known, self._slots)
+        return fits_in_memory(plan, self._recipe, self._known, self._slots)
 
     def _raced(self, arms: Mapping[str, Plan], budget: float) -> Choice:
         """First every change by itself, then what they make together, and no technique at all."""
         ratios = self._ratios({FIRST: self._first, **arms}, FIRST_RACE * budget) if arms else {}
-        founded = {t.name() for t in self._first if expected(t, self._known) > FORECAST}
+        founded = {t.name() for t in self._first if expected_gain(t, self._known) > FORECAST}
         changes, best = _changes(ratios, arms, founded), _best(ratios)
         if len(changes) == 1 and best == FIRST:
             best = changes[0]  # alike without a technique, or likely to help
         plans = {FIRST: self._first, **arms, PLAIN: self._plain}
-        together = whole(_together(self._first, {name: arms[name] for name in changes}))
+        together = with_document_attention(
+            _together(self._first, {name: arms[name] for name in changes})
+        )
         finals = [best, PLAIN]
         if len(changes) > 1 and together not in arms.values() and self._fits(together):
             plans[TOGETHER] = together

@@ -63,12 +63,12 @@ def eliminate(
             middle = statistics.fmean(logs)
             for name, log in zip(rates, logs, strict=True):
                 found[name].append(level + log - middle)
-        for name in behind({name: found[name] for name in arms}):
+        for name in surely_slower({name: found[name] for name in arms}):
             arms.pop(name).worker.close(kill=True)
     return {name: tuple(logs) for name, logs in found.items()}
 
 
-def behind(logs: Logs[Name]) -> list[Name]:
+def surely_slower(logs: Logs[Name]) -> list[Name]:
     """Of arms that were in the same passes those that are slower than the first beyond doubt."""
     first, *others = leading(logs)
     count = len(logs[first])

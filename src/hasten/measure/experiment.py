@@ -48,7 +48,7 @@ Tell = Callable[[str, float], None]  # what happens now, and which share of the 
 
 
 @dataclass(frozen=True)
-class Table:
+class ExperimentContext:
     """What an experiment needs besides its plans.
 
     Args:
@@ -73,7 +73,7 @@ class Experiment:
 
     def __init__(
         self,
-        at: Table,
+        context: ExperimentContext,
         plans: Mapping[str, Plan],
         kinds: Mapping[str, Kind],
         design: Design,
@@ -81,7 +81,7 @@ class Experiment:
         expected: Mapping[str, float],
         record: ExperimentRecord,
     ) -> None:
-        self.at, self.plans, self.design = at, plans, design
+        self.context, self.plans, self.design = context, plans, design
         self.record, self._tell = record, tell
         self.base, self.result = next(iter(plans)), list(plans)[-1]
         self.peaks: dict[str, int] = {}
@@ -176,12 +176,12 @@ class Experiment:
         from the other end, once it is known that memory holds all of them.
         """
         names: list[str] = []
-        fit = all_fit(waiting, self.peaks, self.at.memory, self.design)
+        fit = all_fit(waiting, self.peaks, self.context.memory, self.design)
         for name in reversed(waiting) if number % 2 == 0 and fit else waiting:
             if name in self.time.dropped or not self.time.allows(name, list(self.alive.values())):
                 continue
             alive = list(self.alive)
-            if not may_join(alive, self.peaks, name, self.at.memory, self.design):
+            if not may_join(alive, self.peaks, name, self.context.memory, self.design):
                 if len(alive) < 2 and self.design.grouping == "auto":
                     self.fresh = self.time.fresh = True
                     return names
@@ -202,10 +202,11 @@ class Experiment:
         at_the_end: bool = False,
     ) -> None:
         self._say(f"starting {name}")
-        worker = self.at.pool.start(self.at.spec(name), f"arm-{list(self.plans).index(name)}")
+        name_of_log = f"arm-{list(self.plans).index(name)}"
+        worker = self.context.pool.start(self.context.spec(name), name_of_log)
         stack.callback(worker.close)
         note = partial(self.record.append, cohort=number, arm=name)
-        self.alive[name] = ArmProcess(worker, self.time.left, note, self.at.patience)
+        self.alive[name] = ArmProcess(worker, self.time.left, note, self.context.patience)
         least, most = self.design.warmup, self.design.longest_warmup
         look = evaluate_first and self.design.evaluations > 0
         self._attempt(name, lambda arm: arm.begin(least, most, look=look), at_the_end)
@@ -217,7 +218,7 @@ class Experiment:
         planned = self._lacking(names)
         looks, count = self.design.looks(planned) if planned else set(), 0
         done = len(self._rounds().complete(names[-1]))
-        load = LoadMeter(self.at.cores)
+        load = LoadMeter(self.context.cores)
         while self._lacking(names) and not self.time.out(list(self.alive.values()), done):
             count, done = count + 1, done + 1
             self._round(names, count, draw, load, f"round {done}/{self._in_all(names[-1])}")
@@ -243,7 +244,7 @@ class Experiment:
     ) -> None:
         """The turns of these arms, each noted as soon as it has ended."""
         arms = {name: self.alive[name] for name in names if name in self.alive}
-        if self.design.slices and in_slices(arms.values(), self.at.joules):
+        if self.design.slices and in_slices(arms.values(), self.context.joules):
             self._say(shown)
         turns = run_round(
             arms,
@@ -251,7 +252,7 @@ class Experiment:
             draw,
             load,
             slices=self.design.slices,
-            joules=self.at.joules,
+            joules=self.context.joules,
             before=lambda name: self._say(f"{shown}: {name}"),
         )
         for name, found in turns:
@@ -299,7 +300,7 @@ class Experiment:
                 seen += self.alive.values()
                 if first:
                     self.time.look(names, seen)
-                self._round([name], 1, draw, LoadMeter(self.at.cores), shown)
+                self._round([name], 1, draw, LoadMeter(self.context.cores), shown)
                 if unseen:
                     self._attempt(name, lambda arm: arm.evaluate())
                 self._finish(name)
@@ -389,12 +390,12 @@ class Measured:
     design: dict[str, Any]
 
 
-def table(
+def experiment_context(
     pool: WorkerPool,
     spec: Callable[[str], WorkerSpec],
     ranks: int = 1,
     meter: EnergyMeter | None = None,
-) -> Table:
+) -> ExperimentContext:
     """The table on this machine: its cores, and its free memory, or all of the accelerator's.
 
     Arms tell how much their neediest rank uses. Ranks share a processor's memory, and have an
@@ -407,11 +408,11 @@ def table(
     if not pool.on_cpu:
         memory = min((gpu.memory_bytes for gpu in here.accelerators), default=memory)
     joules = EnergyMeter("none").reading if meter is None else meter.reading
-    return Table(pool, spec, memory, here.usable_cores, joules)
+    return ExperimentContext(pool, spec, memory, here.usable_cores, joules)
 
 
 def measure_arms(
-    at: Table,
+    context: ExperimentContext,
     plans: Mapping[str, Plan],
     design: Design,
     tell: Tell = lambda text, share: None,
@@ -423,7 +424,7 @@ def measure_arms(
     """Measure every plan on the recipe's job; arms in the order of ``plans``.
 
     Args:
-        at: the recipe and the machine.
+        context: the recipe and the machine.
         plans: arms by name; the first is the baseline, the last the result.
         design: how.
         tell: is told what happens.
@@ -437,7 +438,7 @@ def measure_arms(
     record = record or ExperimentRecord()
     known = dict(kinds or {})
     if not record.done:
-        Experiment(at, plans, known, design, tell, expected or {}, record).run()
+        Experiment(context, plans, known, design, tell, expected or {}, record).run()
     words = design_words(record.events, next(iter(plans)), design)
     return Measured(arms_of(record.events, plans, known, design), words)
 
@@ -462,7 +463,7 @@ def design_words(events: Sequence[Event], base: str, design: Design) -> dict[str
     }
 
 
-def fits(alive: Sequence[str], peaks: Mapping[str, int], name: str, memory: int) -> bool:
+def arm_fits(alive: Sequence[str], peaks: Mapping[str, int], name: str, memory: int) -> bool:
     """Whether one more arm can start; one never seen is taken for the largest seen."""
     if not peaks:
         return True
@@ -476,7 +477,7 @@ def may_join(
     """Whether an arm starts beside those that are alive, in the grouping that was asked for."""
     if design.grouping == "together" or not alive:
         return True
-    holds = fits(alive, peaks, name, memory)
+    holds = arm_fits(alive, peaks, name, memory)
     if design.grouping == "groups":  # the baseline and one more always start
         return len(alive) == 1 or (len(alive) <= GROUP and holds)
     return holds

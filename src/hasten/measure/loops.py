@@ -32,7 +32,7 @@ from hasten.data.file_lock import one_measurement
 from hasten.errors import InputError
 from hasten.formatting import aligned, span, words
 from hasten.measure.ablation import Arm, Design
-from hasten.measure.experiment import Table, measure_arms
+from hasten.measure.experiment import ExperimentContext, measure_arms
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.statistics import Effect, Interval, paired_ratio, spread, verdict
 from hasten.measure.workers import WorkerPool, WorkerSpec
@@ -135,7 +135,7 @@ def compare(
         seed=seed,
         budget_seconds=budget_seconds,
     )
-    targets = [reference(job) for job in (job_a, job_b)]
+    targets = [loop_reference(job) for job in (job_a, job_b)]
     called = names or (_name(targets[0]), _name(targets[1]))
     began = time.monotonic()
     with (
@@ -145,7 +145,7 @@ def compare(
     ):
         specs = dict(zip(PLACES, map(loop_spec, targets), strict=True))
         cores = os.cpu_count() or 1
-        at = Table(pool, specs.__getitem__, 0, cores, patience=patience_seconds)
+        at = ExperimentContext(pool, specs.__getitem__, 0, cores, patience=patience_seconds)
         record = ExperimentRecord(began=began)
 
         def check(text: str = "", share: float = 0.0) -> None:
@@ -163,7 +163,7 @@ def compare(
     return Comparison(first, second, ratio, verdict(ratio, noise_floor=noise_floor), unit)
 
 
-def reference(job: Job) -> str:
+def loop_reference(job: Job) -> str:
     """``module:function`` or ``/path/script.py:function`` of a factory.
 
     Raises:

@@ -34,23 +34,23 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from hasten.core.contracts import NoCompression
-from hasten.core.engine import PlainEngine, SendsLate
+from hasten.core.engine import PlainEngine, SendsGradientsLate
 from hasten.core.job import MicroBatch
 from hasten.core.layout import OneProcess
 from hasten.core.session import Progress, Session, step_outside
-from hasten.core.setup import leave
+from hasten.core.setup import leave_model
 from hasten.core.step import training
 from hasten.core.timing import (
     BETWEEN,
     CHECKPOINT,
     DeviceClock,
     HostClock,
+    NoPhaseTimer,
     StepMetrics,
-    Unclocked,
     clock_on,
     data_stall,
-    split,
-    stability,
+    seconds_by_part,
+    step_stability,
     step_total,
 )
 from hasten.errors import InputError
@@ -258,8 +258,8 @@ def _one_pass(session: Session, micro_batch: MicroBatch, weights: Storages) -> d
     watch = SavedTensors(setup.facts.model.vocabulary)
     wide = WidestTensor(setup.facts.model.vocabulary, weights)
     # Compiled code doesn't run under a mode: the pass would measure another program.
-    watched = setup.compile is leave and setup.facts.model.vocabulary > 0
-    setup.clock = Unclocked()
+    watched = setup.compile is leave_model and setup.facts.model.vocabulary > 0
+    setup.clock = NoPhaseTimer()
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(gpus, device_type=device.type))
@@ -368,9 +368,9 @@ def ledger_of(session: Session, warmup: int = WARMUP) -> dict[str, Any]:
     every = list(setup.clock.steps)
     steps = every[warmup:] or every
     return {
-        "step": split(steps, session.saves),
+        "step": seconds_by_part(steps, session.saves),
         "memory": memory_of(session),
-        "stability": stability([step_total(step) for step in steps]),
+        "stability": step_stability([step_total(step) for step in steps]),
         "utilisation": utilisation(session, warmup),
     }
 
@@ -434,7 +434,7 @@ def measure(
             "rank": session.setup.facts.world.rank,
             "seconds": sum(m.step_seconds for m in measured),
             "data_stall_share": data_stall(counted),
-            "step": split(counted, session.saves),
+            "step": seconds_by_part(counted, session.saves),
             "wire": wire_of(measured),
         }
     )
@@ -517,7 +517,7 @@ def _parallel(
     layout, engine, setup = session.setup.layout, session.engine, session.setup
     if layout.size == 1:
         return None
-    if not isinstance(layout, SendsLate) or not isinstance(engine, PlainEngine):
+    if not isinstance(layout, SendsGradientsLate) or not isinstance(engine, PlainEngine):
         return {"ranks": layout.size, "text": CANT_RUN_ALONE}
     engine.module = layout.alone(session.module)
     setup.layout, setup.wire = OneProcess(), NoCompression()

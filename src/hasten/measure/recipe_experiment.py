@@ -26,13 +26,13 @@ from hasten.machine.environment import World
 from hasten.measure.ablation import Design, Kind, check_turns
 from hasten.measure.budget import expected_gain
 from hasten.measure.energy import EnergyMeter, meter_of_run
-from hasten.measure.experiment import Measured, measure_arms, table
+from hasten.measure.experiment import Measured, experiment_context, measure_arms
 from hasten.measure.record import ExperimentRecord, key_of, source_digest
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.progress import Audience
 from hasten.recipe.build import plan_of
 from hasten.recipe.candidates import candidates, first_plan
-from hasten.recipe.prepare import ready
+from hasten.recipe.prepare import prepare_run
 from hasten.recipe.prepared_data import PreparedData
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.suggest import entry_of
@@ -52,7 +52,7 @@ class ExperimentSubject:
     plan: Plan
     data_key: str
     meter: EnergyMeter = field(default_factory=lambda: EnergyMeter("not measured"))
-    material: PreparedData | None = None
+    data: PreparedData | None = None
     job: str = "recipe"
 
 
@@ -104,7 +104,7 @@ def prepared(
     def tokenising(done: int, total: int) -> None:
         audience.show(f"tokenising {done:,}/{total:,} records", done / max(total, 1))
 
-    known, plan, material = ready(recipe, audience.tell, tokenising, recipe.nproc)
+    known, plan, data = prepare_run(recipe, audience.tell, tokenising, recipe.nproc)
     known = replace(known, world=World(size=recipe.nproc))
     if recipe.auto_plan is not None:
         found = candidates(recipe, known, recipe.auto_plan.fidelity)
@@ -114,9 +114,7 @@ def prepared(
     # What ranks have without a technique the baseline has, too: it is no switch.
     usual = plan_of(recipe.model_copy(update={"plan": []}), known)
     switches = Plan(t for t in plan if t not in usual.techniques)
-    return ExperimentSubject(
-        recipe, known, switches, material.note.key, meter_of_run(known), material
-    )
+    return ExperimentSubject(recipe, known, switches, data.note.key, meter_of_run(known), data)
 
 
 def measured(
@@ -170,7 +168,7 @@ def measured(
                 return recipe_worker(subject, path, plans[name])
 
             return measure_arms(
-                table(own, spec, recipe.nproc, subject.meter),
+                experiment_context(own, spec, recipe.nproc, subject.meter),
                 plans,
                 design,
                 audience.show,

@@ -20,7 +20,7 @@ from hasten.measure.ablation import Arm
 from hasten.measure.statistics import (
     DOUBT,
     Interval,
-    Luck,
+    ProcessVariance,
     mean_and_error,
     require_positive,
     student_quantile,
@@ -44,7 +44,7 @@ def p_value(ratios: Sequence[float], edge: float) -> float:
     return _chance(*_mean_and_error(ratios), math.log(edge), len(ratios))
 
 
-def p_beyond(ratios: Sequence[float], floor: float, luck: Luck | None = None) -> float:
+def p_beyond(ratios: Sequence[float], floor: float, luck: ProcessVariance | None = None) -> float:
     """The p-value of a change beyond the noise floor: against its nearer edge, 1 within it.
 
     Neither rounds nor, where ``luck`` is known, processes alone may explain it.
@@ -74,7 +74,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def noise_floor(again: Sequence[float], luck: Luck | None = None) -> float:
+def noise_floor(again: Sequence[float], luck: ProcessVariance | None = None) -> float:
     """The share that nobody should act on, from ratios of the baseline to a second copy of itself.
 
     Twice the error of their mean, at least `LEAST_FLOOR`. Two copies that differ beyond doubt are
@@ -157,7 +157,7 @@ BELIEF = 4.0  # degrees of freedom that this counts for
 Row = list[float]  # an arm's mean log ratio in each build
 
 
-def luck_of(arms: Sequence[Arm]) -> Luck | None:
+def luck_of(arms: Sequence[Arm]) -> ProcessVariance | None:
     """Of all arms of an experiment together; None where no arm has rounds beside the baseline's.
 
     Arms of one group had the same processes of the baseline beside them, those of another others.
@@ -177,7 +177,7 @@ def luck_of(arms: Sequence[Arm]) -> Luck | None:
     copies = (arm for arm in arms[1:] if arm.kind == "again" and arm.failed is None)
     if builds == 1 and (pair := [_by_build(arm, arms[0]) for arm in copies]) and pair[0]:
         squares, freedom = squares + pair[0][0] ** 2 / 2, freedom + 1
-    return Luck(math.sqrt(squares / freedom / builds), freedom, builds)
+    return ProcessVariance(math.sqrt(squares / freedom / builds), freedom, builds)
 
 
 def with_luck(arms: Sequence[Arm]) -> list[Arm]:

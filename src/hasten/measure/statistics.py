@@ -315,7 +315,7 @@ def _exp(x: float) -> float:
 
 
 @dataclass(frozen=True)
-class Luck:
+class ProcessVariance:
     """The standard error of an arm's mean log speed that its processes bring, and how well known.
 
     Args:

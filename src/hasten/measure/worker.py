@@ -205,11 +205,11 @@ class RecipeJob:
         from hasten.recipe.build import facts_of, job_of, plan_of, requested_plan
         from hasten.recipe.gpu_check import check_kernels
         from hasten.recipe.peak_flops import meter_of
-        from hasten.recipe.prepared_data import gather
+        from hasten.recipe.prepared_data import prepare_data
 
         imported = time.perf_counter()
-        self.material = gather(recipe, Path(recipe.output) / "data")
-        known = facts_of(recipe, self.material)
+        self.data = prepare_data(recipe, Path(recipe.output) / "data")
+        known = facts_of(recipe, self.data)
         check_kernels(known, lambda text: None)  # `hasten doctor` and a training say what it found
         host.reset_memory_peak(known.device)
         opened = time.perf_counter()
@@ -217,7 +217,7 @@ class RecipeJob:
         asked = requested_plan(recipe, more)
         self._switches = [t for t in self.plan if t in asked.techniques]  # less the ranks' layout
         changed = recipe.model_copy(update=dict(changes))
-        job = job_of(changed, self.material, known, self.plan)
+        job = job_of(changed, self.data, known, self.plan)
         self.session = assemble(prepare(job, self.plan, known, place))
         self.session.meter = meter_of(recipe, known, self.session.model)
         self.session.startup_seconds |= {"imports": imported - started, "data": opened - imported}
@@ -281,7 +281,7 @@ class RecipeJob:
         with setup.layout.gather(self.session.model):
             if not setup.facts.world.is_main:
                 return []
-            return write_samples(self.session, self.material.tokenizer, self.material.held_out)
+            return write_samples(self.session, self.data.tokenizer, self.data.held_out)
 
 
 def compiled() -> tuple[int, float]:
@@ -455,16 +455,16 @@ def check_context(recipe: Recipe, folder: Path) -> CheckContext:
     """A recipe's job, to be built for any plan."""
     from hasten.measure.quality.bench import CheckContext
     from hasten.recipe.build import facts_of, plan_of
-    from hasten.recipe.prepared_data import gather
+    from hasten.recipe.prepared_data import prepare_data
 
-    material = gather(recipe, Path(recipe.output) / "data")
-    known = facts_of(recipe, material)
+    data = prepare_data(recipe, Path(recipe.output) / "data")
+    known = facts_of(recipe, data)
 
     def read(stored: list[Any]) -> Plan:
         return plan_of(recipe.model_copy(update={"plan": stored}), known)
 
     def job(plan: Plan, seed: int | None, tokens: int | None) -> TrainingJob:
-        return _check_job(recipe, material, known, plan, seed, tokens)
+        return _check_job(recipe, data, known, plan, seed, tokens)
 
     folder.mkdir(parents=True, exist_ok=True)
     return CheckContext(job, read, known, folder, recipe.nproc)
@@ -472,7 +472,7 @@ def check_context(recipe: Recipe, folder: Path) -> CheckContext:
 
 def _check_job(
     recipe: Recipe,
-    material: PreparedData,
+    data: PreparedData,
     known: Facts,
     plan: Plan,
     seed: int | None,
@@ -483,7 +483,7 @@ def _check_job(
     changes: dict[str, Any] = {} if seed is None else {"seed": seed}
     if tokens is not None:
         changes |= {"max_tokens": tokens, "max_steps": None, "epochs": None}
-    return job_of(recipe.model_copy(update=changes), material, known, plan)
+    return job_of(recipe.model_copy(update=changes), data, known, plan)
 
 
 JOBS: dict[str, Callable[[Mapping[str, Any], Serve], int]] = {

@@ -143,12 +143,12 @@ class WorkerPool:
         with contextlib.ExitStack() as stack:
             ranks: Sequence[Mapping[str, str]] = ({},)
             if spec.ranks > 1:
-                from hasten.launch.ranks import places
+                from hasten.launch.ranks import rank_variables
                 from hasten.machine import host
 
                 meeting = tempfile.TemporaryDirectory(dir=self.folder, prefix=".ranks-")
                 place = Path(stack.enter_context(meeting))
-                ranks = places(spec.ranks, host.hardware().usable_cores, place)
+                ranks = rank_variables(spec.ranks, host.hardware().usable_cores, place)
             logs = [
                 stack.enter_context((self.folder / _log_name(name, rank)).open("w+b"))
                 for rank in range(len(ranks))

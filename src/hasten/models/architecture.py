@@ -22,7 +22,7 @@ Cut = Literal["columns", "rows", "whole", "experts"]
 
 
 @dataclass(frozen=True)
-class Latent:
+class LatentAttention:
     """Ranks and head parts of multi-head latent attention (arXiv 2405.04434); q_rank 0: none."""
 
     q_rank: int
@@ -45,7 +45,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class FarKeys:
+class DistantKeys:
     """Layers, as a share of all, with one key and value for every ``rate`` tokens far away."""
 
     share: float
@@ -70,7 +70,7 @@ class CompressedKeys:
     groups: int
     group_rank: int
     near: int
-    far: tuple[FarKeys, ...]
+    far: tuple[DistantKeys, ...]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Architecture:
     vocabulary: int
     gated: bool = True
     tied: bool = False
-    latent: Latent | None = None
+    latent: LatentAttention | None = None
     compressed: CompressedKeys | None = None
     moe: Experts | None = None
     window: int = 0
@@ -250,7 +250,7 @@ class Architecture:
         DeepSeek-V3.2's indexer hides keys from a query, but transformers computes them all.
         """
         if self.compressed:
-            every = (FarKeys(1.0, 1, self.compressed.near, 1), *self.compressed.far)
+            every = (DistantKeys(1.0, 1, self.compressed.near, 1), *self.compressed.far)
             return sum(keys.share * keys.seen(sequence) for keys in every)
         if not self.window:
             return sequence / 2
@@ -397,7 +397,7 @@ def _as_v4(model: Architecture, fields: Mapping[str, Any]) -> Architecture:
     kinds = (("compressed_sparse_attention", 2), ("heavily_compressed_attention", 1))
     layers = {kind: config.layer_types.count(kind) for kind, _ in kinds}
     far = tuple(
-        FarKeys(
+        DistantKeys(
             layers[kind] / n,
             config.compress_rates[kind],
             config.index_topk if series == 2 else 0,
@@ -434,10 +434,10 @@ def _as_v4(model: Architecture, fields: Mapping[str, Any]) -> Architecture:
     )
 
 
-def _latent(fields: Mapping[str, Any], name: str) -> Latent | None:
+def _latent(fields: Mapping[str, Any], name: str) -> LatentAttention | None:
     if not fields.get("kv_lora_rank"):
         return None
-    return Latent(
+    return LatentAttention(
         q_rank=_number(fields, "q_lora_rank", name, 0),
         kv_rank=_number(fields, "kv_lora_rank", name),
         nope=_number(fields, "qk_nope_head_dim", name),

@@ -34,7 +34,7 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
-class Needs:
+class BytesNeeded:
     """Bytes on one rank."""
 
     state: float

@@ -38,7 +38,7 @@ HUNG_SECONDS = 10.0  # without an answer of the folder before that is said
 FINISHED = ("done", "early stop", "interrupted", "left")
 
 
-def standing(run: Run, now: float) -> dict[str, Any]:
+def run_numbers(run: Run, now: float) -> dict[str, Any]:
     """The run's numbers; None where they aren't known."""
     last, summary, start = run.last, run.summary, run.start
     rates = [r for line in run.recent if (r := number(line.get("tokens_per_second"))) is not None]
@@ -200,7 +200,7 @@ ANCHOR_BYTES = 64
 
 
 @dataclass
-class Look:
+class FollowedLines:
     """What one look found; ``anew``: it begins at the file's first line, forget what was before."""
 
     lines: list[dict[str, Any]] = field(default_factory=list)
@@ -208,7 +208,7 @@ class Look:
     more: bool = False  # lines are left for the next look
 
 
-class Following:
+class FollowedFile:
     """One file; ``look`` returns the lines since the last look.
 
     ``unreadable`` counts whole lines that are no JSON object; ``torn`` says that the file ends in
@@ -228,7 +228,7 @@ class Following:
         self.unreadable = 0
         self.torn = False
 
-    def look(self) -> Look:
+    def look(self) -> FollowedLines:
         """Lines that were completed since.
 
         Raises:
@@ -240,11 +240,11 @@ class Following:
         except FileNotFoundError:
             had = self._offset > 0
             self._forget()
-            return Look(anew=had)
+            return FollowedLines(anew=had)
 
-    def _read(self, file: Any) -> Look:
+    def _read(self, file: Any) -> FollowedLines:
         now = os.fstat(file.fileno())
-        found = Look()
+        found = FollowedLines()
         identity = (now.st_dev, now.st_ino)
         if self._offset and not self._same(file, identity, now.st_size):
             self._forget()
@@ -410,7 +410,7 @@ class Run:
 
     def standing(self, now: float | None = None) -> dict[str, Any]:
         """Where the run stands; the lock must be held."""
-        return standing(self, time.time() if now is None else now)
+        return run_numbers(self, time.time() if now is None else now)
 
     def _step(self, line: Line) -> None:
         seconds = number(line.get("step_seconds"))
@@ -482,7 +482,7 @@ class _File:
     """A followed file, what takes its lines, and what forgets them."""
 
     def __init__(self, path: Path, take: Callable[[Line], None], anew: Callable[[], None]) -> None:
-        self.follow, self.take, self.anew = Following(path), take, anew
+        self.follow, self.take, self.anew = FollowedFile(path), take, anew
         anew()
 
 

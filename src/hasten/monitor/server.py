@@ -5,7 +5,7 @@
     /metrics   where runs stand, for Prometheus
 
 A path is compared with these three and used for nothing else, so no request reaches a file. All of
-it is behind ``Gate``. Needs starlette and uvicorn, the extra ``monitor``.
+it is behind ``CheckedRequests``. Needs starlette and uvicorn, the extra ``monitor``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from hasten.errors import InputError
-from hasten.monitor.watching import Cursor, Watching, shown
+from hasten.monitor.watching import Cursor, RunsReader, page_update
 
 # Where runs stand, in the text format that Prometheus reads (exposition format 0.0.4).
 
@@ -92,7 +92,7 @@ COMMON = (
 )
 
 
-class Gate:
+class CheckedRequests:
     """The application behind the checks."""
 
     def __init__(self, app: App, token: str, names: frozenset[str], cookie: str) -> None:
@@ -252,7 +252,7 @@ class MonitorServer:
         InputError: the address can't be listened at.
     """
 
-    def __init__(self, watching: Watching, address: str, port: int, token: str) -> None:
+    def __init__(self, watching: RunsReader, address: str, port: int, token: str) -> None:
         self._watching = watching
         self._socket = _listen(address, port)
         self.port: int = self._socket.getsockname()[1]
@@ -287,8 +287,8 @@ class MonitorServer:
 
 
 def application(
-    watching: Watching, token: str, address: str, port: int, is_over: Callable[[], bool]
-) -> Gate:
+    watching: RunsReader, token: str, address: str, port: int, is_over: Callable[[], bool]
+) -> CheckedRequests:
     """The three answers behind the gate; streams end when it is over."""
     page, policy = page_and_policy()
     streams = 0
@@ -320,10 +320,10 @@ def application(
     routes = [Route("/", index), Route("/metrics", metrics), Route("/events", events)]
     app = Starlette(routes=routes)
     app.router.redirect_slashes = False
-    return Gate(app, token, names_for(address), f"hasten_monitor_{port}")
+    return CheckedRequests(app, token, names_for(address), f"hasten_monitor_{port}")
 
 
-async def stream(watching: Watching, is_over: Callable[[], bool]) -> AsyncIterator[str]:
+async def stream(watching: RunsReader, is_over: Callable[[], bool]) -> AsyncIterator[str]:
     """What changed, as server-sent events; the first is everything."""
     cursors: dict[str, Cursor] = {}
     sent: dict[str, tuple[int, str]] = {}
@@ -337,7 +337,7 @@ async def stream(watching: Watching, is_over: Callable[[], bool]) -> AsyncIterat
             if sent.get(run.name) == now:
                 continue
             sent[run.name] = now
-            runs.append(shown(run, cursor))
+            runs.append(page_update(run, cursor))
             await asyncio.sleep(0)  # others may be answered between two runs
         if runs:
             quiet = 0.0
@@ -349,7 +349,7 @@ async def stream(watching: Watching, is_over: Callable[[], bool]) -> AsyncIterat
         quiet += EVERY_SECONDS
 
 
-def _standings(watching: Watching) -> str:
+def _standings(watching: RunsReader) -> str:
     found: list[tuple[str, dict[str, Any]]] = []
     for run in watching.runs:
         with run.lock:

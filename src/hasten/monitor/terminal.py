@@ -14,7 +14,7 @@ from rich.text import Text
 
 from hasten.formatting import duration, size
 from hasten.monitor.run import FINISHED, Run
-from hasten.monitor.watching import Watching
+from hasten.monitor.watching import RunsReader
 
 # A run's standing in words and lines of text: for the terminal, and for whoever reads along.
 
@@ -108,7 +108,7 @@ COLOURS = {"running": "green", "done": "green", "silent": "yellow", "ended": "re
 EVENTS = 4
 
 
-def watch_in_terminal(watching: Watching, console: Console | None = None) -> None:
+def watch_in_terminal(watching: RunsReader, console: Console | None = None) -> None:
     """Draw until Ctrl-C, or until all runs are finished; without a terminal, print once."""
     console = console or Console()
     if not console.is_terminal:
@@ -126,7 +126,7 @@ def watch_in_terminal(watching: Watching, console: Console | None = None) -> Non
             return
 
 
-def _all_finished(watching: Watching) -> bool:
+def _all_finished(watching: RunsReader) -> bool:
     runs = watching.runs
     for run in runs:
         with run.lock:
@@ -135,7 +135,7 @@ def _all_finished(watching: Watching) -> bool:
     return bool(runs)
 
 
-def _panels(watching: Watching, width: int) -> Group:
+def _panels(watching: RunsReader, width: int) -> Group:
     return Group(*(_panel(run, width) for run in watching.runs))
 
 

@@ -118,7 +118,7 @@ MOST_EVENTS = 100
 Cursor = dict[str, tuple[int, int]]  # of one run's series: generation and how many are known
 
 
-class Watching:
+class RunsReader:
     """The runs at or below some places; ``start`` begins to read them, ``close`` ends it.
 
     ``after_look`` is called with each run after it was read; for alerts.
@@ -138,7 +138,7 @@ class Watching:
     def close(self) -> None:
         self._over.set()
 
-    def __enter__(self) -> Watching:
+    def __enter__(self) -> RunsReader:
         self.start()
         return self
 
@@ -182,7 +182,7 @@ class Watching:
                 self._over.wait(EVERY_SECONDS)
 
 
-def shown(run: Run, cursor: Cursor, now: float | None = None) -> dict[str, Any]:
+def page_update(run: Run, cursor: Cursor, now: float | None = None) -> dict[str, Any]:
     """What a page lacks of a run, and its cursor moved on: JSON-ready."""
     now = time.time() if now is None else now
     with run.lock:

@@ -18,7 +18,7 @@ from hasten.errors import InputError
 from hasten.models.architecture import load_json
 from hasten.planner.layout import Layouts
 from hasten.planner.numbers import Calibration, calibrated
-from hasten.planner.predict import Prediction, predict, why
+from hasten.planner.predict import Prediction, predict, reason_sentences
 from hasten.planner.records import PublishedMeasurement, read_record
 
 _G = 1e9
@@ -99,7 +99,7 @@ def _predicted(found: Prediction) -> dict[str, Any]:
         "memory_p90_GB": float(found.memory_p90[0] / _G),
         "mfu": float(found.mfu[0]),
         "fits": bool(found.fits[0]),
-        "reasons": why(int(found.reasons[0])),
+        "reasons": reason_sentences(int(found.reasons[0])),
         "step": {part: float(value[0]) for part, value in vars(found.step).items()},
     }
 

@@ -232,7 +232,7 @@ _KEYS = {
 
 
 @dataclass(frozen=True)
-class Term:
+class CalibratedTerm:
     """One term: predicted, measured, and whether the measurement lies in the interval."""
 
     name: str
@@ -247,7 +247,7 @@ class Term:
         return self.measured / self.predicted if self.measured and self.predicted else None
 
 
-def closing(predicted: PlanCandidate, run: Path) -> list[Term]:
+def terms_of_run(predicted: PlanCandidate, run: Path) -> list[CalibratedTerm]:
     """Predicted against measured per term, from the folder of a finished run.
 
     Raises:
@@ -267,7 +267,7 @@ def closing(predicted: PlanCandidate, run: Path) -> list[Term]:
     ]
     for name, parts in TERMS.items():
         expected = sum(predicted.step_parts[part] for part in parts)
-        found.append(Term(name, "s", expected, _median(rows, _KEYS[name]), None))
+        found.append(CalibratedTerm(name, "s", expected, _median(rows, _KEYS[name]), None))
     return found
 
 
@@ -288,7 +288,7 @@ def measured_steps(run: Path) -> list[dict[str, Any]]:
     return rows[WARM_UP:] if len(rows) > 2 * WARM_UP else rows
 
 
-def table(terms: list[Term]) -> list[list[str]]:
+def table(terms: list[CalibratedTerm]) -> list[list[str]]:
     """Rows of words, the head first."""
     rows = [["term", "predicted", "measured", "measured/predicted", "in P10-P90"]]
     for term in terms:
@@ -299,9 +299,9 @@ def table(terms: list[Term]) -> list[list[str]]:
     return rows
 
 
-def _told(name: str, unit: str, span: Span, measured: float | None) -> Term:
+def _told(name: str, unit: str, span: Span, measured: float | None) -> CalibratedTerm:
     within = None if measured is None else span.low <= measured <= span.high
-    return Term(name, unit, span.middle, measured, within)
+    return CalibratedTerm(name, unit, span.middle, measured, within)
 
 
 def _median(rows: list[dict[str, Any]], key: str) -> float | None:

@@ -258,7 +258,7 @@ WATTS: Mapping[str, int] = {name: watts for watts, names in _WATTS.items() for n
 
 
 @dataclass(frozen=True)
-class Spending:
+class JobCost:
     """Of a whole job, or of a billion tokens where the job doesn't say how many."""
 
     tokens: float
@@ -284,7 +284,7 @@ class Spending:
         }
 
 
-def spending(found: PlanCandidate, job: PlannedJob, price: Price | None = None) -> Spending:
+def spending(found: PlanCandidate, job: PlannedJob, price: Price | None = None) -> JobCost:
     """What the job takes in that layout; neither failures nor evaluations are in it."""
     tokens = job.tokens or PER_BILLION
     rate = found.tokens_per_second_per_device
@@ -296,4 +296,4 @@ def spending(found: PlanCandidate, job: PlannedJob, price: Price | None = None) 
         paid = Span(*(money(price.hour, found.devices, s) for s in each))
     watts = WATTS.get(found.cluster.device.name)
     energy = hours.high * watts / 1000 if watts else None
-    return Spending(tokens, seconds, hours, paid, price.currency if price else "", energy)
+    return JobCost(tokens, seconds, hours, paid, price.currency if price else "", energy)

@@ -29,7 +29,7 @@ assert len(WIRE) == len(ENCODE) == len(COMPRESSIONS)
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkSpeeds:
     """What one rank's group reaches: bytes/s of a ring and seconds per hop."""
 
     rate: Column
@@ -55,7 +55,7 @@ def gather_seconds(size: Value, ranks: Value, rate: Value, hop: Value) -> Column
     return np.asarray((ranks - 1) / ranks * size / rate + (ranks - 1) * hop)
 
 
-def links(stride: Value, ranks: Value, machine: MachineNumbers, c: Constants) -> Links:
+def links(stride: Value, ranks: Value, machine: MachineNumbers, c: Constants) -> LinkSpeeds:
     """A group of ``ranks`` that stand ``stride`` apart in the order of ranks."""
     within = stride * ranks <= machine.per_node
     together = np.maximum(1.0, np.floor(machine.per_node / stride))
@@ -64,7 +64,7 @@ def links(stride: Value, ranks: Value, machine: MachineNumbers, c: Constants) ->
     rate = np.where(within, intra, np.minimum(intra, together * inter))
     nodes = np.maximum(1.0, ranks / together)
     slow = (machine.intra_latency * (ranks - nodes) + machine.inter_latency * nodes) / ranks
-    return Links(rate, c.latency * np.where(within, machine.intra_latency, slow))
+    return LinkSpeeds(rate, c.latency * np.where(within, machine.intra_latency, slow))
 
 
 def wire(
@@ -160,7 +160,7 @@ def _gradients(
 
     scattered = sent * np.where((layouts.zero >= 2) & (machine.gloo > 0), 2.0, 1.0)
 
-    def exchange(parameters: Column, ranks: Column, found: Links) -> Column:
+    def exchange(parameters: Column, ranks: Column, found: LinkSpeeds) -> Column:
         ways = np.where(layouts.zero > 0, gathers * whole_width, sent) + scattered
         times = np.where(whole, model.layers / layouts.pp, 1.0)  # each of a rank's layers by itself
         hops = (gathers + 1) * (ranks - 1) * found.hop * times

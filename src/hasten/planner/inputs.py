@@ -79,54 +79,54 @@ def recipe_of(name: str, overrides: Sequence[str]) -> Recipe | None:
     return load_recipe(Path(name), overrides)
 
 
-def cluster_of(wishes: PlanOptions) -> Cluster:
+def cluster_of(options: PlanOptions) -> Cluster:
     """The cluster that the options describe."""
-    cloud = CloudConfig(wishes.nodes, wishes.gpus_per_node, wishes.cluster)
-    if not wishes.gpu.endswith(".json"):
-        return Cluster.of(cloud, wishes.gpu)
-    path = Path(wishes.gpu)
+    cloud = CloudConfig(options.nodes, options.gpus_per_node, options.cluster)
+    if not options.gpu.endswith(".json"):
+        return Cluster.of(cloud, options.gpu)
+    path = Path(options.gpu)
     found = _json(path)
     if found.get("kind") == "hasten machine rates":
-        if not wishes.memory:
+        if not options.memory:
             raise InputError(f"{path} says nothing of memory: give --memory, GB of a device")
         link = float(found.get("link") or 10e9)
-        own = own_machine(found, memory_bytes=wishes.memory * 1e9, link=link)
+        own = own_machine(found, memory_bytes=options.memory * 1e9, link=link)
         if str(found.get("device")) == "cpu":  # it takes tiles one by one, so none stand idle
             own = dataclasses.replace(own, device=dataclasses.replace(own.device, units=1))
-        return dataclasses.replace(own, nodes=wishes.nodes, per_node=wishes.gpus_per_node)
+        return dataclasses.replace(own, nodes=options.nodes, per_node=options.gpus_per_node)
     like = Cluster.of(cloud, "h100")
     chip = _device(path, found)
     return dataclasses.replace(like, device=chip, intra=chip.link)
 
 
 def job_of(
-    wishes: PlanOptions, recipe: Recipe | None, cluster: Cluster
+    options: PlanOptions, recipe: Recipe | None, cluster: Cluster
 ) -> tuple[PlannedJob, list[str]]:
     """The job, and what of it nobody has said."""
     assumed = []
-    task = wishes.task or _task(recipe)
-    sequence = wishes.sequence or (recipe.cutoff_len if recipe else None)
+    task = options.task or _task(recipe)
+    sequence = options.sequence or (recipe.cutoff_len if recipe else None)
     if sequence is None:
         sequence = 4096
         assumed.append("--sequence 4096")
-    batch = wishes.global_batch or (_batch(recipe, sequence) if recipe else None)
+    batch = options.global_batch or (_batch(recipe, sequence) if recipe else None)
     if batch is None:
         few = BATCH_TOKENS / sequence if task == "pretrain" else 64
         batch = cluster.devices * 2 ** max(0, round(math.log2(few / cluster.devices)))
         assumed.append(f"--global-batch {batch}")
     halves = recipe and any(name in str(entry) for entry in recipe.plan for name in HALF)
-    if recipe is not None and not wishes.precision and not halves:
+    if recipe is not None and not options.precision and not halves:
         assumed.append("16-bit products (the recipe's plan names none, and would train in float32)")
-    tokens = count_of(wishes.tokens, "--tokens") if wishes.tokens else 0.0
+    tokens = count_of(options.tokens, "--tokens") if options.tokens else 0.0
     if not tokens and recipe is not None:
         tokens = float(recipe.max_tokens or (recipe.max_steps or 0) * batch * sequence)
     return PlannedJob(sequence, batch, task, tokens), assumed
 
 
-def space_of(wishes: PlanOptions, cluster: Cluster) -> LayoutSpace:
+def space_of(options: PlanOptions, cluster: Cluster) -> LayoutSpace:
     """What may vary."""
-    formats, schedules = _listed(wishes.precision), _listed(wishes.schedules)
-    space = LayoutSpace.everything(cluster) if wishes.lossy else LayoutSpace()
+    formats, schedules = _listed(options.precision), _listed(options.schedules)
+    space = LayoutSpace.everything(cluster) if options.lossy else LayoutSpace()
     return dataclasses.replace(
         space,
         precisions=formats or space.precisions,
@@ -144,21 +144,21 @@ def price_from(path: Path | None) -> Price | None:
         raise InputError(f"--price: {error}") from error
 
 
-def calibration_of(wishes: PlanOptions, cluster: Cluster) -> tuple[Calibration | None, str | None]:
+def calibration_of(options: PlanOptions, cluster: Cluster) -> tuple[Calibration | None, str | None]:
     """The calibration and the stack: of runs of the user's own where they are given.
 
     Raises:
         InputError: a folder that isn't a run's, or runs on more devices than the cluster has.
     """
     known = calibrated().stacks
-    if wishes.stack is not None and wishes.stack not in known:
+    if options.stack is not None and options.stack not in known:
         raise InputError(
-            f"no measurements of {wishes.stack!r} were fitted; leave --stack out, or take one of "
+            f"no measurements of {options.stack!r} were fitted; leave --stack out, or take one of "
             f"{', '.join(sorted(known))}"
         )
-    if not wishes.calibrate:
-        return None, wishes.stack
-    runs = [own_run(folder, cluster) for folder in wishes.calibrate]
+    if not options.calibrate:
+        return None, options.stack
+    runs = [own_run(folder, cluster) for folder in options.calibrate]
     return calibrate_machine(runs), OWN_STACK
 
 
@@ -266,7 +266,7 @@ def is_run(name: str) -> bool:
     return (Path(name) / "metrics.jsonl").is_file() and (Path(name) / "recipe.yaml").is_file()
 
 
-def closed(
+def predicted_and_measured(
     folder: Path,
     cluster: Cluster,
     calibration: Calibration | None = None,
@@ -295,13 +295,13 @@ def _closing(
     cluster: Cluster,
     calibration: Calibration | None = None,
     stack: str | None = None,
-) -> tuple[str, list[actual.Term]]:
+) -> tuple[str, list[actual.CalibratedTerm]]:
     run = own_run(folder, cluster)
     rows = Layouts.of([run.layout])
     told = predict(run.architecture, run.cluster, run.job, rows, calibration, stack)
     one = candidate(told, rows, 0, run.cluster, run.job)
     head = f"{folder}, {words(run.layout)}: predicted as it ran on {run.cluster.device.name}"
-    return head, actual.closing(one, folder)
+    return head, actual.terms_of_run(one, folder)
 
 
 def machine_of(folder: Path) -> Cluster:
@@ -340,7 +340,7 @@ def machine_of(folder: Path) -> Cluster:
 def predicted_lines(folder: Path) -> str:
     """For a run's report: the table, or one line that says what is missing for it."""
     try:
-        return "\n" + closed(folder, machine_of(folder))
+        return "\n" + predicted_and_measured(folder, machine_of(folder))
     except InputError as error:
         return f"predicted against measured: {error}"
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from hasten.errors import InputError
 from hasten.models.architecture import Architecture
 from hasten.planner.cluster import Cluster
-from hasten.planner.schedules import SIMULATED, impossible
+from hasten.planner.schedules import SIMULATED, why_impossible
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "dualpipe", "zb2p")
 RECOMPUTE = ("none", "selective", "full", "light")  # see ``memory``
@@ -200,7 +200,7 @@ class LayoutSpace:
 
 
 @dataclass(frozen=True)
-class Enumeration:
+class EnumeratedLayouts:
     """The layouts, and how many ways to deal out devices each rule has refused."""
 
     layouts: Layouts
@@ -214,7 +214,7 @@ def own_format(cluster: Cluster) -> str:
 
 def enumerate_layouts(
     model: Architecture, cluster: Cluster, job: PlannedJob, space: LayoutSpace | None = None
-) -> Enumeration:
+) -> EnumeratedLayouts:
     """All layouts that the rules allow, as columns."""
     space = space or LayoutSpace()
     refused: Counter[str] = Counter()
@@ -240,7 +240,7 @@ def enumerate_layouts(
                 rows.append(
                     (dp, tp, pp, ep, cp, zero, micro, schedule, virtual, again, number, small)
                 )
-    return Enumeration(_columns(rows), dict(refused))
+    return EnumeratedLayouts(_columns(rows), dict(refused))
 
 
 def micro_batches(job: PlannedJob, dp: int) -> list[int]:
@@ -294,7 +294,7 @@ def _schedules(
     found = []
     for name in space.schedules:
         for virtual in (2, 3, 4, 6, 8) if name == "interleaved" else (1,):
-            if pp * virtual <= model.layers and not impossible(name, pp, count, virtual):
+            if pp * virtual <= model.layers and not why_impossible(name, pp, count, virtual):
                 found.append((SCHEDULES.index(name), virtual))
     return found
 

@@ -25,10 +25,16 @@ from hasten.machine.accelerators import DEVICES
 from hasten.models.architecture import Architecture
 from hasten.planner.candidate import PlanCandidate, candidate
 from hasten.planner.cluster import Cluster
-from hasten.planner.layout import Enumeration, Layouts, LayoutSpace, PlannedJob, enumerate_layouts
+from hasten.planner.layout import (
+    EnumeratedLayouts,
+    Layouts,
+    LayoutSpace,
+    PlannedJob,
+    enumerate_layouts,
+)
 from hasten.planner.memory import MemoryColumns
 from hasten.planner.numbers import Calibration
-from hasten.planner.predict import FATAL, Prediction, predict, why
+from hasten.planner.predict import FATAL, Prediction, predict, reason_sentences
 from hasten.planner.simulate import resimulated
 
 # What would make a job fit that fits nowhere: more nodes, a larger device, fewer weights to train.
@@ -40,14 +46,14 @@ Fits = Callable[[Architecture, Cluster, PlannedJob], bool]
 
 
 def nothing_fits(
-    model: Architecture, cluster: Cluster, job: PlannedJob, found: Considered, fits: Fits
+    model: Architecture, cluster: Cluster, job: PlannedJob, found: EvaluatedLayouts, fits: Fits
 ) -> str:
     """Why no layout can run, by how much, and what would, in one sentence."""
     here = f"{cluster.devices} x {cluster.device.name}"
     bits = found.found.reasons & FATAL
     lean = np.flatnonzero((bits & ~MEMORY) == 0)
     if not len(lean):
-        rarest = why(int(bits[np.argmin([int(b).bit_count() for b in bits])]))
+        rarest = reason_sentences(int(bits[np.argmin([int(b).bit_count() for b in bits])]))
         return f"{model.name} has no layout on {here}: {'; '.join(rarest)}"
     row = int(lean[np.argmin(found.found.memory_p90[lean])])
     needs, has = found.found.memory_p90[row] / 1e9, cluster.device.memory_bytes / 1e9
@@ -102,12 +108,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Considered:
+class EvaluatedLayouts:
     """All layouts on one cluster, with what was predicted of them."""
 
     cluster: Cluster
     job: PlannedJob
-    enumeration: Enumeration
+    enumeration: EnumeratedLayouts
     found: Prediction
 
     @property
@@ -131,7 +137,7 @@ class ClusterPlan:
     model: Architecture
     cluster: Cluster
     job: PlannedJob
-    considered: tuple[Considered, ...]  # all nodes first
+    considered: tuple[EvaluatedLayouts, ...]  # all nodes first
     best: tuple[PlanCandidate, ...]
     pareto: tuple[PlanCandidate, ...]
     calibration: Calibration | None
@@ -176,7 +182,7 @@ def plan(
     if top < 1:
         raise InputError(f"top is {top}: ask for 1 layout at least")
     lora = job.task == "lora"
-    whole = consider(known, machines, job, space, calibration, stack)
+    whole = evaluate_layouts(known, machines, job, space, calibration, stack)
     if not np.any(whole.found.fits):
         raise InputError(nothing_fits(known, machines, job, whole, _tried(space, calibration)))
     best = [resimulated(known, c, lora) for c in distinct(whole, 3 * top, by_schedule=True)]
@@ -184,7 +190,7 @@ def plan(
     considered = [whole]
     for fewer in _fewer(machines) if fewer_nodes else ():
         try:
-            considered.append(consider(known, fewer, job, space, calibration, stack))
+            considered.append(evaluate_layouts(known, fewer, job, space, calibration, stack))
         except InputError:  # the batch suits all nodes and not half of them
             continue
     corners = pareto([c for each in considered for c in _corners(each)])
@@ -195,14 +201,14 @@ def plan(
     )
 
 
-def consider(
+def evaluate_layouts(
     model: Architecture,
     cluster: Cluster,
     job: PlannedJob,
     space: LayoutSpace | None = None,
     calibration: Calibration | None = None,
     stack: str | None = None,
-) -> Considered:
+) -> EvaluatedLayouts:
     """All layouts on that cluster, predicted.
 
     Raises:
@@ -219,10 +225,10 @@ def consider(
         predict(model, cluster, job, rows.take(chunk), calibration, stack)
         for chunk in np.array_split(np.arange(len(rows)), -(-len(rows) // CHUNK))
     ]
-    return Considered(cluster, job, all_of_them, joined(parts))
+    return EvaluatedLayouts(cluster, job, all_of_them, joined(parts))
 
 
-def distinct(found: Considered, count: int, by_schedule: bool = False) -> list[PlanCandidate]:
+def distinct(found: EvaluatedLayouts, count: int, by_schedule: bool = False) -> list[PlanCandidate]:
     """The quickest that fit, one for each way to deal out devices (and to schedule)."""
     chosen: dict[tuple[float, ...], int] = {}
     rows = found.layouts
@@ -262,7 +268,7 @@ def joined(parts: list[T]) -> T:
     return made
 
 
-def _corners(found: Considered, steps: int = 12) -> list[PlanCandidate]:
+def _corners(found: EvaluatedLayouts, steps: int = 12) -> list[PlanCandidate]:
     """For each of some limits of memory the quickest layout below it."""
     order = found.order()
     if not len(order):
@@ -305,7 +311,7 @@ def _tried(space: LayoutSpace | None, calibration: Calibration | None) -> Any:
 
     def fits(model: Architecture, cluster: Cluster, job: PlannedJob) -> bool:
         try:
-            there = consider(model, cluster, job, space, calibration)
+            there = evaluate_layouts(model, cluster, job, space, calibration)
         except InputError:
             return False
         return bool(np.any(there.found.fits))

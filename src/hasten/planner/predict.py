@@ -91,10 +91,10 @@ class Prediction:
     memory_p10: Column
     memory_p90: Column
     fits: NDArray[np.bool_]  # can run, and its memory's P90 lies within the device's
-    reasons: NDArray[np.int64]  # bits; see ``why``
+    reasons: NDArray[np.int64]  # bits; see ``reason_sentences``
 
 
-def why(bits: int) -> list[str]:
+def reason_sentences(bits: int) -> list[str]:
     """The sentences behind a row of ``Prediction.reasons``."""
     return [sentence for place, sentence in enumerate(REASONS) if int(bits) >> place & 1]
 

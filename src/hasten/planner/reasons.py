@@ -20,9 +20,9 @@ from hasten.models.architecture import Architecture
 from hasten.planner.candidate import PlanCandidate, candidate, micro_batches_of
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
-from hasten.planner.planning import ClusterPlan, Considered
+from hasten.planner.planning import ClusterPlan, EvaluatedLayouts
 from hasten.planner.predict import FATAL, REASONS, predict
-from hasten.planner.schedules import SIMULATED, impossible
+from hasten.planner.schedules import SIMULATED, why_impossible
 from hasten.planner.simulate import resimulated
 
 # What a user writes on a command line, read: a layout's words, counts like 15T, changes to try.
@@ -210,7 +210,9 @@ def impossibilities(
             "stage"
         )
     if layout.pp > 1 and layout.schedule in SIMULATED and not job.global_batch % share:
-        told = impossible(layout.schedule, layout.pp, micro_batches_of(layout, job), layout.virtual)
+        told = why_impossible(
+            layout.schedule, layout.pp, micro_batches_of(layout, job), layout.virtual
+        )
         said += [told] if told else []
     return said
 
@@ -280,7 +282,7 @@ def refusals(found: ClusterPlan) -> list[str]:
     return said
 
 
-def best_of_each_deal(whole: Considered) -> list[int]:
+def best_of_each_deal(whole: EvaluatedLayouts) -> list[int]:
     """For each way to deal out the devices the row of its quickest that fits, or leanest."""
     rows, told = whole.layouts, whole.found
     deals = np.stack([rows.dp, rows.tp, rows.pp, rows.ep, rows.cp], axis=1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hasten.machine.accelerators import device
-from hasten.models.architecture import Architecture, Experts, Latent
+from hasten.models.architecture import Architecture, Experts, LatentAttention
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import RECOMPUTE, Layouts, PlannedJob, PlannedLayout
 from hasten.planner.memory import memory
@@ -112,7 +112,7 @@ def _architecture(model: Mapping[str, Any], name: str) -> Architecture:
         )
     latent = None
     if mla:
-        latent = Latent(mla["q_lora"], mla["kv_lora"], mla["nope"], mla["rope"], mla["v"])
+        latent = LatentAttention(mla["q_lora"], mla["kv_lora"], mla["nope"], mla["rope"], mla["v"])
     return Architecture(
         name=name,
         layers=model["layers"],

@@ -79,7 +79,7 @@ def orders(schedule: str, stages: int, micro_batches: int, virtual: int = 1) -> 
     Raises:
         InputError: a schedule that has no such order, and for which numbers it has one.
     """
-    problem = impossible(schedule, stages, micro_batches, virtual)
+    problem = why_impossible(schedule, stages, micro_batches, virtual)
     if problem:
         raise InputError(problem)
     if schedule == "interleaved":
@@ -91,7 +91,7 @@ def orders(schedule: str, stages: int, micro_batches: int, virtual: int = 1) -> 
     return [[(op,) for op in of_rank] for of_rank in trained(schedule, stages, micro_batches)]
 
 
-def impossible(schedule: str, stages: int, micro_batches: int, virtual: int = 1) -> str:
+def why_impossible(schedule: str, stages: int, micro_batches: int, virtual: int = 1) -> str:
     """Why there is no such schedule, in one sentence; empty where there is one."""
     P, M = stages, micro_batches
     if schedule not in SIMULATED:

@@ -20,9 +20,9 @@ from hasten.planner.layout import PlannedLayout
 from hasten.planner.schedules import (
     StageSeconds,
     idle_seconds,
-    impossible,
     orders,
     simulate,
+    why_impossible,
 )
 
 PLAYED = 2, 3  # of many micro-batches so many times twice the stages are played
@@ -49,7 +49,7 @@ def resimulated(model: Architecture, found: PlanCandidate, lora: bool = False) -
     layout, count = found.layout, found.micro_batches
     if layout.pp == 1 or layout.pp * layout.virtual > model.layers:
         return found
-    if impossible(layout.schedule, layout.pp, count, layout.virtual):
+    if why_impossible(layout.schedule, layout.pp, count, layout.virtual):
         return found
     one = micro_batch(model, found, lora)
     layers, seconds = stages(model, layout, one)
@@ -123,7 +123,7 @@ def stages(
 ) -> tuple[tuple[int, ...], StageSeconds]:
     """Layers per stage (of every chunk where stages are interleaved), and their seconds."""
     chunks = layout.pp * layout.virtual
-    layers = dealt(model.layers, chunks, one.head / (one.layers / model.layers))
+    layers = layers_per_stage(model.layers, chunks, one.head / (one.layers / model.layers))
     send = one.sends / layout.virtual / 2
     forward, inputs, weights = (
         [getattr(one, name) / model.layers * n for n in layers]
@@ -136,7 +136,7 @@ def stages(
     )
 
 
-def dealt(layers: int, stages: int, head: float) -> list[int]:
+def layers_per_stage(layers: int, stages: int, head: float) -> list[int]:
     """Layers of each stage, the last of which also has a head as long as ``head`` layers.
 
     One layer at a time to the stage that is least loaded: the largest load is then the least

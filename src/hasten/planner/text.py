@@ -14,7 +14,7 @@ from hasten.errors import InputError
 from hasten.formatting import aligned
 from hasten.models.architecture import Architecture
 from hasten.planner.advice import HardwareOption, LayoutChange, Shape
-from hasten.planner.candidate import PlanCandidate, Span, Spending, spending, words
+from hasten.planner.candidate import JobCost, PlanCandidate, Span, spending, words
 from hasten.planner.layout import PlannedJob, PlannedLayout
 from hasten.planner.numbers import calibrated
 from hasten.planner.planning import ClusterPlan
@@ -101,7 +101,7 @@ def waterfalls(one: PlanCandidate) -> str:
     return "\n".join(lines)
 
 
-def spent(cost: Spending, one: PlanCandidate) -> str:
+def spent(cost: JobCost, one: PlanCandidate) -> str:
     """Device hours, money, energy: of the first layout."""
     what = f"{cost.tokens:.4g} tokens"
     lines = [

@@ -1,4 +1,4 @@
-"""From a recipe and its material to facts, a plan and a job."""
+"""From a recipe and its data to facts, a plan and a job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hasten.core.job import (
     Stop,
     with_language_counts,
 )
-from hasten.core.loop import Notice, ask_to_leave
+from hasten.core.loop import ShutdownNotice, ask_to_leave
 from hasten.core.plan import Plan
 from hasten.core.session import Session
 from hasten.core.setup import obstacles, prepare
@@ -107,7 +107,7 @@ def watch_notices(session: Session, recipe: Recipe) -> AbstractContextManager[An
         return contextlib.nullcontext()
     file = Path(recipe.leave_file) if recipe.leave_file else None
     leave = partial(ask_to_leave, session, haste=True)
-    return Notice(leave, file, recipe.leave_command or ())
+    return ShutdownNotice(leave, file, recipe.leave_command or ())
 
 
 def supervision_of(recipe: Recipe) -> Supervision:
@@ -143,15 +143,15 @@ def words_of(recipe: Recipe) -> dict[str, Any]:
     return {"model": _name(recipe.model), **words}
 
 
-def terms_of(recipe: Recipe, material: PreparedData) -> dict[str, Any]:
+def terms_of(recipe: Recipe, data: PreparedData) -> dict[str, Any]:
     """All of it: the model's config and the prepared data by their hashes, too."""
-    config = read_config(recipe.model, vocab_size=len(material.tokenizer)).to_diff_dict()
+    config = read_config(recipe.model, vocab_size=len(data.tokenizer)).to_diff_dict()
     kept = {key: value for key, value in config.items() if key not in OF_ORIGIN}
     text = json.dumps(kept, sort_keys=True, default=str)
     return {
         **words_of(recipe),
         "model_config": hashlib.sha256(text.encode()).hexdigest()[:16],
-        "data": material.identity(),
+        "data": data.identity(),
     }
 
 
@@ -167,7 +167,7 @@ METRICS = {"token_accuracy": token_accuracy}
 DEFAULT_BATCH = 32  # records of a step where the recipe says nothing
 
 
-def facts_of(recipe: Recipe, material: PreparedData | None = None) -> Facts:
+def facts_of(recipe: Recipe, data: PreparedData | None = None) -> Facts:
     """What is known of machine, model and records before anything is built."""
     here = facts.seen_at_start()
     device = here.device if recipe.device == "auto" else recipe.device
@@ -175,13 +175,13 @@ def facts_of(recipe: Recipe, material: PreparedData | None = None) -> Facts:
         raise InputError("device: this machine has no CUDA device; say device: auto or cpu")
     if recipe.device == "cuda":
         device = here.device
-    known = replace(here, device=device, model=model_facts(recipe, material))
-    return replace(known, records=material.record_facts()) if material else known
+    known = replace(here, device=device, model=model_facts(recipe, data))
+    return replace(known, records=data.record_facts()) if data else known
 
 
-def model_facts(recipe: Recipe, material: PreparedData | None) -> ModelFacts:
+def model_facts(recipe: Recipe, data: PreparedData | None) -> ModelFacts:
     """The model's shape from its config; nothing is loaded."""
-    rows = len(material.tokenizer) if material else None
+    rows = len(data.tokenizer) if data else None
     config = read_config(recipe.model, needs_weights=not recipe.from_scratch, vocab_size=rows)
     return ModelFacts(
         architecture=config.model_type,
@@ -235,29 +235,27 @@ def plan_of(
     return plan
 
 
-def job_of(recipe: Recipe, material: PreparedData, known: Facts, plan: Plan) -> Job:
+def job_of(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> Job:
     """The recipe as a job: a fresh model, AdamW, padded batches, logits for every slot.
 
     The plan decides how many steps the data makes, and so the length of the schedule.
     """
     job = Job(
-        model=_factory(recipe, material),
+        model=_factory(recipe, data),
         loss=partial(WholeLogitsLoss, terms=LossTerms(recipe.label_smoothing, recipe.z_loss)),
         optimizer=partial(adamw, recipe),
         stop=Stop(recipe.max_steps, recipe.epochs, recipe.max_tokens),
-        records=material.train,
-        lengths=material.train.lengths.tolist(),
-        collate=with_language_counts(partial(padded, pad_id=material.tokenizer.pad_token_id or 0)),
+        records=data.train,
+        lengths=data.train.lengths.tolist(),
+        collate=with_language_counts(partial(padded, pad_id=data.tokenizer.pad_token_id or 0)),
         batch=batch_of(recipe),
         adapter=_adapter(recipe),
-        held_out=material.held_out,
-        metrics={
-            name: partial(METRICS[name], records=material.held_out) for name in _asked(recipe)
-        },
+        held_out=data.held_out,
+        metrics={name: partial(METRICS[name], records=data.held_out) for name in _asked(recipe)},
         max_grad_norm=recipe.max_grad_norm,
         seed=recipe.seed,
         device=known.device,
-        terms=terms_of(recipe, material),
+        terms=terms_of(recipe, data),
     )
     sampler = prepare(job, plan, known, Path(recipe.output)).sampler
     steps = total_steps(job, sampler) if sampler else 1
@@ -266,12 +264,12 @@ def job_of(recipe: Recipe, material: PreparedData, known: Facts, plan: Plan) -> 
     return replace(job, schedule=schedule)
 
 
-def build_model(recipe: Recipe, material: PreparedData, skeleton: bool = False) -> nn.Module:
-    """The model in float32, through SDPA where it can, fitted to the material's tokenizer.
+def build_model(recipe: Recipe, data: PreparedData, skeleton: bool = False) -> nn.Module:
+    """The model in float32, through SDPA where it can, fitted to the data's tokenizer.
 
     A ``skeleton`` has no memory for weights.
     """
-    return model_for(recipe, material.tokenizer, skeleton)
+    return model_for(recipe, data.tokenizer, skeleton)
 
 
 def model_for(recipe: Recipe, tokenizer: Any, skeleton: bool = False) -> nn.Module:
@@ -315,19 +313,19 @@ class Building:
     """Builds a recipe's model, or its skeleton."""
 
     recipe: Recipe
-    material: PreparedData
+    data: PreparedData
 
     def __call__(self) -> nn.Module:
-        return build_model(self.recipe, self.material)
+        return build_model(self.recipe, self.data)
 
     def skeleton(self) -> nn.Module:
-        return build_model(self.recipe, self.material, skeleton=True)
+        return build_model(self.recipe, self.data, skeleton=True)
 
 
-def _factory(recipe: Recipe, material: PreparedData) -> Callable[[], nn.Module]:
+def _factory(recipe: Recipe, data: PreparedData) -> Callable[[], nn.Module]:
     """With a skeleton, unless the run's adapter has to see weights."""
     sees = recipe.finetuning_type != "full" and (recipe.lora_base or recipe.lora_dora)
-    return partial(build_model, recipe, material) if sees else Building(recipe, material)
+    return partial(build_model, recipe, data) if sees else Building(recipe, data)
 
 
 def _asked(recipe: Recipe) -> list[str]:

@@ -77,20 +77,20 @@ def first_plan(found: Sequence[TechniqueCandidate], kept: Plan, known: Facts) ->
     """The kept techniques and the usual ones, of each slot the one with the better forecast."""
     plan = kept
     usual = [c.technique for c in found if c.usual and not c.refused]
-    for technique in sorted(usual, key=lambda t: -expected(t, known)):
+    for technique in sorted(usual, key=lambda t: -expected_gain(t, known)):
         if technique.slot not in plan:
             plan = plan.with_(technique)
-    return whole(plan, found)
+    return with_document_attention(plan, found)
 
 
-def beginning(recipe: Recipe, known: Facts) -> str:
+def first_plan_sentence(recipe: Recipe, known: Facts) -> str:
     """What ``plan: auto`` begins with on this job, in words that all commands share."""
     found = candidates(recipe, known, (recipe.auto_plan or AutoPlan()).fidelity)
     why = next(c.why for c in found if isinstance(c.technique, Packed))
     return f"plan: auto begins with {first_plan(found, Plan(), known)}; packed: {why}"
 
 
-def whole(plan: Plan, found: Iterable[TechniqueCandidate] = ()) -> Plan:
+def with_document_attention(plan: Plan, found: Iterable[TechniqueCandidate] = ()) -> Plan:
     """The plan with attention within documents where, and only where, its rows are packed.
 
     Packed rows without it compute what a mask then hides; unpacked rows have one document each.
@@ -104,7 +104,7 @@ def whole(plan: Plan, found: Iterable[TechniqueCandidate] = ()) -> Plan:
     return plan
 
 
-def expected(technique: Technique, known: Facts) -> float:
+def expected_gain(technique: Technique, known: Facts) -> float:
     """What it gains, as a logarithm: measured on this machine, or forecast from its terms."""
     if (gain := technique.gain(known)) is not None:
         return math.log(gain.ratio)
@@ -112,7 +112,7 @@ def expected(technique: Technique, known: Facts) -> float:
     return -math.log(max(cast.slots * cast.flops * cast.bytes * cast.wire_bytes, 1e-9))
 
 
-def fitted(plan: Plan, recipe: Recipe, known: Facts, slots: int) -> tuple[Plan, str]:
+def fitted_to_memory(plan: Plan, recipe: Recipe, known: Facts, slots: int) -> tuple[Plan, str]:
     """The plan, with what it takes to fit into memory, and why; as it is where nothing helps."""
     size, room = size_of(recipe, known), room_of(known)
     if needs_of(size, known, plan, slots).total <= room:
@@ -129,7 +129,7 @@ def fitted(plan: Plan, recipe: Recipe, known: Facts, slots: int) -> tuple[Plan, 
     return plan, ""
 
 
-def fits(plan: Plan, recipe: Recipe, known: Facts, slots: int) -> bool:
+def fits_in_memory(plan: Plan, recipe: Recipe, known: Facts, slots: int) -> bool:
     """Whether the predicted memory of the fullest rank is there."""
     return needs_of(size_of(recipe, known), known, plan, slots).total <= room_of(known)
 

@@ -22,8 +22,8 @@ from hasten.machine.processes import available_bytes
 from hasten.models.flops import config_flops
 from hasten.models.load import read_config
 from hasten.models.memory import (
+    BytesNeeded,
     ModelSize,
-    Needs,
     activation_bytes,
     gigabytes,
     logits_bytes,
@@ -118,7 +118,7 @@ def size_of(recipe: Recipe, known: Facts) -> ModelSize:
     return ModelSize(model.parameters, active, *sizes, chosen or 0)
 
 
-def needs_of(size: ModelSize, known: Facts, plan: Plan, slots: int) -> Needs:
+def needs_of(size: ModelSize, known: Facts, plan: Plan, slots: int) -> BytesNeeded:
     """What the fullest rank needs under a plan, with micro-batches of so many slots."""
     told = {t.slot: t.forecast(known) for t in plan}
     if FusedAdamW() in plan.techniques and Slot.PRECISION not in plan:
@@ -132,7 +132,7 @@ def needs_of(size: ModelSize, known: Facts, plan: Plan, slots: int) -> Needs:
     slots = round(slots * min(told.get(Slot.COLLATE, none).slots, 1.0))
     saved = told.get(Slot.LOSS, none).resident_bytes
     share = 1 + saved / row if row and saved < 0 else 1.0
-    return Needs(
+    return BytesNeeded(
         state=state_bytes(size.parameters, more, dealt),
         activations=activation_bytes(
             size,

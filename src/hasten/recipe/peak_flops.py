@@ -30,7 +30,7 @@ KEPT = "ceiling.json"
 
 
 @dataclass(frozen=True)
-class Ceiling:
+class PeakFlops:
     """FLOP/s of one device, and where the figure comes from."""
 
     rate: float
@@ -70,13 +70,13 @@ def meter_of(recipe: Recipe, known: Facts, model: nn.Module) -> Meter:
     )
 
 
-def ceiling_of(recipe: Recipe, known: Facts) -> Ceiling | None:
+def ceiling_of(recipe: Recipe, known: Facts) -> PeakFlops | None:
     """One device's ceiling as the recipe wants it; None where nobody knows it."""
     if recipe.ceiling == "auto":
         row = datasheet(device_name(known)) if known.on_gpu else None
         if row is None:
             return None
-        return Ceiling(row.bf16, f"{_tera(row.bf16)}, datasheet of {row.name}: {row.source}")
+        return PeakFlops(row.bf16, f"{_tera(row.bf16)}, datasheet of {row.name}: {row.source}")
     if recipe.ceiling == "measure":
         rates = _kept(recipe, known)
     else:
@@ -87,7 +87,7 @@ def ceiling_of(recipe: Recipe, known: Facts) -> Ceiling | None:
     threads = "" if known.on_gpu else f", threads: {rates.threads}"
     shape = f"{best.dtype} {best.m}x{best.k} by {best.k}x{best.n}"
     day = rates.measured_at[:10]
-    return Ceiling(best.best, f"{_tera(best.best)}, measured: {shape}{threads}, {day}")
+    return PeakFlops(best.best, f"{_tera(best.best)}, measured: {shape}{threads}, {day}")
 
 
 def mfu_words(recipe: Recipe, known: Facts) -> str | None:

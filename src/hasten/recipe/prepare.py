@@ -35,7 +35,7 @@ from hasten.parts.checkpoint.format import read_manifest
 from hasten.recipe.build import batch_of, check_faults, facts_of, job_of, plan_of, words_of
 from hasten.recipe.gpu_check import check_kernels
 from hasten.recipe.peak_flops import settle
-from hasten.recipe.prepared_data import PreparedData, gather, tell_overlap
+from hasten.recipe.prepared_data import PreparedData, prepare_data, tell_overlap
 from hasten.recipe.schema import Recipe
 from hasten.techniques.checkpoint import Checkpoints
 
@@ -44,8 +44,8 @@ Tell = Callable[[str], None]
 OWN = ("nproc", "output", "min_nproc")  # a rank may have its own
 
 
-def promised(recipe: Recipe, known: Facts) -> dict[str, dict[str, Any]]:
-    """What must be the same on every rank, for :func:`hasten.launch.ranks.agree`."""
+def terms_of_all_ranks(recipe: Recipe, known: Facts) -> dict[str, dict[str, Any]]:
+    """What must be the same on every rank, for :func:`hasten.launch.ranks.check_agreement`."""
     keys = recipe.model_dump(mode="json")
     return {
         "recipe": {key: value for key, value in keys.items() if key not in OWN},
@@ -116,7 +116,7 @@ def newest_checkpoint(recipe: Recipe, plan: Plan) -> Path | None:
     return next(reversed(checkpoints(place)), None)
 
 
-def tell_what_trains(session: Session, material: PreparedData, tell: Callable[[str], None]) -> None:
+def tell_what_trains(session: Session, data: PreparedData, tell: Callable[[str], None]) -> None:
     """Model, machine and plan in a line, what was adapted, and the first record as it is seen."""
     learns, total = parameter_counts(session.model)
     setup = session.setup
@@ -126,12 +126,12 @@ def tell_what_trains(session: Session, material: PreparedData, tell: Callable[[s
     )
     for row in adapted_table(session.model):
         tell(f"  adapted {row.modules} x {row.count}, rank {row.rank}, {row.parameters:,} weights")
-    tell(first_record(material))
+    tell(first_record(data))
 
 
-def first_record(material: PreparedData) -> str:
+def first_record(data: PreparedData) -> str:
     """The first record decoded, for a look at template and loss mask before hours are spent."""
-    text = inspect(material.tokenizer, material.train[0])
+    text = inspect(data.tokenizer, data.train[0])
     shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
     return f"the first record, trained parts in [[ ]]:\n{shown}"
 
@@ -205,7 +205,7 @@ def check_space(output: Path, known: Facts) -> None:
         )
 
 
-def ready(
+def prepare_run(
     recipe: Recipe,
     tell: Tell,
     on_tokens: Callable[[int, int], None] | None = None,
@@ -231,16 +231,16 @@ def ready(
     if held is not None:
         _take_folder(held, output, first_look.world)
         check_resumable(recipe, plan)
-    material = gather(recipe, output / "data", tell, on_tokens)
-    known = facts_of(recipe, material)
+    data = prepare_data(recipe, output / "data", tell, on_tokens)
+    known = facts_of(recipe, data)
     plan = plan_of(recipe, replace(known, world=world), tell)
     if ranks == 1:  # or each of the ranks does so itself
         check_kernels(known, tell if known.world.local_rank == 0 else lambda text: None)
-    job_of(recipe, material, replace(known, world=world), plan)
+    job_of(recipe, data, replace(known, world=world), plan)
     check_space(output, known)
     settle(recipe, known, tell)
-    tell_overlap(material, tell)
-    return known, plan, material
+    tell_overlap(data, tell)
+    return known, plan, data
 
 
 def _take_folder(held: ExitStack, output: Path, world: World) -> None:

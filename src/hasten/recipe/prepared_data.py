@@ -25,9 +25,9 @@ from hasten.data.chat_template import choose_chat_template
 from hasten.data.conversation import Conversation, columns_of
 from hasten.data.corpus import stdlib_corpus
 from hasten.data.file_lock import one_writer, replace_file
-from hasten.data.readers import Reading, read_sources
+from hasten.data.readers import ReadRecords, read_sources
 from hasten.data.sources import Source, entry_of, source_of, weighted
-from hasten.data.spool import Gathered, Selection, spools
+from hasten.data.spool import ConversationSink, Selection, spools
 from hasten.data.token_store import StoredRecords, Subset, TokenStore, split, tokenize
 from hasten.data.tokenize import sweep, train_bpe
 from hasten.errors import InputError
@@ -66,7 +66,7 @@ class Conversations:
 
 
 def read_source(
-    recipe: Recipe, tell: Tell, gathered: Callable[[], Gathered] = list
+    recipe: Recipe, tell: Tell, gathered: Callable[[], ConversationSink] = list
 ) -> Conversations:
     """Everything that the recipe's words on data mean; tells what was found.
 
@@ -88,7 +88,7 @@ def read_source(
     return replace(source, train=_draw(source.train, recipe.max_records, recipe.seed))
 
 
-def _embedded(recipe: Recipe, name: str, gathered: Callable[[], Gathered]) -> Conversations:
+def _embedded(recipe: Recipe, name: str, gathered: Callable[[], ConversationSink]) -> Conversations:
     corpus = stdlib_corpus()
     kind = "texts" if name == "stdlib-text" else "pairs"
     train = weighted([getattr(corpus.train, kind)], [recipe.datasets[0].weight], recipe.seed)
@@ -100,7 +100,7 @@ def _embedded(recipe: Recipe, name: str, gathered: Callable[[], Gathered]) -> Co
     return Conversations(train, held_out, {}, corpus.sha256)
 
 
-def _files(recipe: Recipe, tell: Tell, gathered: Callable[[], Gathered]) -> Conversations:
+def _files(recipe: Recipe, tell: Tell, gathered: Callable[[], ConversationSink]) -> Conversations:
     readings = read_sources(
         [_source(recipe, data) for data in recipe.datasets], recipe.max_rejected, gathered
     )
@@ -130,7 +130,7 @@ def _source(recipe: Recipe, data: DataSource) -> Source:
 
 
 def _held_out_file(
-    recipe: Recipe, gathered: Callable[[], Gathered]
+    recipe: Recipe, gathered: Callable[[], ConversationSink]
 ) -> Sequence[Conversation] | None:
     """The records of the held-out file, with the recipe's columns; None where it names none."""
     if not isinstance(recipe.held_out, str):
@@ -151,7 +151,7 @@ def _apart(
     return kept, whole.take(theirs)
 
 
-def _merged(readings: Sequence[Reading], name: str) -> dict[str, str]:
+def _merged(readings: Sequence[ReadRecords], name: str) -> dict[str, str]:
     return {file: what for reading in readings for file, what in getattr(reading, name).items()}
 
 
@@ -236,7 +236,7 @@ class PreparedData:
     tokenizer: PreTrainedTokenizerBase
     train: StoredRecords
     held_out: StoredRecords | tuple[()]
-    note: Note
+    note: PreparedDataIndex
 
     def record_facts(self) -> RecordFacts:
         tokens = int(self.train.lengths.sum())
@@ -258,7 +258,7 @@ class PreparedData:
 
 
 @dataclass(frozen=True)
-class Note:
+class PreparedDataIndex:
     """What ``data/index.json`` says: where the prepared data lies and where it came from."""
 
     key: str
@@ -273,7 +273,7 @@ class Note:
     long: int = 0  # training records that are longer than cutoff_len
 
 
-def gather(
+def prepare_data(
     recipe: Recipe,
     folder: Path,
     tell: Tell = lambda text: None,
@@ -339,7 +339,7 @@ def _prepared(
     tokenizer.save_pretrained(folder / "tokenizer")
     rejected = [*source.rejected, *([*r] for r in train.rejected)]
     own = source.held_out is not None
-    note = Note(
+    note = PreparedDataIndex(
         key=key,
         tokenizer="tokenizer",
         train=train.path.name,
@@ -353,18 +353,18 @@ def _prepared(
     )
     replace_file(folder / "index.json", json.dumps(asdict(note), indent=1))
     sweep(folder)
-    return _material(recipe, note, tokenizer, train, held_out)
+    return _fitted(recipe, note, tokenizer, train, held_out)
 
 
-def write_rejected(note: Note, path: Path) -> None:
+def write_rejected(note: PreparedDataIndex, path: Path) -> None:
     """One line of JSON for each record that was left out: file, line, reason."""
     lines = [json.dumps({"file": f, "line": n, "reason": r}) for f, n, r in note.rejected]
     replace_file(path, "\n".join(lines) + "\n")
 
 
-def _material(
+def _fitted(
     recipe: Recipe,
-    note: Note,
+    note: PreparedDataIndex,
     tokenizer: PreTrainedTokenizerBase,
     train: TokenStore,
     held_out: TokenStore | None,
@@ -379,7 +379,7 @@ def _material(
 
 def _opened(recipe: Recipe, folder: Path, key: str) -> PreparedData | None:
     try:
-        note = Note(**json.loads((folder / "index.json").read_text()))
+        note = PreparedDataIndex(**json.loads((folder / "index.json").read_text()))
         if note.key != key:
             return None
         train = TokenStore(folder / note.train)
@@ -387,7 +387,7 @@ def _opened(recipe: Recipe, folder: Path, key: str) -> PreparedData | None:
         tokenizer = load_tokenizer(str(folder / note.tokenizer))
     except (OSError, ValueError, TypeError):
         return None  # absent, damaged or of another version: prepared anew
-    return _material(recipe, note, tokenizer, train, held_out)
+    return _fitted(recipe, note, tokenizer, train, held_out)
 
 
 def _tokenizer(recipe: Recipe, source: Conversations, tell: Tell) -> PreTrainedTokenizerBase:
@@ -465,9 +465,9 @@ class Overlap:
         )
 
 
-def overlap(material: PreparedData) -> Overlap:
+def overlap(data: PreparedData) -> Overlap:
     """Count the held-out records whose tokens are those of a training record."""
-    held_out, train = material.held_out, material.train
+    held_out, train = data.held_out, data.train
     if isinstance(held_out, tuple) or not len(held_out):
         return Overlap(0, 0)
     wanted = [_digest(held_out[i]) for i in range(len(held_out))]
@@ -476,9 +476,9 @@ def overlap(material: PreparedData) -> Overlap:
     return Overlap(sum(digest in found for digest in wanted), len(held_out))
 
 
-def tell_overlap(material: PreparedData, tell: Callable[[str], None]) -> None:
+def tell_overlap(data: PreparedData, tell: Callable[[str], None]) -> None:
     """Say it once, before anything is trained."""
-    advice = overlap(material).advice
+    advice = overlap(data).advice
     if advice:
         tell(advice)
 

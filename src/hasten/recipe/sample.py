@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hasten.core.job import Indexed
-from hasten.core.loop import evaluating
+from hasten.core.loop import evaluation_mode
 from hasten.core.session import Session
 from hasten.models.load import take_own_attention
 from hasten.parts.data.collate import TokenRecord
@@ -38,7 +38,7 @@ def write_samples(
     prompts = (prompt_of(held_out[i]) for i in range(len(held_out)))
     short = [ids for ids in prompts if 0 < len(ids) <= LONGEST_PROMPT][:count]
     found = []
-    with evaluating(session.model):
+    with evaluation_mode(session.model):
         for ids in short:
             inputs = torch.tensor([ids], device=model.device)
             written = session.model.generate(

@@ -15,7 +15,12 @@ from hasten.core.plan import did_you_mean, name_of
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.machine import environment, host
-from hasten.parts.distributed.deepspeed_config import Known, Mapped, mapped, read_config
+from hasten.parts.distributed.deepspeed_config import (
+    MappedConfig,
+    TrainerSettings,
+    read_config,
+    read_settings,
+)
 from hasten.techniques import CATALOGUE
 
 # ``checkpoint_every`` and ``checkpoint_dir``: settings of the technique ``checkpoints``.
@@ -181,11 +186,11 @@ def beside_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, An
     return {**merged, "plan": [*plan, {ACCUMULATE: {SIZE: found.micro_batch}}]}
 
 
-def meaning_of(file: Path, values: Mapping[str, Any], plan: list[Any]) -> Mapped:
+def meaning_of(file: Path, values: Mapping[str, Any], plan: list[Any]) -> MappedConfig:
     """The file read beside a recipe's own words."""
-    return mapped(
+    return read_settings(
         read_config(file),
-        Known(
+        TrainerSettings(
             world=world_of(values),
             batch=values.get("global_batch_size"),
             micro_batch=_micro_batch(plan),
@@ -193,7 +198,7 @@ def meaning_of(file: Path, values: Mapping[str, Any], plan: list[Any]) -> Mapped
     )
 
 
-def techniques_of(found: Mapped, values: Mapping[str, Any]) -> list[Any]:
+def techniques_of(found: MappedConfig, values: Mapping[str, Any]) -> list[Any]:
     """The plan's entries that do what the file asks for, on the ranks and device there are."""
     entries: list[Any] = []
     if found.micro_batch is not None:
@@ -213,7 +218,7 @@ def techniques_of(found: Mapped, values: Mapping[str, Any]) -> list[Any]:
     return entries
 
 
-def _merged(values: Mapping[str, Any], found: Mapped, file: str) -> dict[str, Any]:
+def _merged(values: Mapping[str, Any], found: MappedConfig, file: str) -> dict[str, Any]:
     merged = dict(values)
     for name, value in settings_of(found).items():
         said = merged.get(name)
@@ -223,7 +228,7 @@ def _merged(values: Mapping[str, Any], found: Mapped, file: str) -> dict[str, An
     return merged
 
 
-def settings_of(found: Mapped) -> dict[str, Any]:
+def settings_of(found: MappedConfig) -> dict[str, Any]:
     """The recipe's keys that the file decides."""
     settings = {NAMES[key]: value for key, value in found.settings.items() if key in NAMES}
     return settings | ({"max_grad_norm": None} if found.settings.get("no_clipping") else {})

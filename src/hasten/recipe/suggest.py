@@ -24,8 +24,8 @@ from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.models.presets import PRESETS
 from hasten.recipe.build import facts_of
-from hasten.recipe.candidates import beginning
-from hasten.recipe.prepared_data import PreparedData, gather
+from hasten.recipe.candidates import first_plan_sentence
+from hasten.recipe.prepared_data import PreparedData, prepare_data
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.recipe.yaml_reader import check_keys, one_line
 
@@ -74,14 +74,14 @@ def suggest(model: str, dataset: str, output: str) -> str:
             },
             "init",
         )
-        material = gather(look, Path(folder))
-        known = facts_of(look, material)
-        lines = _lines(look, material, known, output)
-        first = "\n#   ".join(textwrap.wrap(one_line(beginning(look, known)), 100))
+        data = prepare_data(look, Path(folder))
+        known = facts_of(look, data)
+        lines = _lines(look, data, known, output)
+        first = "\n#   ".join(textwrap.wrap(one_line(first_plan_sentence(look, known)), 100))
     head = (
         f"# {one_line(known.model.architecture)}, "
         f"{known.model.parameters / 1e6:,.1f} M parameters, on {known.hardware.short}.\n"
-        f"# Seen: {one_line(_seen(material))}.\n"
+        f"# Seen: {one_line(_seen(data))}.\n"
         f"# {first}.\n"
         "# Check it with `hasten doctor`, measure it with `hasten speedup`.\n"
     )
@@ -89,8 +89,8 @@ def suggest(model: str, dataset: str, output: str) -> str:
     return check_keys(text, [line.key for line in lines])
 
 
-def _lines(look: Recipe, material: PreparedData, known: Facts, output: str) -> list[Line]:
-    lengths = material.train.lengths
+def _lines(look: Recipe, data: PreparedData, known: Facts, output: str) -> list[Line]:
+    lengths = data.train.lengths
     cutoff, why_cut = _cutoff(lengths)
     fresh = look.model in PRESETS
     lora, why_lora = _lora(known, fresh)
@@ -111,10 +111,10 @@ def _lines(look: Recipe, material: PreparedData, known: Facts, output: str) -> l
     ]
 
 
-def _seen(material: PreparedData) -> str:
-    lengths = material.train.lengths
+def _seen(data: PreparedData) -> str:
+    lengths = data.train.lengths
     low, middle, high = (int(np.percentile(lengths, q)) for q in (10, 50, 99))
-    known = material.record_facts()
+    known = data.record_facts()
     return (
         f"{known.count:,} records, tokens at 10/50/99 %: {low}/{middle}/{high}, "
         f"{known.trained_share:.0%} of the tokens carry loss"

@@ -265,7 +265,7 @@ Word = Literal["lost", "gained", "same", "undecided", "not measured"]
 
 
 @dataclass(frozen=True)
-class Change:
+class ArmChange:
     """What became of one arm: its ratio to the baseline before and now, and now over before."""
 
     name: str
@@ -280,7 +280,7 @@ def changes(
     before: Mapping[str, BundledMeasurement],
     now: Mapping[str, BundledMeasurement],
     margin: float = MARGIN,
-) -> list[Change]:
+) -> list[ArmChange]:
     """Every arm but the baseline, the first.
 
     Args:
@@ -303,25 +303,25 @@ def changes(
     return [replace(c, reason=reason) if c.verdict == "lost" else c for c in found]
 
 
-def lost(found: Sequence[Change]) -> list[str]:
+def lost(found: Sequence[ArmChange]) -> list[str]:
     """The names of the arms that lost."""
     return [change.name for change in found if change.verdict == "lost"]
 
 
 def _change(
     name: str, before: BundledMeasurement, now: BundledMeasurement, margin: float
-) -> Change:
+) -> ArmChange:
     if before.failed is not None or not before.ratios:
         reason = f"it had no result then: {before.failed or 'no rounds'}"
-        return Change(name, "not measured", now=_span(now), reason=reason)
+        return ArmChange(name, "not measured", now=_span(now), reason=reason)
     then, today = _span(before), _span(now)
     if now.failed is not None or not now.ratios:
-        return Change(name, "lost", then, None, None, f"it failed: {now.failed or 'no rounds'}")
+        return ArmChange(name, "lost", then, None, None, f"it failed: {now.failed or 'no rounds'}")
     ratio = unpaired_ratio(before.ratios, now.ratios)
     idle = sorted(set(now.idle) - set(before.idle))
     if idle:
-        return Change(name, "lost", then, today, ratio, f"{', '.join(idle)} no longer acts")
-    return Change(name, _word(ratio, margin), then, today, ratio)
+        return ArmChange(name, "lost", then, today, ratio, f"{', '.join(idle)} no longer acts")
+    return ArmChange(name, _word(ratio, margin), then, today, ratio)
 
 
 def _word(ratio: Interval, margin: float) -> Word:

@@ -13,7 +13,7 @@ from hasten.core.technique import Technique
 from hasten.formatting import span, words
 from hasten.measure.statistics import Effect, Interval, claim_verdict
 from hasten.report.gains import on_the_whole
-from hasten.report.verdicts import NOT_MEASURED, head
+from hasten.report.verdicts import NOT_MEASURED, verdict_word
 
 SPEED, MEMORY = "tokens_per_second", "peak_memory_bytes"
 UNKNOWN = "not comparable"
@@ -55,12 +55,12 @@ def without_quality(word: str) -> str:
 
 def _checked(metric: str, claimed: float, name: str, without: Arm, with_: Arm) -> tuple[str, str]:
     """What two arms show of a claim, and the verdict on it."""
-    ratio, effect = with_["effect"] or NOT_MEASURED, head(with_["verdict"])
+    ratio, effect = with_["effect"] or NOT_MEASURED, verdict_word(with_["verdict"])
     if without["against"] == with_["name"]:  # the arm leaves out what the other has
         low, high = (without["effect"][end] for end in ("high", "low"))
         ratio = {"median": 1 / without["effect"]["median"]}
         ratio |= {"low": low and 1 / low, "high": high and 1 / high}
-        effect = _INVERSE.get(head(without["verdict"]), head(without["verdict"]))
+        effect = _INVERSE.get(verdict_word(without["verdict"]), verdict_word(without["verdict"]))
     return _judged(metric, claimed, ratio, effect, without, with_, [name])
 
 
@@ -78,7 +78,7 @@ def _judged(
     Peak memory of a fixed shape repeats itself, so one value per arm is enough.
     """
     measured, word, memory = "not measured", UNKNOWN, (before[MEMORY], after[MEMORY])
-    if any(head(arm["verdict"]) == "failed" for arm in (before, after)):
+    if any(verdict_word(arm["verdict"]) == "failed" for arm in (before, after)):
         return measured, word
     if metric == MEMORY and all(memory):
         share = memory[1] / memory[0]
@@ -91,7 +91,7 @@ def _judged(
     idle = {row["technique"] for row in after["acted"] or () if row["acted"] is False}
     if idle & set(names):
         return measured, f"{UNKNOWN}: it did not act"
-    return measured, without_quality(word) if head(after["quality"]) == "worse" else word
+    return measured, without_quality(word) if verdict_word(after["quality"]) == "worse" else word
 
 
 # A published plan against the measurement: what was said of each switch, what was found here.
@@ -169,7 +169,7 @@ def _total(claim: Mapping[str, Any], final: Arm, report: Mapping[str, Any]) -> t
     if metric not in ABSOLUTE:
         return _against_baseline(claim, final, report)
     measured, word = _absolute(claim, final, report)
-    return measured, without_quality(word) if head(final["quality"]) == "worse" else word
+    return measured, without_quality(word) if verdict_word(final["quality"]) == "worse" else word
 
 
 # Claims on a figure itself, by name: how it is read off an arm, and whether more of it is better.

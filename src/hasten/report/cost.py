@@ -16,7 +16,7 @@ from typing import Any
 
 from hasten.errors import InputError
 from hasten.report.gains import on_the_whole
-from hasten.report.verdicts import head
+from hasten.report.verdicts import verdict_word
 
 JOULES_PER_KWH = 3.6e6
 
@@ -131,7 +131,7 @@ def _per_million(
     found = {}
     for arm in arms:
         rate = arm["tokens_per_second"]["median"]
-        if rate and head(arm["verdict"]) != "failed":
+        if rate and verdict_word(arm["verdict"]) != "failed":
             used = (per_kwh or 0.0) * energy.get(arm["name"], 0.0)
             found[arm["name"]] = per_million_tokens(hour, devices, rate) + used
     return found

@@ -25,7 +25,7 @@ from hasten.report.verdicts import (
     Guard,
     Judgement,
     interaction_of,
-    judge,
+    judge_arms,
     last_loss,
     noise_of,
     quality,
@@ -66,7 +66,7 @@ def report_of(
             the place of those computed here from ``currency``, ``per_device_hour``, ``devices``.
     """
     base, final = arms[0], arms[-1]
-    judgements = judge(arms, guard or ())
+    judgements = judge_arms(arms, guard or ())
     rows = [_arm(arm, base, said) for arm, said in zip(arms, judgements, strict=True)]
     price = _cost(arms, currency, per_device_hour, devices)
     report: dict[str, Any] = {
@@ -189,7 +189,7 @@ def _cost(
 # What is added to a report once it stands: its cost, a published plan's claims, and the bundle.
 
 
-def completed(
+def complete_report(
     report: dict[str, Any],
     arms: Sequence[Arm],
     design: Design,

@@ -13,7 +13,7 @@ from typing import Any
 from hasten.measure.statistics import Interval
 from hasten.report.claims import UNKNOWN, pair_of, without_quality
 from hasten.report.gains import fastest_of_equal_quality, measured_arm, word_of
-from hasten.report.verdicts import Judgement, head, judge
+from hasten.report.verdicts import Judgement, judge_arms, verdict_word
 
 _EFFECTS = {"held": "helped", "fell short": "helped", "harmed": "hurt", "inconclusive": "undecided"}
 _CLAIMS = {
@@ -37,7 +37,7 @@ def from_schema_1(plain: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str
     base, floor = read["arms"][0], read["noise"]["floor"]
     plans = {arm["name"]: arm["techniques"] for arm in read["arms"]}
     arms = [measured_arm(row, base) for row in read["arms"]]
-    judgements = judge(arms, read["guard"], plans=plans, floor=_usable(floor))
+    judgements = judge_arms(arms, read["guard"], plans=plans, floor=_usable(floor))
     rows = [
         {**arm, **_judged(row, said, base["name"], floor)}
         for arm, row, said in zip(plain["arms"], read["arms"], judgements, strict=True)
@@ -85,11 +85,13 @@ def _claim(claim: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any
         word = f"{UNKNOWN}: {(reason if word else claim['verdict']).strip()}"
     pair = pair_of(claim["technique"], report["arms"])
     of_arm = pair[1]["quality"] if pair else (report.get("quality") or {}).get("verdict")
-    return {**claim, "verdict": without_quality(word) if head(of_arm) == "worse" else word}
+    return {**claim, "verdict": without_quality(word) if verdict_word(of_arm) == "worse" else word}
 
 
 def _undecided(word: str) -> str:
-    return "undecided" + word[len("inconclusive") :] if head(word) == "inconclusive" else word
+    return (
+        "undecided" + word[len("inconclusive") :] if verdict_word(word) == "inconclusive" else word
+    )
 
 
 def _usable(floor: float | None) -> float | None:

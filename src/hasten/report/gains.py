@@ -19,10 +19,10 @@ from hasten.formatting import NOT_MEASURED, duration, span, words
 from hasten.measure import ablation
 from hasten.measure.quality.requirements import FAILED
 from hasten.measure.significance import LEAST_FLOOR
-from hasten.measure.statistics import Interval, Luck, verdict
+from hasten.measure.statistics import Interval, ProcessVariance, verdict
 from hasten.report import verdicts
 from hasten.report.verdicts import NOT_MEASURED as NOTHING
-from hasten.report.verdicts import head, ratio_between
+from hasten.report.verdicts import ratio_between, verdict_word
 
 Arm = Mapping[str, Any]
 GUILTY = FAILED
@@ -46,7 +46,7 @@ def result_of(arms: Sequence[Arm]) -> Arm:
     return (whole or plain or arms)[-1]
 
 
-def against(one: Arm, other: Arm, base: Arm) -> Interval | None:
+def paired_speed(one: Arm, other: Arm, base: Arm) -> Interval | None:
     """The speed of the other arm over the one's, paired by round; None if they can't be paired."""
     found = {id(row): measured_arm(row, base) for row in (base, one, other)}
     sides = found[id(other)], found[id(one)]
@@ -63,7 +63,7 @@ def measured_arm(row: Arm, base: Arm) -> ablation.Arm:
     other turns.
     """
     usable = all(map(_sensible, (*row["rounds"], *row["beside"]))) and _in_turn(row, base)
-    failed, loss, curve = head(row["verdict"]) == "failed", row["held_out_loss"], [(1, 0.0)]
+    failed, loss, curve = verdict_word(row["verdict"]) == "failed", row["held_out_loss"], [(1, 0.0)]
     return ablation.Arm(
         row["name"],
         Plan(),
@@ -73,7 +73,7 @@ def measured_arm(row: Arm, base: Arm) -> ablation.Arm:
         failed=row["verdict"] if failed else None,
         kind=row["kind"],
         beside=list(row["beside"]) if len(row["beside"]) == len(row["rounds"]) else [],
-        luck=Luck(**row["luck"]) if _is_known(row["luck"]) else None,
+        luck=ProcessVariance(**row["luck"]) if _is_known(row["luck"]) else None,
     )
 
 
@@ -87,7 +87,7 @@ def ladder_of(arms: Sequence[Arm]) -> list[Arm]:
 def on_the_whole(arm: Arm, report: Mapping[str, Any]) -> str:
     """The word for an arm's speed against the baseline, whatever its own effect is against."""
     if arm.get("against") in (None, report["arms"][0]["name"]):
-        return head(arm["verdict"])
+        return verdict_word(arm["verdict"])
     ratio = arm["ratio"]
     if None in ratio.values():
         return "undecided"
@@ -107,7 +107,7 @@ def switches(arms: Sequence[Arm]) -> list[SwitchGain]:
         alone = [a for a in apart if a["techniques"] == [technique]]
         others = wanted - {technique}
         without = [a for a in apart if others and set(a["techniques"]) == others]
-        beside = against(without[0], final, arms[0]) if without else None
+        beside = paired_speed(without[0], final, arms[0]) if without else None
         if alone or beside is not None:
             found.append(SwitchGain(technique, alone[0] if alone else None, beside))
     return found
@@ -121,7 +121,7 @@ def fastest_of_equal_quality(report: Mapping[str, Any]) -> Arm | None:
     base: Arm = report["arms"][0]
     if base["tokens_per_second"]["median"] is None:
         return None
-    equal = [arm for arm in report["arms"][1:] if head(arm["quality"]) == "not worse"]
+    equal = [arm for arm in report["arms"][1:] if verdict_word(arm["quality"]) == "not worse"]
     every: list[Arm] = [base, *(arm for arm in equal if arm["ratio"]["median"] is not None)]
     return max(every, key=lambda arm: arm["ratio"]["median"] or 0.0)
 
@@ -141,8 +141,8 @@ def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
     arms, floor, found = report["arms"], report["noise"]["floor"], []
     quality_of = {arm["name"]: arm["quality"] for arm in arms}
     for arm in compared(arms):
-        word, reasons = head(arm["verdict"]), [effect_words(arm), arm["verdict"]]
-        if head(arm["quality"]) == "worse" != head(quality_of.get(arm["against"])):
+        word, reasons = verdict_word(arm["verdict"]), [effect_words(arm), arm["verdict"]]
+        if verdict_word(arm["quality"]) == "worse" != verdict_word(quality_of.get(arm["against"])):
             word, reasons = word if word == "hurt" else "worse", [*reasons, arm["quality"]]
         if word in ("worse", "hurt", "no effect", "undecided"):
             found.append({"name": arm["name"], "why": "; ".join(reasons), "word": word})
@@ -156,7 +156,7 @@ def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
         what = "slower with it than without" if word == "hurt" else "no gain beyond the noise"
         why = f"{alone}beside all the others {said(gain)}: {what}"
         found.append({"name": switch.technique, "why": why, "word": word})
-    guilty = (row for row in report["guard"] if head(row["verdict"]) in GUILTY)
+    guilty = (row for row in report["guard"] if verdict_word(row["verdict"]) in GUILTY)
     return found + [
         {"name": row["technique"], "why": _guilt(row), "word": "worse"} for row in guilty
     ]
@@ -166,10 +166,12 @@ def unmeasured(report: Mapping[str, Any]) -> list[str]:
     """What was dropped, what failed, and which sections of the page have nothing to show."""
     arms = report["arms"]
     found = list(report["design"]["dropped"])
-    found += [f"{a['name']}: {a['verdict']}" for a in arms if head(a["verdict"]) == "failed"]
-    untested = (row for row in report["guard"] if head(row["verdict"]) == "not tested")
+    found += [
+        f"{a['name']}: {a['verdict']}" for a in arms if verdict_word(a["verdict"]) == "failed"
+    ]
+    untested = (row for row in report["guard"] if verdict_word(row["verdict"]) == "not tested")
     found += [f"Equal quality of {row['technique']}: {_guilt(row)}" for row in untested]
-    lines = (row for row in report["invariance"] if head(row["verdict"]) == "not tested")
+    lines = (row for row in report["invariance"] if verdict_word(row["verdict"]) == "not tested")
     found += [f"Invariance, {row['what']}: {_guilt(row)}" for row in lines]
     ledgers = [arm["ledger"] for arm in (arms[0], result_of(arms))]
     absent = {
@@ -203,7 +205,7 @@ def more_rounds(arm: Mapping[str, Any], design: Mapping[str, Any]) -> str | None
     return f"{needed} more rounds, about {duration(needed * seconds)}"
 
 
-def busyness(arms: Sequence[Arm]) -> str | None:
+def load_of_others(arms: Sequence[Arm]) -> str | None:
     """How much of the processor others used while the arms had their turns; None: not measured."""
     load = [value for arm in arms for value in arm["foreign_load"] if value is not None]
     if not load:
@@ -296,10 +298,10 @@ def table_of(report: Mapping[str, Any]) -> ReportTable:
             {
                 "name": arm["name"],
                 "effect": effect_words(arm, usual),
-                "verdict": head(arm["verdict"]),
+                "verdict": verdict_word(arm["verdict"]),
                 "ratio": span(arm["ratio"], "times"),
                 "speed": words(arm["tokens_per_second"]["median"], "amount"),
-                "quality": head(arm["quality"]) or "–",
+                "quality": verdict_word(arm["quality"]) or "–",
                 "memory": words(arm["peak_memory_bytes"], "memory"),
                 "loss": words(arm["held_out_loss"], "loss"),
             }
@@ -311,18 +313,20 @@ def effect_words(arm: Arm, usual: str | None = None) -> str:
     """An arm's own effect with its interval, and against which arm if that isn't the usual one."""
     if arm["kind"] == "again":
         return span(arm["ratio"], "times")
-    if head(arm["verdict"]) == "baseline":
+    if verdict_word(arm["verdict"]) == "baseline":
         return "–"
     found = span(arm["effect"] or NOTHING, "times")
     return found if arm["against"] in (None, usual) else f"{found} of {arm['against']}"
 
 
-def hurt(arms: Sequence[Arm]) -> set[str]:
+def arms_that_hurt(arms: Sequence[Arm]) -> set[str]:
     """Names of the arms to be shown in red: slower than what they belong beside.
 
     Not those that leave a technique out: there it is good news for the technique.
     """
-    return {a["name"] for a in arms if head(a["verdict"]) == "hurt" and a["kind"] != "left out"}
+    return {
+        a["name"] for a in arms if verdict_word(a["verdict"]) == "hurt" and a["kind"] != "left out"
+    }
 
 
 # Rows of the page that several arms make together: the machine, the fastest, proofs, the ledger.

@@ -32,12 +32,12 @@ from hasten.report.gains import (
     GUILTY,
     amount,
     any_known,
-    busyness,
+    arms_that_hurt,
     compared,
     has_cost,
-    hurt,
     ladder_of,
     lead_of,
+    load_of_others,
     machine,
     more_rounds,
     on_the_whole,
@@ -52,7 +52,7 @@ from hasten.report.gains import (
 )
 from hasten.report.schema import SCHEMA, as_json, present, read_report
 from hasten.report.svg import drawings, thin
-from hasten.report.verdicts import head
+from hasten.report.verdicts import verdict_word
 
 # The report as one page that stands alone: rendered from page/*.jinja, and kept below 500 kB.
 #
@@ -109,7 +109,7 @@ def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: PageLimits
             drawings=drawings(read),
             ladder=bool(ladder_of(arms)),
             table=table_of(read),
-            hurt=hurt(arms),
+            hurt=arms_that_hurt(arms),
             lead=lead_of(read),
             lead_plan=_plan_lines(lead_of(read), read),
             lead_word=on_the_whole(lead_of(read), read),
@@ -119,10 +119,12 @@ def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: PageLimits
             memory_terms=terms(arms, "memory", "memory"),
             unpaid=unpaid(read),
             compared=len(judged),
-            paid=sum(head(arm["verdict"]) != "failed" for arm in judged),  # if nothing is unpaid
+            paid=sum(
+                verdict_word(arm["verdict"]) != "failed" for arm in judged
+            ),  # if nothing is unpaid
             unmeasured=unmeasured(read),
             more_rounds=more_rounds,
-            busy=busyness(arms),
+            busy=load_of_others(arms),
             has_cost=has_cost(read["cost"]),
             recipe=_cut(outline(read["recipe"]) if read["recipe"] else "{}", limits.recipe),
             data=data,
@@ -162,7 +164,12 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     found.filters |= {"words": words, "span": span, "outline": outline, "amount": amount}
-    found.filters |= {"head": head, "priced": priced, "any_known": any_known, "measure": measure}
+    found.filters |= {
+        "head": verdict_word,
+        "priced": priced,
+        "any_known": any_known,
+        "measure": measure,
+    }
     return found
 
 
@@ -289,10 +296,10 @@ def _notes(read: Mapping[str, Any]) -> Iterator[str]:
             plan = f"`{' '.join(flow.strip()[1:-1].split())}`"
         ratio = span(lead["ratio"], "times")
         yield f"fastest at equal quality: {_cell(lead['name'])}, {ratio}: {plan}"
-    if (busy := busyness(arms)) is not None:
+    if (busy := load_of_others(arms)) is not None:
         yield busy
     for arm in arms:
-        if arm["verdict"] != head(arm["verdict"]) and arm["name"] not in listed:
+        if arm["verdict"] != verdict_word(arm["verdict"]) and arm["name"] not in listed:
             yield f"{_cell(arm['name'])}: {_cell(arm['verdict'])}"
     for row in rows:
         word = "not shown to pay" if row["word"] == "undecided" else "did not pay"
@@ -306,7 +313,7 @@ def _notes(read: Mapping[str, Any]) -> Iterator[str]:
         yield f"{shares} {_cell(read['mfu'])}"
     yield from _noise(read)
     for row in read["invariance"]:
-        if head(row["verdict"]) in GUILTY:
+        if verdict_word(row["verdict"]) in GUILTY:
             yield f"not invariant: {_cell(row['what'])}: {_cell(row['text'] or row['verdict'])}"
     yield from _money(read)
 

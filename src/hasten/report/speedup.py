@@ -33,8 +33,8 @@ from hasten.recipe.peak_flops import mfu_words
 from hasten.recipe.prepared_data import data_files
 from hasten.recipe.preset_plans import preset_of
 from hasten.recipe.schema import Recipe
-from hasten.report.findings import completed, report_of
-from hasten.report.verdicts import idle, quality, ratio_to, ratios_of
+from hasten.report.findings import complete_report, report_of
+from hasten.report.verdicts import idle_techniques, quality, ratio_to, ratios_of
 
 DOUBT = 0.05  # of all decisions of a climb together
 FLOOR = 0.01  # a gain that nobody should act on
@@ -43,7 +43,7 @@ Measure = Callable[[Plan, Plan], tuple[Arm, Arm]]  # the plan so far, and with o
 
 
 @dataclass(frozen=True)
-class Rung:
+class LadderStep:
     """One technique's chance: what was measured, and what became of it."""
 
     technique: str
@@ -61,7 +61,7 @@ class Climb:
     """
 
     plan: Plan
-    rungs: tuple[Rung, ...]
+    rungs: tuple[LadderStep, ...]
     report: dict[str, Any] | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
@@ -90,11 +90,11 @@ def climb(techniques: Sequence[Technique], measure: Measure) -> Climb:
     return Climb(kept, tuple(rungs))
 
 
-def decide(technique: Technique, before: Arm, after: Arm, doubt: float) -> Rung:
+def decide(technique: Technique, before: Arm, after: Arm, doubt: float) -> LadderStep:
     """Whether a technique stays, from the arm without it and the arm with it."""
 
-    def rung(kept: bool, why: str, ratio: Interval | None = None) -> Rung:
-        return Rung(str(technique), ratio.summary() if ratio else None, kept, why)
+    def rung(kept: bool, why: str, ratio: Interval | None = None) -> LadderStep:
+        return LadderStep(str(technique), ratio.summary() if ratio else None, kept, why)
 
     ratios = ratios_of(after, before)
     if after.failed is not None:
@@ -105,7 +105,7 @@ def decide(technique: Technique, before: Arm, after: Arm, doubt: float) -> Rung:
     ratio = ratio if after.luck is None else after.luck.widened(ratio, confidence=1 - doubt)
     if after.unfinished is not None:
         return rung(False, f"what it did is not known: {after.unfinished}", ratio)
-    if technique.name() in idle(after):
+    if technique.name() in idle_techniques(after):
         return rung(False, "it did not act", ratio)
     if quality(after, before)["verdict"] == "worse":
         return rung(False, quality(after, before)["text"], ratio)
@@ -233,7 +233,7 @@ def _report(
     earlier_seconds: float = 0.0,
 ) -> dict[str, Any]:
     recipe, known = subject.recipe, subject.known
-    records = subject.material.record_facts() if subject.material else known.records
+    records = subject.data.record_facts() if subject.data else known.records
     epoch = {"epoch_tokens": records.tokens, "epoch_records": records.count}
     report = report_of(
         found.arms,
@@ -246,7 +246,7 @@ def _report(
         design=found.design | epoch | ({"ranks": recipe.nproc} if recipe.nproc > 1 else {}),
         **further,
     )
-    return completed(
+    return complete_report(
         report,
         found.arms,
         design,

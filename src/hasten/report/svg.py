@@ -29,7 +29,7 @@ from hasten.report.gains import (
     switches,
     word_of,
 )
-from hasten.report.verdicts import head
+from hasten.report.verdicts import verdict_word
 
 # What the report's drawings are made of: the frame of rows, marks, ticks, and inert text.
 #
@@ -161,9 +161,11 @@ def svg_text(css: str, x: float, y: float, text: str) -> str:
 def svg(title: str, account: Iterable[str], size: tuple[int, float], body: Iterable[str]) -> str:
     """The drawing with its name and its account in words, which assistive software reads out."""
     width, height = map(px, size)
-    head = f"<title>{_safe(title)}</title><desc>{_safe('; '.join(account))}.</desc>"
+    beginning = f"<title>{_safe(title)}</title><desc>{_safe('; '.join(account))}.</desc>"
     box = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {box}>{head}{"".join(body)}</svg>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {box}>{beginning}{"".join(body)}</svg>'
+    )
 
 
 def px(value: float) -> str:
@@ -439,7 +441,7 @@ def _speed(arm: Arm, report: Mapping[str, Any]) -> Bar:
 
 
 def _tone_of(arm: Arm, word: str) -> str:
-    return "harm" if head(arm["quality"]) == "worse" else _HUES.get(word, "other")
+    return "harm" if verdict_word(arm["quality"]) == "worse" else _HUES.get(word, "other")
 
 
 def _waterfall(ladder: Sequence[Arm], report: Mapping[str, Any]) -> list[Bar]:
@@ -447,7 +449,7 @@ def _waterfall(ladder: Sequence[Arm], report: Mapping[str, Any]) -> list[Bar]:
     bars, height = [_speed(ladder[0], report)], ladder[0]["ratio"]["median"]
     for arm in ladder[1:]:
         found = _speed(arm, report)
-        bars.append(replace(found, tone=_tone_of(arm, head(arm["verdict"])), start=height))
+        bars.append(replace(found, tone=_tone_of(arm, verdict_word(arm["verdict"])), start=height))
         height = found.value if found.value is not None else height
     return bars
 

@@ -222,12 +222,12 @@ class Judgement:
     rounds_needed: int | str | None = None
 
 
-def head(text: str | None) -> str:
+def verdict_word(text: str | None) -> str:
     """The verdict's word; a reason may follow it after a colon."""
     return (text or "").partition(":")[0]
 
 
-def judge(
+def judge_arms(
     arms: Sequence[Arm],
     guard: Guard = (),
     *,
@@ -262,7 +262,7 @@ def judge(
         ratio, other = effect[0], others[arm.name].name
         own = {text.partition("(")[0] for text in names if text not in plans[other]}
         said = _effect_word(arm, own, ratio, floor, p)
-        is_open = head(said) == "undecided" and arm.unfinished is None
+        is_open = verdict_word(said) == "undecided" and arm.unfinished is None
         needed = rounds_needed(ratio, floor, len(rounds)) if is_open else None
         several = None if p is None else len(rounds) > 1
         found.append(Judgement(said, is_as_good, other, ratio, p, several, needed))
@@ -307,7 +307,7 @@ def guilty_of(techniques: Iterable[str], guard: Guard) -> list[Mapping[str, Any]
     return [e for e in guard if e["verdict"] in GUILTY and e["technique"] in names]
 
 
-def idle(arm: Arm) -> list[str]:
+def idle_techniques(arm: Arm) -> list[str]:
     """Techniques that were seen not to act."""
     return [a["technique"] for a in arm.acted if a["acted"] is False]
 
@@ -342,7 +342,7 @@ def _effect_word(
     """
     if arm.unfinished is not None:
         return f"undecided: what its techniques did is not known ({arm.unfinished})"
-    at_rest = [name for name in idle(arm) if name in own]
+    at_rest = [name for name in idle_techniques(arm) if name in own]
     if own and set(own) <= set(at_rest):
         return f"no effect: {', '.join(at_rest)} did not act"
     word: str = verdict(ratio, floor, nothing=LEAST_FLOOR, p_value=p)

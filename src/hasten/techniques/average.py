@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hasten.core.facts import Facts
-from hasten.core.loop import evaluating, held_out_loss
+from hasten.core.loop import evaluation_mode, held_out_loss
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
@@ -85,7 +85,7 @@ class SavedAverage:
 def _losses(session: Session, mean: WeightAveragePart) -> tuple[float | None, float | None]:
     """Held-out loss of the weights as they are, and of their mean."""
     precision = session.setup.precision
-    with evaluating(session.loss_module):
+    with evaluation_mode(session.loss_module):
         here = held_out_loss(session)
         with mean.swapped(precision.parameters()):
             precision.publish()

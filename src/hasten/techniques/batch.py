@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hasten.core.contracts import Engine
-from hasten.core.engine import PlainEngine, SendsLate
+from hasten.core.engine import PlainEngine, SendsGradientsLate
 from hasten.core.facts import Facts
 from hasten.core.job import MicroBatch, StepBatch
 from hasten.core.session import Session
@@ -278,7 +278,7 @@ class AdaptiveCut:
         if layout.size == 1:
             total = engine.gradients(batch.micro_batches, tokens)
             return lambda: total
-        if not isinstance(layout, SendsLate) or not isinstance(engine, PlainEngine):
+        if not isinstance(layout, SendsGradientsLate) or not isinstance(engine, PlainEngine):
             raise InputError(
                 f"plan: adaptive_batch with {layout.size} ranks needs ddp as the layout, where a "
                 "rank can repeat a pass alone; take ddp, or accumulate in its place"
@@ -322,7 +322,7 @@ class AdaptiveCut:
 
 
 def _length(record: Any) -> int:
-    """Tokens of a record; other material counts as one."""
+    """Tokens of a record; a record of another kind counts as one."""
     return len(record.input_ids) if hasattr(record, "input_ids") else 1
 
 

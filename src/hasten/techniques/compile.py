@@ -21,7 +21,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique, knob, setting
 from hasten.errors import InputError
-from hasten.parts.nn.compile import CompiledBlocks, filled
+from hasten.parts.nn.compile import CompiledBlocks, filled_rows
 
 COMPILERS = ("c++", "g++", "clang++")
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
@@ -63,7 +63,7 @@ class Compiled(Technique):
         expected = seconds_expected(setup.job, setup.facts)
         cost = COMPILE_SECONDS
         if self.share < 1 and expected is not None and cost > self.share * expected:
-            setup.compile = LeftOff(
+            setup.compile = NotCompiled(
                 f"left off: compiling takes about {cost:.0f} s, more than {self.share:.0%} of a "
                 f"run of about {expected:.0f} s; share: 1 compiles all the same"
             )
@@ -104,7 +104,7 @@ class Compiled(Technique):
 
     def probe(self, session: Session) -> Proof:
         found = session.setup.compile
-        if isinstance(found, LeftOff):
+        if isinstance(found, NotCompiled):
             return Proof(False, found.reason)
         if not isinstance(found, Compiling):
             return Proof(False, "every operator runs by itself")
@@ -121,7 +121,7 @@ class Compiled(Technique):
         return Proof(blocks.passes > 0, "; ".join(words))
 
 
-class LeftOff:
+class NotCompiled:
     """Compiles nothing, and says why."""
 
     def __init__(self, reason: str) -> None:
@@ -153,7 +153,7 @@ class Bucketed:
 
     def __call__(self, records: Sequence[Any]) -> MicroBatch:
         batch = self._collate(records)
-        inputs = filled(batch.inputs, self.bucket)
+        inputs = filled_rows(batch.inputs, self.bucket)
         if "input_ids" not in inputs:
             return batch
         slots = inputs["input_ids"].numel()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hasten.core.contracts import AsGiven
+from hasten.core.contracts import GivenPrecision
 from hasten.core.facts import Facts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
@@ -271,7 +271,7 @@ class AutocastRegion:
         self._dtype = dtype
         self.layers = layers
         self._keep_weights = keep_weights
-        self._plain = AsGiven()
+        self._plain = GivenPrecision()
         self._hooks: list[RemovableHandle] = []
         self.seen: set[torch.dtype] = set()  # formats that linear layers were seen to return
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hasten.core.job import Collate, Counts, Sampler
+from hasten.core.job import Collate, Sampler, WorkCounts
 from hasten.core.session import Session
 from hasten.parts.nn.losses import LabelOnlyLoss
 from hasten.parts.nn.multi_token import MultiToken
@@ -89,7 +89,7 @@ def count(seen: Counter[str], *prefixes: str) -> int:
     return sum(number for name, number in seen.items() if name.startswith(prefixes))
 
 
-def laid_out(session: Session, sampler: Sampler | None, collate: Collate) -> Counts | None:
+def laid_out(session: Session, sampler: Sampler | None, collate: Collate) -> WorkCounts | None:
     """Counts of the first steps that were trained, in another order or laid out otherwise.
 
     None where there is no order to follow: before the first step, or with a stream of batches.
@@ -98,7 +98,7 @@ def laid_out(session: Session, sampler: Sampler | None, collate: Collate) -> Cou
     steps = min(session.progress.step, STEPS)
     if sampler is None or not steps or not len(setup.job.records):
         return None
-    found = Counts()
+    found = WorkCounts()
     for pieces in islice(sampler.local_steps(0, layout.data_rank, layout.data_size), steps):
         found = sum((collate(part).counts for part in _parts(session, pieces)), found)
     return found

@@ -50,7 +50,7 @@ class BalancedRouting(Technique):
         return Fidelity.LOSSY if self.speed or self.sequence_loss else Fidelity.EXACT
 
     def apply(self, setup: Setup) -> None:
-        setup.routing = Balancing(self.speed, self.sequence_loss)
+        setup.routing = RouterBalancing(self.speed, self.sequence_loss)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         architecture = facts.model.architecture
@@ -68,7 +68,7 @@ class BalancedRouting(Technique):
 
     def probe(self, session: Session) -> Proof:
         routing = session.setup.routing
-        balance = routing.balance if isinstance(routing, Balancing) else None
+        balance = routing.balance if isinstance(routing, RouterBalancing) else None
         if balance is None or balance.last is None:
             return Proof(False, "no load was counted")
         ratios = load_ratios(balance.last)
@@ -80,7 +80,7 @@ class BalancedRouting(Technique):
         )
 
 
-class Balancing:
+class RouterBalancing:
     """ROUTING's seam, filled by a RouterBalance of the run's own."""
 
     def __init__(self, speed: float, sequence_loss: float) -> None:

@@ -91,7 +91,7 @@ class _Try:
     rates: dict[bool, float] = field(default_factory=dict)
 
 
-class Live:
+class LiveTuning:
     """Tries the switches that a session's techniques offer; call ``after_step`` on every rank.
 
     Args:
@@ -290,10 +290,10 @@ def adjust(session: Session, recipe: Recipe, output: Path, tell: Tell) -> None:
             append_line(output / ADJUSTMENTS, line)
             tell(sentence(line))
 
-    session.setup.adjusting = Live(session, recipe.seed, note)
+    session.setup.adjusting = LiveTuning(session, recipe.seed, note)
 
 
 def adjusted(session: Session) -> dict[str, Any]:
     """Settings that were changed while training, by ``technique.setting``."""
     found = session.setup.adjusting
-    return found.changed if isinstance(found, Live) else {}
+    return found.changed if isinstance(found, LiveTuning) else {}

@@ -28,7 +28,7 @@ from hasten.measure.quality.requirements import FAILED
 from hasten.parts.checkpoint.format import read_manifest
 from hasten.progress import Audience
 from hasten.recipe.build import requested_plan
-from hasten.recipe.prepare import newest_checkpoint, ready
+from hasten.recipe.prepare import newest_checkpoint, prepare_run
 from hasten.recipe.schema import Recipe
 
 CHOICE = "choice.json"
@@ -104,13 +104,13 @@ def _of_the_run(recipe: Recipe) -> list[Any] | None:
 def _proven(recipe: Recipe, choice: Choice, audience: Audience) -> Choice:
     """The choice without techniques whose proof of equal quality failed."""
     settled = _settled(recipe, choice.entries)
-    known, plan, material = ready(settled, lambda text: None, ranks=settled.nproc)
+    known, plan, data = prepare_run(settled, lambda text: None, ranks=settled.nproc)
     if settled.nproc > 1:
         known = replace(known, world=World(size=settled.nproc))
     budget = PROOF_SHARE * (recipe.auto_budget or LONGEST_SECONDS)
     lossy = recipe.auto_plan is not None and recipe.auto_plan.fidelity == "lossy"
     design = GuardDesign(seeds=SEEDS if lossy else 0, budget_seconds=budget)
-    found = guarded(settled, known, plan, material.note.key, design, audience.tell, fresh=False)
+    found = guarded(settled, known, plan, data.note.key, design, audience.tell, fresh=False)
     wrong = {row["technique"]: row["text"] for row in found["guard"] if row["verdict"] in FAILED}
     whole = [row["what"] for row in found["invariance"] if row["verdict"] in FAILED]
     untested = [row["technique"] for row in found["guard"] if row["verdict"] == "not tested"]

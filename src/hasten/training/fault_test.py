@@ -48,12 +48,12 @@ NO_ROOM = (
 )
 
 
-class BrokenError(Exception):
+class CheckFailedError(Exception):
     """A check that didn't hold, in one sentence."""
 
 
 @dataclass(frozen=True)
-class Truth:
+class UndisturbedRun:
     """What the undisturbed run left."""
 
     losses: list[float]
@@ -82,7 +82,7 @@ def _self_test(recipe: Recipe, path: Path, seed: int) -> int:
         began = time.monotonic()
         try:
             said, good = check(), True
-        except BrokenError as error:
+        except CheckFailedError as error:
             said, good = str(error), False
         failed += not good
         took = time.monotonic() - began
@@ -107,7 +107,7 @@ class SelfTest:
 
     def __init__(self, recipe: Recipe, place: Path, draw: random.Random) -> None:
         self._recipe, self._place, self._draw = recipe, place, draw
-        self._truth: Truth | None = None
+        self._truth: UndisturbedRun | None = None
 
     def checks(self) -> list[tuple[str, Callable[[], str]]]:
         found = [("undisturbed", self.undisturbed), ("kills", self.kills), ("bit flip", self.flip)]
@@ -119,9 +119,11 @@ class SelfTest:
         self._train(output)
         lines = _lines(output)
         if len(lines) != STEPS:
-            raise BrokenError(f"the job ended after {len(lines)} of {STEPS} steps: it is too short")
+            raise CheckFailedError(
+                f"the job ended after {len(lines)} of {STEPS} steps: it is too short"
+            )
         seconds = statistics.median(line["step_seconds"] for line in lines)
-        self._truth = Truth([line["loss"] for line in lines], _model(output), seconds)
+        self._truth = UndisturbedRun([line["loss"] for line in lines], _model(output), seconds)
         first, *_, last = self._truth.losses
         return f"{STEPS} steps, {seconds:.2f} s each, loss {first:.3f} to {last:.3f}"
 
@@ -138,7 +140,7 @@ class SelfTest:
         output = self._place / "killed"
         found = checkpoints(output / "checkpoints")
         if len(found) < 2:
-            raise BrokenError(f"there are {len(found)} checkpoints and two are needed")
+            raise CheckFailedError(f"there are {len(found)} checkpoints and two are needed")
         files = sorted(p for p in found[-1].rglob("*") if p.is_file() and p.stat().st_size)
         file = self._draw.choices(files, [p.stat().st_size for p in files])[0]
         where = self._draw.randrange(file.stat().st_size)
@@ -152,7 +154,9 @@ class SelfTest:
         said = self._train(output)
         self._compare(output)
         if f"resuming from {found[-1]}" in said:
-            raise BrokenError(f"{found[-1].name} was used although byte {where} of it had changed")
+            raise CheckFailedError(
+                f"{found[-1].name} was used although byte {where} of it had changed"
+            )
         return f"{found[-1].name}/{file.name}, byte {where}: the one before was used, same bits"
 
     def full_disk(self) -> str:
@@ -166,9 +170,9 @@ class SelfTest:
         said = self._train(output, limit=(least + most) // 2)
         self._compare(output)
         if checkpoints(output / "checkpoints"):
-            raise BrokenError("a checkpoint was committed that can't have been written")
+            raise CheckFailedError("a checkpoint was committed that can't have been written")
         if "training goes on" not in said:
-            raise BrokenError("no word was said of the checkpoints that couldn't be written")
+            raise CheckFailedError("no word was said of the checkpoints that couldn't be written")
         return "no checkpoint could be written: training went on and said so, same bits"
 
     # One start of the job
@@ -209,13 +213,13 @@ class SelfTest:
         try:
             code = process.wait(PATIENCE_SECONDS)
         except subprocess.TimeoutExpired as error:
-            raise BrokenError(f"it wasn't done after {PATIENCE_SECONDS:.0f} s") from error
+            raise CheckFailedError(f"it wasn't done after {PATIENCE_SECONDS:.0f} s") from error
         finally:
             _kill(process)
         said = log.read_bytes()[before:].decode(errors="replace")
         if code:
             last = (said.strip().splitlines() or ["it said nothing"])[-1]
-            raise BrokenError(f"training ended with exit code {code}: {last}")
+            raise CheckFailedError(f"training ended with exit code {code}: {last}")
         return said
 
     def _killed_at(self, output: Path, step: int) -> int:
@@ -225,9 +229,11 @@ class SelfTest:
         try:
             while _last_step(output, began) < step:
                 if process.poll() is not None:
-                    raise BrokenError(f"it ended by itself with exit code {process.returncode}")
+                    raise CheckFailedError(
+                        f"it ended by itself with exit code {process.returncode}"
+                    )
                 if time.monotonic() > deadline:
-                    raise BrokenError(f"no step {step} after {PATIENCE_SECONDS:.0f} s")
+                    raise CheckFailedError(f"no step {step} after {PATIENCE_SECONDS:.0f} s")
                 time.sleep(0.01)
             truth = self._truth
             time.sleep(self._draw.uniform(0, truth.step_seconds if truth else 0.1))
@@ -243,13 +249,15 @@ class SelfTest:
             for line in _lines(folder):
                 seen.add(line["step"])
                 if line["loss"] != self._truth.losses[line["step"] - 1]:
-                    raise BrokenError(f"the loss of step {line['step']} differs{self._repeats()}")
+                    raise CheckFailedError(
+                        f"the loss of step {line['step']} differs{self._repeats()}"
+                    )
         if seen != set(range(1, STEPS + 1)):
-            raise BrokenError(f"{STEPS - len(seen)} of {STEPS} steps were never done")
+            raise CheckFailedError(f"{STEPS - len(seen)} of {STEPS} steps were never done")
         model = _model(output)
         wrong = [name for name, content in self._truth.model.items() if model.get(name) != content]
         if wrong:
-            raise BrokenError(f"the saved model differs in {wrong[0]}{self._repeats()}")
+            raise CheckFailedError(f"the saved model differs in {wrong[0]}{self._repeats()}")
 
     def _repeats(self) -> str:
         """Whether the job itself gives the same bits twice, asked only where bits differ."""
@@ -291,7 +299,7 @@ def _model_files(output: Path) -> list[Path]:
 def _model(output: Path) -> dict[str, bytes]:
     found = {path.name: path.read_bytes() for path in _model_files(output)}
     if not found:
-        raise BrokenError("no model was saved")
+        raise CheckFailedError("no model was saved")
     return found
 
 

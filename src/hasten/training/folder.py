@@ -85,11 +85,11 @@ def _step_of(line: str) -> float:
     return float("inf")
 
 
-class Lines:
+class LineFiles:
     """Files to which a run's lines are added; what a full disk doesn't take waits for room."""
 
     def __init__(self, output: Path) -> None:
-        self._metrics, self._evaluations = (_Growing(output / name) for name in STEP_LINES)
+        self._metrics, self._evaluations = (_LineFile(output / name) for name in STEP_LINES)
 
     def step(self, line: Mapping[str, Any]) -> None:
         self._metrics.add(json.dumps(line) + "\n")
@@ -98,7 +98,7 @@ class Lines:
         self._evaluations.add(json.dumps(line) + "\n")
 
 
-class _Growing:
+class _LineFile:
     """A file that each line reaches when it is complete."""
 
     def __init__(self, path: Path) -> None:
@@ -132,28 +132,28 @@ def form(session: Session) -> str:
     return "adapter" if adapted_table(session.model) else "model"
 
 
-def save_weights(session: Session, material: PreparedData, folder: Path) -> None:
+def save_weights(session: Session, data: PreparedData, folder: Path) -> None:
     """The model as it is now, or its adapter, in the format that Transformers and PEFT load."""
     with session.setup.layout.gather(session.model):
         if session.setup.facts.world.is_main:
-            _write(session.model, material, folder)
+            _write(session.model, data, folder)
 
 
-def save_all(session: Session, material: PreparedData, output: Path) -> Sequence[Sample]:
+def save_all(session: Session, data: PreparedData, output: Path) -> Sequence[Sample]:
     """Every version of the weights that AVERAGE has; then what the model writes, on rank 0."""
     for suffix in session.versions():
-        save_weights(session, material, output / f"{form(session)}{suffix}")
+        save_weights(session, data, output / f"{form(session)}{suffix}")
     if session.leaving:  # samples take long on a large model
         return []
     with session.setup.layout.gather(session.model):
         if session.setup.facts.world.is_main:
-            return write_samples(session, material.tokenizer, material.held_out)
+            return write_samples(session, data.tokenizer, data.held_out)
     return []
 
 
-def _write(model: nn.Module, material: PreparedData, folder: Path) -> None:
+def _write(model: nn.Module, data: PreparedData, folder: Path) -> None:
     any_model: Any = model
     if adapted_table(model):
-        save_adapter(any_model, material.tokenizer, folder)
+        save_adapter(any_model, data.tokenizer, folder)
     else:
-        save_model(any_model, material.tokenizer, folder)
+        save_model(any_model, data.tokenizer, folder)

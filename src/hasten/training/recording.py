@@ -201,8 +201,8 @@ def recorded(watch: Watch, session: Session, recipe: Recipe, output: Path) -> It
     with recording:
         yield replace(
             watch,
-            on_step=both(watch.on_step, recording.step),
-            on_evaluation=both(watch.on_evaluation, recording.evaluation),
+            on_step=call_both(watch.on_step, recording.step),
+            on_evaluation=call_both(watch.on_evaluation, recording.evaluation),
         )
 
 
@@ -221,7 +221,7 @@ def start_of(session: Session, recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def machine() -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
     """What the machine has besides what ``hardware`` names, for the summary and ``hardware``."""
     gpus = Gpus()
     return {
@@ -235,7 +235,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def both(one: Callable[[Any], None], other: Callable[[Any], None]) -> Callable[[Any], None]:
+def call_both(one: Callable[[Any], None], other: Callable[[Any], None]) -> Callable[[Any], None]:
     """One function that calls both."""
 
     def call(value: Any) -> None:

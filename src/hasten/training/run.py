@@ -32,9 +32,9 @@ from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.timing import StepMetrics, clock_on
-from hasten.launch.ranks import agree, naming_ranks, process_group
+from hasten.launch.ranks import check_agreement, naming_ranks, process_group
 from hasten.machine import environment, host
-from hasten.machine.processes import Pulse, attempt, attempt_folder, telling
+from hasten.machine.processes import Heartbeat, attempt_folder, attempt_number, reporting_errors
 from hasten.measure.energy import meter_of_run
 from hasten.measure.paper.comparison import comparison_of
 from hasten.recipe.build import job_of, plan_of, set_guards, watch_notices
@@ -45,10 +45,10 @@ from hasten.recipe.prepare import (
     Tell,
     evaluations_before,
     noting_first_step,
-    promised,
-    ready,
+    prepare_run,
     resume_from,
     tell_what_trains,
+    terms_of_all_ranks,
 )
 from hasten.recipe.prepared_data import PreparedData, write_rejected
 from hasten.recipe.price import cost_of
@@ -58,14 +58,14 @@ from hasten.report.card import write_card
 from hasten.training.auto_adjust import adjust, adjusted
 from hasten.training.chosen_plan import SpeedWatch, same_on_all_ranks, with_chosen_plan
 from hasten.training.folder import (
-    Lines,
+    LineFiles,
     clear_the_way,
     form,
     keep_lines_until,
     save_all,
     save_weights,
 )
-from hasten.training.recording import both, machine, recorded
+from hasten.training.recording import call_both, machine_facts, recorded
 
 EVALUATED = "evaluations.jsonl"
 OnStep = Callable[[StepMetrics], None]
@@ -102,14 +102,14 @@ def train(
     if environment.world().size == 1:
         asked, choice = with_chosen_plan(asked, _LinesOnly(tell))
         if choice is not None:
-            on_step = both(SpeedWatch(choice, tell).note, on_step)
+            on_step = call_both(SpeedWatch(choice, tell).note, on_step)
     live: list[Session] = []
 
     def start(session: Session) -> None:
         live.append(session)
         on_start(session)
 
-    with telling(), patient(lambda: next(iter(live), None)), ExitStack() as held:
+    with reporting_errors(), patient(lambda: next(iter(live), None)), ExitStack() as held:
         return _prepare_and_train(
             asked, held, import_seconds, tell, on_tokens, (start, on_step, on_evaluation)
         )
@@ -125,21 +125,21 @@ def _prepare_and_train(
 ) -> dict[str, Any]:
     began = time.perf_counter()
     output = Path(recipe.output)
-    known, plan, material = ready(recipe, tell, on_tokens, held=held)
+    known, plan, data = prepare_run(recipe, tell, on_tokens, held=held)
     seconds = {"imports": import_seconds, "data": time.perf_counter() - began}
     host.reset_memory_peak(known.device)
     world, met = known.world, time.perf_counter()
     timeout = datetime.timedelta(seconds=recipe.link_seconds)
     group = process_group(world, known.device, timeout, recipe.backend)
-    with group, telling(), naming_ranks(world):
+    with group, reporting_errors(), naming_ranks(world):
         if recipe.auto_plan is not None:
             recipe = same_on_all_ranks(recipe, known, tell if world.is_main else _silent)
             plan = plan_of(recipe, known, tell)
-        agree(world, promised(recipe, known))
+        check_agreement(world, terms_of_all_ranks(recipe, known))
         if known.on_gpu:
             check_ranks(world, known.device)
         seconds["meeting"] = time.perf_counter() - met
-        run = _Run(recipe, known, plan, material, output, tell if world.is_main else _silent)
+        run = _Run(recipe, known, plan, data, output, tell if world.is_main else _silent)
         noting = noting_first_step(began, *hooks[:2])
         return _train(run, seconds, *noting, hooks[2])
 
@@ -154,16 +154,16 @@ class _LinesOnly:
     def show(self, text: str, share: float) -> None: ...
 
 
-def _open_folder(recipe: Recipe, material: PreparedData, tell: Tell) -> None:
+def _open_folder(recipe: Recipe, data: PreparedData, tell: Tell) -> None:
     """Make room for this run, and leave there what it was asked for and what it left out."""
     output = Path(recipe.output)
-    if attempt() == 1:  # a later attempt goes on in the same files
+    if attempt_number() == 1:  # a later attempt goes on in the same files
         if unfinished := clear_the_way(output, keep_checkpoints=recipe.resume != "never"):
             tell(unfinished)
         (output / "recipe.yaml").write_text(recipe.to_yaml())
-    if material.note.rejected:
-        write_rejected(material.note, output / "rejected.jsonl")
-        tell(f"{len(material.note.rejected)} records left out: {output / 'rejected.jsonl'}")
+    if data.note.rejected:
+        write_rejected(data.note, output / "rejected.jsonl")
+        tell(f"{len(data.note.rejected)} records left out: {output / 'rejected.jsonl'}")
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class _Run:
     recipe: Recipe
     known: Facts
     plan: Plan
-    material: PreparedData
+    data: PreparedData
     output: Path
     tell: Tell
 
@@ -186,7 +186,7 @@ def _train(
     on_evaluation: OnEvaluation,
 ) -> dict[str, Any]:
     recipe, main = run.recipe, run.known.world.is_main
-    job = job_of(recipe, run.material, run.known, run.plan)
+    job = job_of(recipe, run.data, run.known, run.plan)
     setup = prepare(job, run.plan, run.known, run.output / "checkpoints")
     helps = settle_memory(recipe, setup, run.tell)
     with advising(helps):
@@ -197,65 +197,65 @@ def _train(
     if recipe.resume != "never":
         resume_from(session, recipe.resume, run.tell)
     if main:  # after all that may be refused
-        _open_folder(recipe, run.material, run.tell)
+        _open_folder(recipe, run.data, run.tell)
     session.startup_seconds |= seconds
     session.meter = meter_of(recipe, run.known, session.model)
     session.setup.clock = clock_on(run.known.device)
-    tell_what_trains(session, run.material, run.tell)
+    tell_what_trains(session, run.data, run.tell)
     on_start(session)
-    pulse = Pulse(attempt_folder(), run.known.world.rank)
-    watch = _watch(run, session, pulse, on_step, on_evaluation)
+    heartbeat = Heartbeat(attempt_folder(), run.known.world.rank)
+    watch = _watch(run, session, heartbeat, on_step, on_evaluation)
     energy = meter_of_run(run.known) if main else None
     if energy is not None:
-        watch = replace(watch, on_step=both(watch.on_step, energy.note))
+        watch = replace(watch, on_step=call_both(watch.on_step, energy.note))
     comparison = comparison_of(session, run.known, run.tell)
     if comparison is not None:
         watch = replace(
             watch,
-            on_step=both(comparison.note, watch.on_step),
-            on_evaluation=both(comparison.between_steps, watch.on_evaluation),
+            on_step=call_both(comparison.note, watch.on_step),
+            on_evaluation=call_both(comparison.between_steps, watch.on_evaluation),
         )
     keeping = recorded(watch, session, recipe, run.output)
     counting = closing(comparison) if comparison is not None else nullcontext()
     with counting, advising(helps), watch_notices(session, recipe), keeping as watch:
         outcome = fit(session, watch)
-    pulse.beat(session.progress.step, over=True)
+    heartbeat.beat(session.progress.step, over=True)
     used = energy.found() if energy is not None else {}
     proofs = {t.name(): asdict(t.probe(session)) for t in run.plan}
     session.finish()
-    samples = save_all(session, run.material, run.output)
+    samples = save_all(session, run.data, run.output)
     return _leave(run, session, outcome, (proofs, used, samples)) if main else {}
 
 
 def _watch(
-    run: _Run, session: Session, pulse: Pulse, on_step: OnStep, on_evaluation: OnEvaluation
+    run: _Run, session: Session, heartbeat: Heartbeat, on_step: OnStep, on_evaluation: OnEvaluation
 ) -> Watch:
-    """Every rank shows its pulse; the first writes the lines and keeps the best model."""
-    pulse.beat(session.progress.step)
+    """Every rank shows its heartbeat; the first writes the lines and keeps the best model."""
+    heartbeat.beat(session.progress.step)
     watch = Watch(
         every_steps=run.recipe.eval_every,
         patience=run.recipe.patience,
-        earlier=evaluations_before(session, run.output / EVALUATED) if attempt() > 1 else (),
-        on_step=lambda metrics: pulse.beat(metrics.step),
-        on_evaluation=lambda evaluation: pulse.beat(evaluation.step),
+        earlier=evaluations_before(session, run.output / EVALUATED) if attempt_number() > 1 else (),
+        on_step=lambda metrics: heartbeat.beat(metrics.step),
+        on_evaluation=lambda evaluation: heartbeat.beat(evaluation.step),
     )
 
     def keep_best(evaluation: Evaluation) -> None:
-        pulse.beat(evaluation.step)
-        save_weights(session, run.material, run.output / "best")
+        heartbeat.beat(evaluation.step)
+        save_weights(session, run.data, run.output / "best")
 
     watch = replace(watch, on_best=keep_best if run.recipe.eval_every else _silent)
     if not run.known.world.is_main:
         return watch
-    if attempt() > 1:
+    if attempt_number() > 1:
         keep_lines_until(run.output, session.progress.step)
-    lines = Lines(run.output)
-    watch = replace(watch, on_step=both(watch.on_step, SlowLink(run.tell).note))
+    lines = LineFiles(run.output)
+    watch = replace(watch, on_step=call_both(watch.on_step, SlowLink(run.tell).note))
     return replace(
         watch,
-        on_step=both(watch.on_step, both(lambda m: lines.step(m.to_dict()), on_step)),
-        on_evaluation=both(
-            watch.on_evaluation, both(lambda e: lines.evaluation(e.to_dict()), on_evaluation)
+        on_step=call_both(watch.on_step, call_both(lambda m: lines.step(m.to_dict()), on_step)),
+        on_evaluation=call_both(
+            watch.on_evaluation, call_both(lambda e: lines.evaluation(e.to_dict()), on_evaluation)
         ),
     )
 
@@ -266,7 +266,7 @@ def _leave(
     outcome: Outcome,
     noted: tuple[dict[str, Any], dict[str, Any], Sequence[Sample]],
 ) -> dict[str, Any]:
-    recipe, material, output, known = run.recipe, run.material, run.output, run.known
+    recipe, data, output, known = run.recipe, run.data, run.output, run.known
     seconds = outcome.seconds
     proofs, energy, samples = noted
     summary = {
@@ -281,10 +281,10 @@ def _leave(
             recipe.price, seconds, outcome.tokens(session), known.world.size, energy["kwh"]
         ),
         "energy": energy,
-        "corpus_sha256": material.note.corpus_sha256,
-        "rejected": len(material.note.rejected),
+        "corpus_sha256": data.note.corpus_sha256,
+        "rejected": len(data.note.rejected),
         "hardware": asdict(known.hardware),
-        "machine": machine(),
+        "machine": machine_facts(),
         "versions": dict(known.versions),
         "seed": recipe.seed,
     }

@@ -1,82 +1,56 @@
-"""A tuning from its beginning to its end: trials, duel, the winner, and what is left on the disk.
-
-    output/studies/KEY/
-      record.jsonl   every trial; a second start goes on from it
-      best.yaml      the best settings so far, replaced as a whole after every better trial
-      study.json, study.html   the study; history and importance drawn
-
-KEY stands for everything that decides the numbers: recipe, data, space, machine, versions.
-"""
+"""A tuning from its beginning to its end: trials, duel, the winner; files: `study_folder`."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.data.file_lock import one_measurement, one_writer, replace_file
+from hasten.data.file_lock import one_measurement
 from hasten.errors import InputError
 from hasten.machine import host
 from hasten.measure.choose import kept_choice
-from hasten.measure.loops import Job, reference
+from hasten.measure.loops import Job, loop_reference
 from hasten.measure.recipe_experiment import prepared
 from hasten.measure.record import ExperimentRecord, key_of
 from hasten.progress import Audience, SilentProgress
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.yaml_reader import read_duration
 from hasten.tune.bench import ReferencePair
-from hasten.tune.report import document, is_fit, lead, page, proven, winner_of
+from hasten.tune.report import is_fit, is_proven, result_sentence, study_document, winner_of
 from hasten.tune.samplers import Proposer, proposer_of
 from hasten.tune.space import Point, of_values
 from hasten.tune.study import Search, Study
+from hasten.tune.study_folder import StudyFolder, StudyResult
 from hasten.tune.subjects import LoopSubject, Prove, RecipeSubject, TuneOptions, TuneTarget
-from hasten.tune.surrogate import Belief, importance, learnt, similar_trials
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """A tuning's result; `str` says it in a sentence.
-
-    ``settings`` are those to use: the winner's, or the start's where nothing was better beyond
-    doubt; ``text`` is the recipe with them (of a loop: its arguments as JSON).
-    """
-
-    report: dict[str, Any]
-    settings: dict[str, Any]
-    text: str
-    folder: Path
-
-    @property
-    def better(self) -> bool:
-        """Whether something was better beyond doubt."""
-        return self.report["winner"] is not None
-
-    def __str__(self) -> str:
-        return lead(self.report)
+from hasten.tune.surrogate import (
+    PlanGaussianProcess,
+    corrected_forecast,
+    importance,
+    similar_trials,
+)
 
 
 def tune(
     job: Recipe | Job | Path,
     budget: str | float = "8m",
-    wishes: TuneOptions | None = None,
+    options: TuneOptions | None = None,
     *,
     space: Mapping[str, Sequence[Any]] | None = None,
     folder: Path | str = "runs/tune",
     audience: Audience | None = None,
     prove: Prove | None = None,
-) -> Tuned:
+) -> StudyResult:
     """Search for the best settings of a job within a budget of time.
 
     Args:
         job: a recipe or its path; or the factory of a training loop, which takes the settings as
             arguments and returns a step function (see `hasten.measure.loops`).
         budget: 90s, 8m, 1h30m or seconds: for trials and duel together.
-        wishes: how.
+        options: how.
         space: of a loop: the values of each argument, the first ones being the start.
         folder: where studies of a loop are kept.
         audience: is told how it goes on.
@@ -86,21 +60,21 @@ def tune(
         InputError: the budget is too short, the job fails, or every trial does.
     """
     began = time.monotonic()
-    wishes, audience = wishes or TuneOptions(), audience or SilentProgress()
+    options, audience = options or TuneOptions(), audience or SilentProgress()
     seconds = read_duration(str(budget))
     subject: TuneTarget
     if isinstance(job, Recipe | Path) or (isinstance(job, str) and _is_yaml(job)):
         if space is not None:
             raise InputError("space: a recipe's knobs come from its techniques; leave it out")
         recipe = _as_chosen(job if isinstance(job, Recipe) else load_recipe(Path(job)), audience)
-        subject = RecipeSubject(prepared(recipe, audience, ranks=True), wishes, audience, prove)
+        subject = RecipeSubject(prepared(recipe, audience, ranks=True), options, audience, prove)
     else:
         if space is None:
             raise InputError("space: say which arguments of the loop may have which values")
-        if wishes.objective != "tokens":
+        if options.objective != "tokens":
             raise InputError("objective: of a loop only its speed is known; leave it at tokens")
-        subject = LoopSubject(reference(job), of_values(space), Path(folder), wishes)
-    return _Tuning(subject, seconds, wishes, audience, began).run()
+        subject = LoopSubject(loop_reference(job), of_values(space), Path(folder), options)
+    return _Tuning(subject, seconds, options, audience, began).run()
 
 
 def _as_chosen(recipe: Recipe, audience: Audience) -> Recipe:
@@ -122,82 +96,65 @@ class _Tuning:
         self,
         subject: TuneTarget,
         seconds: float,
-        wishes: TuneOptions,
+        options: TuneOptions,
         audience: Audience,
         began: float,
     ) -> None:
-        self._subject, self._seconds, self._wishes = subject, seconds, wishes
+        self._subject, self._seconds, self._options = subject, seconds, options
         self._audience, self._began = audience, began
-        asked = dataclasses.asdict(wishes)
+        asked = dataclasses.asdict(options)
         for name in ("trials", "fresh"):  # how much, not what
             asked.pop(name)
         self._key = key_of({"subject": subject.key(), "wishes": asked})
-        self._folder = subject.folder / self._key
-        self._best = 0.0
+        self._folder = StudyFolder(subject.folder / self._key, self._key, audience)
 
-    def run(self) -> Tuned:
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            tell = self._audience.tell
-            with one_writer(self._folder / "lock", tell), one_measurement(tell, self._seconds):
-                return self._run()
-        except OSError as error:
-            raise InputError(
-                f"output: can't write into {self._folder}: {error.strerror or error}; choose "
-                "another folder"
-            ) from error
-
-    def _run(self) -> Tuned:
-        path, kept = self._folder / "record.jsonl", self._folder / "study.json"
-        if self._wishes.fresh:
-            path.unlink(missing_ok=True)
-        with ExperimentRecord(path, self._key) as record:
-            if record.done and kept.is_file():
-                self._audience.tell(f"tuned before: {self._folder} (--fresh measures anew)")
-                return self._result(json.loads(kept.read_text()))
+    def run(self) -> StudyResult:
+        folder, tell = self._folder, self._audience.tell
+        with folder.opened(self._options.fresh) as record:
+            if (earlier := folder.finished(record)) is not None:
+                return self._result(earlier)
             if any(e["event"] == "trial" for e in record.events):
-                self._audience.tell(f"going on with {self._folder}")
+                tell(f"going on with {folder.path}")
             else:
                 record.append("about", what=self._subject.about)
-            self._audience.begin()
-            with self._subject.opened(self._folder):
-                study, left = self._search(record)
-                found = self._judge(study, left)
-            found["said"] = lead(found)
+            with one_measurement(tell, self._seconds):
+                self._audience.begin()
+                with self._subject.opened(folder.path):
+                    study, left = self._search(record)
+                    found = self._judge(study, left)
+            found["said"] = result_sentence(found)
             result = self._result(found)
-            replace_file(kept, json.dumps(found, indent=1))
-            text = page(found, self._subject.title, lead(found))
-            replace_file(self._folder / "study.html", text)
-            if proven(found):
+            folder.keep(found)
+            if is_proven(found):
                 record.append("done")  # else a second start has the duel
         return result
 
     def _search(self, record: ExperimentRecord) -> tuple[Study, float]:
-        subject, wishes = self._subject, self._wishes
+        subject, options = self._subject, self._options
         trials = similar_trials(subject.folder, subject.about, but=self._key)
 
         def proposer(noise: float, memory: float | None) -> Proposer:
             known = subject.known(noise, memory)
-            gain = learnt(subject.space, trials, known.gain)
+            gain = corrected_forecast(subject.space, trials, known.gain)
             if gain is not known.gain:
                 self._audience.tell(f"{len(trials)} trials of similar jobs are taken as a forecast")
             known = dataclasses.replace(known, gain=gain)
             return proposer_of(
-                wishes.sampler, subject.space, known, wishes.seed, self._audience.tell
+                options.sampler, subject.space, known, options.seed, self._audience.tell
             )
 
         cores, together = host.hardware().usable_cores, subject.together
-        first, steps, seed = subject.space.start, wishes.steps, wishes.seed
+        first, steps, seed = subject.space.start, options.steps, options.seed
         with ReferencePair(subject.start, first, cores, steps, seed, together=together) as bench:
             search = Search(
                 subject.space,
                 proposer,
                 bench,
                 record,
-                objective=wishes.objective,
+                objective=options.objective,
                 budget_seconds=self._seconds,
-                most=wishes.trials,
-                seed=wishes.seed,
+                most=options.trials,
+                seed=options.seed,
                 tell=self._audience.show,
                 found=self._keep,
                 began=self._began,
@@ -213,7 +170,7 @@ class _Tuning:
         if leader is None or value is None or leader != study.tried[-1].point:
             return
         words = [f"Best of {len(study.rows)} trials so far, not proven by a duel."]
-        replace_file(self._folder / "best.yaml", self._subject.text(leader, words))
+        self._folder.keep_best(self._subject.text(leader, words))
 
     def _judge(self, study: Study, left: float) -> dict[str, Any]:
         """The duel, and of its winners the best that nothing speaks against."""
@@ -229,17 +186,17 @@ class _Tuning:
         noise = max(study.noise, 0.01)
         seen = [(t.point, t.value) for t in study.tried if t.value is not None]
         points, values = [p for p, _ in seen], [v for _, v in seen]
-        believed = Belief(subject.space, noise=noise).after(points, values)
+        believed = PlanGaussianProcess(subject.space, noise=noise).after(points, values)
         shares = importance(subject.space, lambda wanted: believed(wanted).mean.tolist())
         about = {
             "title": subject.title,
             "unit": subject.unit,
-            "sampler": self._wishes.sampler,
+            "sampler": self._options.sampler,
             "budget_seconds": self._seconds,
             "seconds": round(time.monotonic() - self._began, 1),
             "about": subject.about,
         }
-        return document(study, subject.space, found, winner, shares, about)
+        return study_document(study, subject.space, found, winner, shares, about)
 
     def _show_duel(self, text: str) -> None:
         self._audience.show(text, 0.99)
@@ -279,14 +236,14 @@ class _Tuning:
         ]
         return min(fine, key=lambda i: rows[i]["peak_memory_bytes"], default=None)
 
-    def _result(self, found: dict[str, Any]) -> Tuned:
+    def _result(self, found: dict[str, Any]) -> StudyResult:
         space = self._subject.space
         winner = found["winner"]
         settings = winner["settings"] if winner else found["start"]["settings"]
-        text = self._subject.text(space.point(settings), [lead(found)])
-        if proven(found):
-            replace_file(self._folder / "best.yaml", text)
-        return Tuned(found, settings, text, self._folder)
+        text = self._subject.text(space.point(settings), [result_sentence(found)])
+        if is_proven(found):
+            self._folder.keep_best(text)
+        return StudyResult(found, settings, text, self._folder.path)
 
 
 def _is_yaml(name: str) -> bool:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hasten.errors import InputError
-from hasten.measure.budget import words
+from hasten.measure.budget import rounded_up
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.schedule import OutOfTimeError
 from hasten.measure.statistics import Interval, paired_ratio
@@ -141,7 +141,7 @@ class Training(Protocol):
 
 
 @dataclass
-class Learnt:
+class LearningResult:
     """What was found: trainings in their order, and the pairs of start and best."""
 
     rows: list[dict[str, Any]]
@@ -195,7 +195,7 @@ class Learning:
         most: int | None = None,
         seed: int = 0,
         tell: Tell = lambda text, share: None,
-        found: Callable[[Learnt], None] = lambda learnt: None,
+        found: Callable[[LearningResult], None] = lambda learnt: None,
         began: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -206,14 +206,14 @@ class Learning:
         self._sampler = LearningSampler(space, looks, seed)
         self._full = 0.0  # seconds of a training that isn't given up
 
-    def run(self) -> Learnt:
+    def run(self) -> LearningResult:
         """Search, then prove.
 
         Raises:
             InputError: the budget is too short, or the recipe's own training fails.
         """
         self._record.append("run")
-        learnt = Learnt(list(self._earlier()))
+        learnt = LearningResult(list(self._earlier()))
         for row in learnt.rows:
             self._sampler.add(self._space.point(row["settings"]), row)
         if not learnt.rows:
@@ -242,7 +242,7 @@ class Learning:
             if event["event"] == "trained":
                 yield {k: v for k, v in event.items() if k not in ("event", "at")}
 
-    def _first(self, learnt: Learnt) -> None:
+    def _first(self, learnt: LearningResult) -> None:
         """The recipe as it is; refuses a budget as soon as its first two looks tell its length."""
         self._tell("training with the recipe's own values")
         trial = self._sampler.of(self._space.start)
@@ -250,7 +250,7 @@ class Learning:
             row = self._trained(self._space.start, self._seed, self._end, trial, self._afford)
         except OutOfTimeError:
             raise InputError(
-                f"budget: {words(self._budget)} is too short: the recipe's own training alone "
+                f"budget: {rounded_up(self._budget)} is too short: the recipe's own training alone "
                 "isn't over by then; give many times as much, or shorten it (max_steps=N)"
             ) from None
         if row["state"] != "ok":
@@ -266,12 +266,13 @@ class Learning:
         least = before + self._full * (1 + SLACK * (1 + 2 * FEWEST_PAIRS))
         if least > self._budget:
             raise InputError(
-                f"budget: {words(self._budget)} is too short: the recipe's training, one other and "
-                f"{FEWEST_PAIRS} pairs that prove the result take about {words(least)} on this job "
-                "and machine; or shorten the training (max_steps=N)"
+                f"budget: {rounded_up(self._budget)} is too short: the recipe's training, "
+                f"another one and {FEWEST_PAIRS} pairs that prove the result take about "
+                f"{rounded_up(least)} on this job and machine; or shorten the training "
+                "(max_steps=N)"
             )
 
-    def _search(self, learnt: Learnt) -> str:
+    def _search(self, learnt: LearningResult) -> str:
         """Train until something ends it; what did."""
         while True:
             if self._most is not None and len(learnt) >= self._most:
@@ -290,13 +291,13 @@ class Learning:
                 return "the budget's time for trainings was used"
             self._take(learnt, row)
 
-    def _take(self, learnt: Learnt, row: dict[str, Any]) -> None:
+    def _take(self, learnt: LearningResult, row: dict[str, Any]) -> None:
         self._record.append("trained", **row)
         learnt.rows.append(row)
         self._sampler.tell(self._space.point(row["settings"]), row)
         self._found(learnt)
 
-    def _prove(self, learnt: Learnt, best: Point) -> None:
+    def _prove(self, learnt: LearningResult, best: Point) -> None:
         """Pairs of the start and the best, as many as fit; how many is settled before the first."""
         settings = self._space.settings(best)
         known = [e for e in self._record.events if e["event"] == "pair"]

@@ -1,16 +1,11 @@
 """A recipe's learning rate, warm-up and batch, chosen by the held-out loss of whole trainings.
 
-    output/studies/KEY/
-      record.jsonl   every training and every pair; a second start goes on from it
-      best.yaml      the best recipe so far, replaced as a whole after every better training
-      study.json, study.html   the study; history and importance drawn
-
-What a training is: `whole_trainings`; how the search goes: `hasten.tune.learning`.
+What a training is: `whole_trainings`; how the search goes: `hasten.tune.learning`; the files:
+`study_folder`.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -18,18 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.data.file_lock import one_writer, replace_file
 from hasten.errors import InputError
 from hasten.measure.recipe_experiment import prepared
-from hasten.measure.record import ExperimentRecord, key_of
+from hasten.measure.record import key_of
 from hasten.progress import Audience, SilentProgress
 from hasten.recipe.schema import Recipe
 from hasten.recipe.suggest import recipe_text
 from hasten.recipe.yaml_reader import read_duration
-from hasten.tune.learning import Learning, Learnt
-from hasten.tune.report import SCHEMA, page
+from hasten.tune.learning import Learning, LearningResult
+from hasten.tune.report import SCHEMA
 from hasten.tune.space import Point, Space
-from hasten.tune.surrogate import Belief, importance
+from hasten.tune.study_folder import StudyFolder, StudyResult
+from hasten.tune.surrogate import PlanGaussianProcess, importance
 from hasten.tune.whole_trainings import RecipeTrainings
 
 # What a study of hyper-parameters leaves: its JSON and its result in a sentence.
@@ -40,7 +35,7 @@ from hasten.tune.whole_trainings import RecipeTrainings
 SEED_NOISE = 0.003  # of a loss between seeds, as a logarithm, for the importance alone
 
 
-def document(learnt: Learnt, space: Space, about: Mapping[str, Any]) -> dict[str, Any]:
+def document(learnt: LearningResult, space: Space, about: Mapping[str, Any]) -> dict[str, Any]:
     """The study as plain values."""
     own = float(learnt.rows[0]["loss"])
     trials = [
@@ -88,7 +83,7 @@ def said(found: Mapping[str, Any]) -> str:
     return f"No significant difference: keep the values as they are. {count}"
 
 
-def _duel(learnt: Learnt) -> dict[str, Any] | None:
+def _duel(learnt: LearningResult) -> dict[str, Any] | None:
     if learnt.best is None:
         return None
     ratio = learnt.ratio
@@ -109,7 +104,7 @@ def _duel(learnt: Learnt) -> dict[str, Any] | None:
     return {"arms": [row]}
 
 
-def _winner(learnt: Learnt, space: Space) -> dict[str, Any] | None:
+def _winner(learnt: LearningResult, space: Space) -> dict[str, Any] | None:
     ratio = learnt.ratio
     if learnt.best is None or ratio is None or not learnt.better or learnt.unproven is not None:
         return None
@@ -123,7 +118,7 @@ def _winner(learnt: Learnt, space: Space) -> dict[str, Any] | None:
 def _importance(trials: list[dict[str, Any]], space: Space) -> dict[str, float]:
     fine = [t for t in trials if t["log_rate"] is not None]
     points, values = [space.point(t["settings"]) for t in fine], [t["log_rate"] for t in fine]
-    believed = Belief(space, noise=SEED_NOISE).after(points, values)
+    believed = PlanGaussianProcess(space, noise=SEED_NOISE).after(points, values)
     return importance(space, lambda wanted: believed(wanted).mean.tolist())
 
 
@@ -131,7 +126,7 @@ def _importance(trials: list[dict[str, Any]], space: Space) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class LearningWishes:
+class LearningOptions:
     """How to study.
 
     Args:
@@ -160,51 +155,29 @@ class LearningWishes:
             )
 
 
-@dataclass(frozen=True)
-class Learned:
-    """A study's result; `str` says it in a sentence.
-
-    ``settings`` are those to use: the best ones, or the recipe's own where nothing was better
-    beyond doubt; ``text`` is the recipe with them.
-    """
-
-    report: dict[str, Any]
-    settings: dict[str, Any]
-    text: str
-    folder: Path
-
-    @property
-    def better(self) -> bool:
-        """Whether something was better beyond doubt."""
-        return self.report["winner"] is not None
-
-    def __str__(self) -> str:
-        return said(self.report)
-
-
 def learn(
     recipe: Recipe | Path | str,
     budget: str | float = "1h",
-    wishes: LearningWishes | None = None,
+    options: LearningOptions | None = None,
     *,
     audience: Audience | None = None,
-) -> Learned:
+) -> StudyResult:
     """Search for a lower held-out loss at the same tokens within a budget of time.
 
     Args:
         recipe: a recipe or its path; it says how long each training is.
         budget: 30m, 2h or seconds: for trainings and pairs together.
-        wishes: how.
+        options: how.
         audience: is told how it goes on.
 
     Raises:
         InputError: the budget is too short, nothing is held out, or the job fails as it is.
     """
     began = time.monotonic()
-    wishes, audience = wishes or LearningWishes(), audience or SilentProgress()
+    options, audience = options or LearningOptions(), audience or SilentProgress()
     seconds = read_duration(str(budget))
     given = prepared(recipe if isinstance(recipe, Recipe) else Path(recipe), audience)
-    return _Study(RecipeTrainings(given, wishes.only), seconds, wishes, audience, began).run()
+    return _Study(RecipeTrainings(given, options.only), seconds, options, audience, began).run()
 
 
 class _Study:
@@ -214,36 +187,22 @@ class _Study:
         self,
         job: RecipeTrainings,
         seconds: float,
-        wishes: LearningWishes,
+        options: LearningOptions,
         audience: Audience,
         began: float,
     ) -> None:
-        self._job, self._seconds, self._wishes = job, seconds, wishes
+        self._job, self._seconds, self._options = job, seconds, options
         self._audience, self._began = audience, began
-        self._key = key_of(job.key())
-        self._folder = job.folder / self._key
+        key = key_of(job.key())
+        self._folder = StudyFolder(job.folder / key, key, audience)
 
-    def run(self) -> Learned:
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with one_writer(self._folder / "lock", self._audience.tell):
-                return self._run()
-        except OSError as error:
-            raise InputError(
-                f"output: can't write into {self._folder}: {error.strerror or error}; choose "
-                "another folder"
-            ) from error
-
-    def _run(self) -> Learned:
-        path, kept, job = self._folder / "record.jsonl", self._folder / "study.json", self._job
-        if self._wishes.fresh:
-            path.unlink(missing_ok=True)
-        with ExperimentRecord(path, self._key) as record:
-            if record.done and kept.is_file():
-                self._audience.tell(f"studied before: {self._folder} (--fresh trains anew)")
-                return self._result(json.loads(kept.read_text()))
+    def run(self) -> StudyResult:
+        folder, job = self._folder, self._job
+        with folder.opened(self._options.fresh) as record:
+            if (found := folder.finished(record)) is not None:
+                return self._result(found)
             if any(e["event"] == "trained" for e in record.events):
-                self._audience.tell(f"going on with {self._folder}")
+                self._audience.tell(f"going on with {folder.path}")
             self._audience.begin()
             search = Learning(
                 job.space,
@@ -251,13 +210,13 @@ class _Study:
                 record,
                 budget_seconds=self._seconds,
                 looks=job.looks,
-                most=self._wishes.trials,
+                most=self._options.trials,
                 seed=job.given.recipe.seed,
                 tell=self._audience.show,
                 found=self._keep,
                 began=self._began,
             )
-            with job.opened(self._folder):
+            with job.opened(folder.path):
                 learnt = search.run()
             about = {
                 "title": f"Learning of {job.given.recipe.model}",
@@ -267,13 +226,12 @@ class _Study:
             found = document(learnt, job.space, about)
             found["said"] = said(found)
             result = self._result(found)
-            replace_file(kept, json.dumps(found, indent=1))
-            replace_file(self._folder / "study.html", page(found, found["title"], said(found)))
+            folder.keep(found)
             if learnt.unproven is None:
                 record.append("done")  # else a second start has the pairs that are missing
         return result
 
-    def _keep(self, learnt: Learnt) -> None:
+    def _keep(self, learnt: LearningResult) -> None:
         """The best so far, on the disk before the next training begins."""
         last = learnt.rows[-1]
         losses = [r["loss"] for r in learnt.rows if r["loss"] is not None]
@@ -284,10 +242,10 @@ class _Study:
 
     def _write(self, point: Point, words: Sequence[str]) -> str:
         text = recipe_text(self._job.recipe_at(point), self._job.given.plan, words)
-        replace_file(self._folder / "best.yaml", text)
+        self._folder.keep_best(text)
         return text
 
-    def _result(self, found: dict[str, Any]) -> Learned:
+    def _result(self, found: dict[str, Any]) -> StudyResult:
         winner = found["winner"]
         settings = winner["settings"] if winner else found["start"]["settings"]
         point = self._job.space.point(settings)
@@ -295,4 +253,4 @@ class _Study:
             text = recipe_text(self._job.recipe_at(point), self._job.given.plan, [said(found)])
         else:
             text = self._write(point, [said(found)])
-        return Learned(found, settings, text, self._folder)
+        return StudyResult(found, settings, text, self._folder.path)

@@ -20,7 +20,7 @@ from hasten.errors import InputError
 from hasten.measure.ablation import BASELINE, Arm
 from hasten.measure.workers import WorkerError
 from hasten.tune.learning import Training
-from hasten.tune.report import judged
+from hasten.tune.report import duel_rows
 from hasten.tune.space import Point
 
 LOOKS = 10
@@ -148,7 +148,7 @@ def _rows(found: Sequence[Sequence[LossCurve]], count: int, target: float | None
         arm.beside = arms[0].rounds if len(arm.rounds) == len(arms[0].rounds) else []
     if arms[0].failed is not None:  # a target of the user's own
         raise InputError(f"target_loss: the recipe as it is {arms[0].failed}; give a higher one")
-    rows = judged(arms)
+    rows = duel_rows(arms)
     for row in rows["arms"][1:]:
         if len(row["rounds"]) < FEWEST_RACES and row["failed"] is None:
             races = f"{len(row['rounds'])} of {FEWEST_RACES} races"

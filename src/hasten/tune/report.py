@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from hasten.measure.ablation import Arm
-from hasten.report.verdicts import floor_of, head, idle, judge, ratio_to
+from hasten.report.verdicts import floor_of, idle_techniques, judge_arms, ratio_to, verdict_word
 from hasten.tune.space import Space
 from hasten.tune.study import Study
 
@@ -37,7 +37,7 @@ svg {{ max-width: 100%; height: auto; }} text {{ fill: var(--ink); font-size: 12
 """
 
 
-def document(
+def study_document(
     study: Study,
     space: Space,
     duel: Mapping[str, Any] | None,
@@ -77,9 +77,9 @@ def document(
     }
 
 
-def judged(arms: Sequence[Arm]) -> dict[str, Any]:
+def duel_rows(arms: Sequence[Arm]) -> dict[str, Any]:
     """The duel as the study's JSON has it; places of ``rows`` follow the arms."""
-    words = judge(arms)
+    words = judge_arms(arms)
     rows = []
     for arm, said in zip(arms, words, strict=True):
         ratio = ratio_to(arm, arms[0])
@@ -93,7 +93,7 @@ def judged(arms: Sequence[Arm]) -> dict[str, Any]:
                 "rounds": arm.rounds,
                 "peak_memory_bytes": arm.peak_memory_bytes,
                 "failed": arm.failed,
-                "idle": idle(arm),
+                "idle": idle_techniques(arm),
             }
         )
     return {"noise_floor": round(floor_of(arms), 4), "arms": rows}
@@ -101,14 +101,14 @@ def judged(arms: Sequence[Arm]) -> dict[str, Any]:
 
 def is_fit(row: Mapping[str, Any]) -> bool:
     """Whether an arm could be taken if it is better: it ran, its model isn't worse, as proven."""
-    bad = head(row["verdict"]) == "failed" or head(row.get("quality")) == "worse"
+    bad = verdict_word(row["verdict"]) == "failed" or verdict_word(row.get("quality")) == "worse"
     return not bad and row.get("refused") is None
 
 
 def says_of(row: Mapping[str, Any]) -> str:
     """An arm's verdict in words, with what else speaks against it."""
     words = [row["verdict"]]
-    words += [f"quality {row['quality']}"] if head(row.get("quality")) == "worse" else []
+    words += [f"quality {row['quality']}"] if verdict_word(row.get("quality")) == "worse" else []
     words += [f"not taken: {row['refused']}"] if row.get("refused") is not None else []
     return "; ".join(words)
 
@@ -118,12 +118,14 @@ def winner_of(rows: Sequence[dict[str, Any]]) -> int | None:
     better = [
         i
         for i, row in enumerate(rows)
-        if head(row["verdict"]) == "helped" and row["ratio"]["median"] is not None and is_fit(row)
+        if verdict_word(row["verdict"]) == "helped"
+        and row["ratio"]["median"] is not None
+        and is_fit(row)
     ]
     return max(better, key=lambda i: rows[i]["ratio"]["median"], default=None)
 
 
-def lead(found: Mapping[str, Any]) -> str:
+def result_sentence(found: Mapping[str, Any]) -> str:
     """The result in a sentence or two."""
     states = [t["state"] for t in found["trials"]]
     said = "1 trial" if len(states) == 1 else f"{len(states)} trials"
@@ -134,7 +136,7 @@ def lead(found: Mapping[str, Any]) -> str:
     if upcoming := found.get("next"):
         said += f" A larger budget would try: {'; or '.join(map(_words, upcoming))}."
     winner = found["winner"]
-    if winner is None and found["duel"] and not proven(found):
+    if winner is None and found["duel"] and not is_proven(found):
         why = found["duel"]["arms"][2]["verdict"].partition(": ")[2]
         return f"Not proven ({why}): the best of the trials is in best.yaml. {said}"
     if winner is None:
@@ -154,7 +156,7 @@ def _words(changes: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in changes.items())
 
 
-def proven(found: Mapping[str, Any]) -> bool:
+def is_proven(found: Mapping[str, Any]) -> bool:
     """Whether nothing is left to prove: there was nobody to duel with, or a duel had rounds."""
     duel = found["duel"]
     return duel is None or any(arm["rounds"] for arm in duel["arms"][2:])
@@ -207,8 +209,8 @@ def _trials(trials: Sequence[Mapping[str, Any]]) -> str:
     return _table(("trial", "what differs from the start", "ratio", "state"), rows)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{escape(h)}</th>" for h in head)
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{escape(h)}</th>" for h in columns)
     body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
     return f"<table><tr>{top}</tr>{body}</table>"
 

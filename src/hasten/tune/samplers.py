@@ -4,9 +4,9 @@ A proposer is asked for a point and told what came of it. It never proposes a po
 that the space refuses, nor one that ran out of memory. `auto` is hasten's own:
 
   1. the first trials follow the forecast: the best point that it sees within memory
-  2. every result corrects the belief (`surrogate.Belief`), and of the points around the best one
-     that is tried from which most is expected; memory is believed in the same way, from the peaks
-     that were seen, and what is likely to exceed it isn't tried
+  2. every result corrects the model (`surrogate.PlanGaussianProcess`), and of the points around the
+     best one that is tried from which most is expected; memory is predicted in the same way, from
+     the peaks that were seen, and what is likely to exceed it isn't tried
   3. each trial that ran out of memory all the same makes the next ones more careful
   4. of what failed otherwise the cause is looked for (`surrogate.Failures`), and points that may
      share it count for less
@@ -29,7 +29,7 @@ from hasten.core.plan import did_you_mean
 from hasten.errors import InputError
 from hasten.tune.bench import State
 from hasten.tune.space import Point, Space
-from hasten.tune.surrogate import Belief, Failures, below, expected_improvement
+from hasten.tune.surrogate import Failures, PlanGaussianProcess, expected_improvement, normal_cdf
 
 if TYPE_CHECKING:
     import optuna
@@ -47,7 +47,7 @@ BEYOND = 0.15  # by which a point that ran out of memory is taken to exceed the 
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedPoint:
     """What came of a point: the logarithm of its value over the start's, more is better.
 
     ``blamed`` is the choice that a failure's message names; ``rounds`` are the logarithms of which
@@ -63,7 +63,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Beforehand:
+class PriorKnowledge:
     """What is known of a job before anything is measured.
 
     Args:
@@ -88,11 +88,11 @@ class Proposer(Protocol):
     def ask(self) -> Point | None:
         """The next point; None when there is none left."""
 
-    def tell(self, tried: Tried) -> None:
+    def tell(self, tried: TriedPoint) -> None:
         """What came of a point, whoever proposed it."""
 
 
-class Own:
+class ForecastProposer:
     """Forecast first, then what was learnt: hasten's own order.
 
     Args:
@@ -101,16 +101,16 @@ class Own:
         seed: of the choice among equals.
     """
 
-    def __init__(self, space: Space, known: Beforehand, seed: int = 0) -> None:
+    def __init__(self, space: Space, known: PriorKnowledge, seed: int = 0) -> None:
         self._points = list(dict.fromkeys((*space.points(seed), space.summit(known.gain, seed))))
         random.Random(seed).shuffle(self._points)
         self._looked_at = set(self._points)
         self._space, self._start, self._known = space, space.start, known
-        self._speed = Belief(space, known.gain, known.noise)
+        self._speed = PlanGaussianProcess(space, known.gain, known.noise)
         relative = self._relative(known)
-        self._memory = Belief(space, relative, 0.0, scales=PEAK_SCALES)
+        self._memory = PlanGaussianProcess(space, relative, 0.0, scales=PEAK_SCALES)
         self._failures = Failures(space)
-        self.history: list[Tried] = []
+        self.history: list[TriedPoint] = []
 
     def ask(self) -> Point | None:
         point = self._best_of(self._about())
@@ -153,7 +153,7 @@ class Own:
         score = np.where(fine, worth * (1 - risk) / effort, -1.0)
         return left[int(np.argmax(score))]
 
-    def tell(self, tried: Tried) -> None:
+    def tell(self, tried: TriedPoint) -> None:
         self.history.append(tried)
         self._looked_at.add(tried.point)
         if tried.state == "ok":
@@ -254,9 +254,9 @@ class Own:
             return np.zeros(len(left))
         offset = self._offset
         found = self._memory.at(left, [p for p, _ in seen], [v - offset for _, v in seen])
-        return 1 - below((edge - offset - found.mean) / found.deviation)
+        return 1 - normal_cdf((edge - offset - found.mean) / found.deviation)
 
-    def _relative(self, known: Beforehand) -> Callable[[Point], float]:
+    def _relative(self, known: PriorKnowledge) -> Callable[[Point], float]:
         """The predicted peak over the start's, as a logarithm."""
         memory = known.memory
         if memory is None:
@@ -289,7 +289,7 @@ class Shuffled:
     def ask(self) -> Point | None:
         return next((p for p in self._points if p not in self._done), None)
 
-    def tell(self, tried: Tried) -> None:
+    def tell(self, tried: TriedPoint) -> None:
         self._done.add(tried.point)
 
 
@@ -318,7 +318,7 @@ class Bandit:
                 return point
         return self._rest.ask()
 
-    def tell(self, tried: Tried) -> None:
+    def tell(self, tried: TriedPoint) -> None:
         self._done.add(tried.point)
         self._rest.tell(tried)
         self._worst = min(self._worst, tried.value or 0.0)
@@ -373,7 +373,7 @@ class OptunaProposer:
             warnings.simplefilter("ignore")
             self._study = optuna.create_study(direction="maximize", sampler=_sampler(name, seed))
         self._rest = Shuffled(space, seed)
-        self._told: dict[Point, Tried] = {}
+        self._told: dict[Point, TriedPoint] = {}
         self._open: dict[Point, optuna.trial.Trial] = {}
 
     def ask(self) -> Point | None:
@@ -391,7 +391,7 @@ class OptunaProposer:
                 return point
         return self._rest.ask()
 
-    def tell(self, tried: Tried) -> None:
+    def tell(self, tried: TriedPoint) -> None:
         self._told[tried.point] = tried
         self._rest.tell(tried)
         trial = self._open.pop(tried.point, None)
@@ -422,7 +422,7 @@ class OptunaProposer:
             )
         return found
 
-    def _value(self, tried: Tried) -> float:
+    def _value(self, tried: TriedPoint) -> float:
         return tried.value if tried.value is not None else self._worst()
 
     def _worst(self) -> float:
@@ -463,14 +463,14 @@ def check_sampler(name: str) -> None:
 def proposer_of(
     name: str,
     space: Space,
-    known: Beforehand,
+    known: PriorKnowledge,
     seed: int = 0,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Proposer:
     """The proposer of a name; TPE, with a word, where its library is missing."""
     check_sampler(name)
     if name == "auto":
-        return Own(space, known, seed)
+        return ForecastProposer(space, known, seed)
     if name == "random":
         return Shuffled(space, seed)
     if name == "bandit":

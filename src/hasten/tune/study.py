@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from hasten.errors import InputError
-from hasten.measure.budget import words
+from hasten.measure.budget import rounded_up
 from hasten.measure.elimination import ordered
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.schedule import OutOfTimeError
 from hasten.tune.bench import Measurement, ReferencePair
-from hasten.tune.samplers import OF_MEDIAN, Own, Proposer, Tried
+from hasten.tune.samplers import OF_MEDIAN, ForecastProposer, Proposer, TriedPoint
 from hasten.tune.space import Point, Space
-from hasten.tune.surrogate import blamed
+from hasten.tune.surrogate import blamed_choice
 
 # What a study has found: trials in their order, the best few, and what none beats in both.
 
@@ -43,7 +43,7 @@ class Study:
     noise: float
     rate: float
     memory: float | None
-    tried: list[Tried] = field(default_factory=list)
+    tried: list[TriedPoint] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     final: dict[Point, tuple[float, ...]] = field(default_factory=dict)
     step_seconds: float = 0.0  # of the start
@@ -164,15 +164,15 @@ class Search:
             noise = self._noise()
         except OutOfTimeError:
             raise InputError(
-                f"budget: {words(self._budget)} is too short: the job alone hasn't started and "
-                "warmed up by then; give several times as much"
+                f"budget: {rounded_up(self._budget)} is too short: the job alone hasn't started "
+                "and warmed up by then; give several times as much"
             ) from None
         bench = self._bench
         study = Study(self._space, self._objective, noise, bench.rate, bench.memory)
         study.step_seconds = bench.step_seconds
         proposer = self._propose(OF_MEDIAN * noise, bench.memory)
-        proposer.tell(Tried(self._space.start, "ok", 0.0, bench.memory))
-        if isinstance(proposer, Own):
+        proposer.tell(TriedPoint(self._space.start, "ok", 0.0, bench.memory))
+        if isinstance(proposer, ForecastProposer):
             study.expected = proposer.expected
         for row in self._earlier():
             self._take(study, proposer, row)
@@ -199,7 +199,7 @@ class Search:
         better = study.leaders(len(study.rows))
         values = {t.point: t.value or 0.0 for t in study.tried}
         needs = {t.point: t.memory or 0.0 for t in study.tried}
-        if isinstance(proposer, Own) and better:
+        if isinstance(proposer, ForecastProposer) and better:
             values = dict(zip(better, proposer.believed(better), strict=True))
         best, room, points = sorted(better, key=lambda p: -values[p]), self._room(), []
         for point in best[:FINALISTS]:
@@ -274,10 +274,10 @@ class Search:
         before = self._started - self._began
         least = (self._clock() - self._started) + more + self._trial_time + self.reserve
         if before + least > self._budget:
-            gone = f", and {words(before)} of it went by before the first start"
+            gone = f", and {rounded_up(before)} of it went by before the first start"
             raise InputError(
-                f"budget: {words(self._budget)} is too short: the noise, one trial and a duel take "
-                f"about {words(least / (1 - self._proof_share))} on this job and machine"
+                f"budget: {rounded_up(self._budget)} is too short: the noise, one trial and a duel "
+                f"take about {rounded_up(least / (1 - self._proof_share))} on this job and machine"
                 f"{gone if before > GONE * self._budget else ''}"
             )
 
@@ -293,7 +293,11 @@ class Search:
                 return f"{done} trials were done"
             if self.left - self._trial_time < kept:
                 return TIME_USED
-            if done >= FEWEST and isinstance(proposer, Own) and proposer.promise() < HOPE:
+            if (
+                done >= FEWEST
+                and isinstance(proposer, ForecastProposer)
+                and proposer.promise() < HOPE
+            ):
                 return f"no untried point is expected to gain more than {100 * HOPE:g} %"
             point = proposer.ask()
             if point is None:
@@ -332,12 +336,12 @@ class Search:
         except InputError:
             return  # somebody has edited the record
         value = self._value(study, row)
-        tried = Tried(
+        tried = TriedPoint(
             point,
             row["state"],
             value,
             row["memory"],
-            blamed(row["why"], row["settings"]),
+            blamed_choice(row["why"], row["settings"]),
             tuple(math.log(ratio) for ratio in row["rounds"] if ratio > 0),
         )
         study.rows.append(row)
@@ -365,7 +369,7 @@ class Search:
 
 
 def _upcoming(proposer: Proposer) -> list[Point]:
-    if isinstance(proposer, Own):
+    if isinstance(proposer, ForecastProposer):
         return proposer.promising(NEXT)
     point = proposer.ask()
     return [] if point is None else [point]

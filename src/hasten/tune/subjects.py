@@ -17,7 +17,7 @@ from hasten.core.technique import Fidelity
 from hasten.errors import InputError
 from hasten.machine import host, processes
 from hasten.measure.ablation import AGAIN, BASELINE, Design, Kind, check_turns
-from hasten.measure.experiment import SHARE, Measured, measure_arms, table
+from hasten.measure.experiment import SHARE, Measured, experiment_context, measure_arms
 from hasten.measure.loops import loop_spec
 from hasten.measure.recipe_experiment import ExperimentSubject as Subject_
 from hasten.measure.recipe_experiment import measured
@@ -31,11 +31,11 @@ from hasten.recipe.suggest import recipe_text
 from hasten.tune.bench import turn_steps
 from hasten.tune.race import LOOKS, races
 from hasten.tune.recipe_workers import RecipeWorkers
-from hasten.tune.report import judged
-from hasten.tune.samplers import Beforehand, Sampler, check_sampler
+from hasten.tune.report import duel_rows
+from hasten.tune.samplers import PriorKnowledge, Sampler, check_sampler
 from hasten.tune.space import Point, Space, plan_space
 from hasten.tune.study import OBJECTIVES, Objective
-from hasten.tune.whole_trainings import TrainingProcess, begun, steps_of
+from hasten.tune.whole_trainings import TrainingProcess, begin_training, steps_of
 
 # What can be tuned, seen from the study: a space, processes to measure in, a duel, a result.
 
@@ -98,7 +98,7 @@ class TuneTarget(Protocol):
     def opened(self, folder: Path) -> AbstractContextManager[None]:
         """For as long as points are measured; ``folder`` is where this study's files are."""
 
-    def known(self, noise: float, memory: float | None) -> Beforehand:
+    def known(self, noise: float, memory: float | None) -> PriorKnowledge:
         """What is known before the first trial, now that the start was measured."""
 
     def start(self, point: Point) -> TurnWorker:
@@ -111,7 +111,7 @@ class TuneTarget(Protocol):
         step_seconds: float,
         tell: Callable[[str], None],
     ) -> dict[str, Any]:
-        """The duel's rows (`tune.report.judged`): the start, again, then the leaders.
+        """The duel's rows (`tune.report.duel_rows`): the start, again, then the leaders.
 
         Args:
             seconds: that there are for it.
@@ -141,7 +141,7 @@ class RecipeSubject:
 
     Args:
         given: the recipe and what is known of it.
-        wishes: how.
+        options: how.
         audience: is told how it goes on.
         prove: finds what the guard has against a plan.
     """
@@ -149,19 +149,19 @@ class RecipeSubject:
     unit = "tokens/s"
 
     def __init__(
-        self, given: Subject_, wishes: TuneOptions, audience: Audience, prove: Prove | None = None
+        self, given: Subject_, options: TuneOptions, audience: Audience, prove: Prove | None = None
     ) -> None:
         recipe, known = given.recipe, given.known
-        _check(given, wishes.objective)
-        self._given, self._wishes, self._audience = given, wishes, audience
+        _check(given, options.objective)
+        self._given, self._options, self._audience = given, options, audience
         self._prove, self._device = prove, known.device
         self._plans = plan_space(
             catalogue(),
             given.plan,
             known,
             _bounds(recipe),
-            wishes.lossy,
-            wishes.only,
+            options.lossy,
+            options.only,
             mixed_layouts(recipe.nproc),
         )
         self.space = replace(self._plans.space, refuse=self._refused)
@@ -170,11 +170,11 @@ class RecipeSubject:
         self.about = {
             "architecture": known.model.architecture,
             "device": known.device,
-            "objective": wishes.objective,
+            "objective": options.objective,
             **({"ranks": recipe.nproc} if recipe.nproc > 1 else {}),
         }
         # Exchanges between ranks fall on whole turns.
-        self.together = 1 if recipe.nproc == 1 else wishes.steps
+        self.together = 1 if recipe.nproc == 1 else options.steps
         self._workers = RecipeWorkers(given)
 
     def key(self) -> dict[str, Any]:
@@ -188,10 +188,10 @@ class RecipeSubject:
         }
 
     def opened(self, folder: Path) -> AbstractContextManager[None]:
-        likely = self.space.summit(self._plans.gain, self._wishes.seed)
+        likely = self.space.summit(self._plans.gain, self._options.seed)
         return self._workers.opened(folder, self._plans.plan(likely))
 
-    def known(self, noise: float, memory: float | None) -> Beforehand:
+    def known(self, noise: float, memory: float | None) -> PriorKnowledge:
         """Forecasts of the techniques; the memory that is left beside the start's process."""
         hardware = self._given.known.hardware
         free = processes.available_bytes(hardware.memory_limit_bytes)
@@ -201,13 +201,13 @@ class RecipeSubject:
             free -= int(memory or 0)
         limit = SHARE * free
         if memory is None:
-            return Beforehand(self._plans.gain, None, limit, noise, self._effort)
+            return PriorKnowledge(self._plans.gain, None, limit, noise, self._effort)
         first = self._plans.resident(self.space.start)
 
         def peak(point: Point) -> float:
             return max(memory + self._plans.resident(point) - first, 0.1 * memory)
 
-        return Beforehand(self._plans.gain, peak, limit, noise, self._effort)
+        return PriorKnowledge(self._plans.gain, peak, limit, noise, self._effort)
 
     def start(self, point: Point) -> TurnWorker:
         return self._workers.start(self._plans.plan(point))
@@ -226,10 +226,10 @@ class RecipeSubject:
 
         For the time to a loss, races of whole trainings take its place.
         """
-        if self._wishes.objective == "time-to-loss":
+        if self._options.objective == "time-to-loss":
             return self._races(leaders, seconds, tell)
-        steps = turn_steps(self._wishes.steps, step_seconds, self.together)
-        design = replace(DUEL, steps=steps, seed=self._wishes.seed, evaluations=1)
+        steps = turn_steps(self._options.steps, step_seconds, self.together)
+        design = replace(DUEL, steps=steps, seed=self._options.seed, evaluations=1)
 
         def measure(points: Mapping[str, Point], kinds: Mapping[str, Kind]) -> Measured:
             return measured(
@@ -237,8 +237,8 @@ class RecipeSubject:
                 {name: self._plans.plan(point) for name, point in points.items()},
                 kinds,
                 _within(design, seconds),
-                self._wishes.fresh,
-                _Quietly(self._audience, tell),
+                self._options.fresh,
+                _DuelProgress(self._audience, tell),
                 self._workers.pool,
             )
 
@@ -247,19 +247,21 @@ class RecipeSubject:
     def _races(
         self, leaders: Sequence[Point], seconds: float, tell: Callable[[str], None]
     ) -> dict[str, Any]:
-        given, wishes = self._given, self._wishes
+        given, options = self._given, self._options
         deadline = time.monotonic() + FINISH * seconds
         steps = steps_of(given)
 
         def begin(point: Point, seed: int) -> TrainingProcess:
-            return begun(self._workers, self._plans.plan(point), {"seed": seed}, steps, LOOKS)
+            return begin_training(
+                self._workers, self._plans.plan(point), {"seed": seed}, steps, LOOKS
+            )
 
         found = races(
             begin,
             self.space.start,
             leaders[:RACERS],
             deadline,
-            wishes.target_loss,
+            options.target_loss,
             given.recipe.seed,
             LOOKS,
             tell,
@@ -274,7 +276,7 @@ class RecipeSubject:
 
         A race was to the same held-out loss: that is the proof of its winner.
         """
-        if self._wishes.objective == "time-to-loss":
+        if self._options.objective == "time-to-loss":
             return None
         plan = self._plans.plan(point)
         own = set(self._given.plan)
@@ -294,7 +296,7 @@ class RecipeSubject:
         if said is not None or self._given.recipe.nproc == 1:
             return said
         try:
-            check_turns({"trial": self._plans.plan(point)}, self._wishes.steps)
+            check_turns({"trial": self._plans.plan(point)}, self._options.steps)
         except InputError as error:
             return str(error)
         return None
@@ -307,7 +309,7 @@ class RecipeSubject:
         return recipe_text(self._given.recipe, self._plans.plan(point), words)
 
 
-class _Quietly:
+class _DuelProgress:
     """Hands a duel's progress on without its own share, which is that of another budget."""
 
     def __init__(self, audience: Audience, tell: Callable[[str], None]) -> None:
@@ -372,7 +374,7 @@ def _duel(
     except InputError as error:  # or the budget left no room for two rounds
         reason = f"no duel: {error}"
         return {"noise_floor": None, "arms": [_unmeasured(name, reason) for name in names]}
-    rows = judged(found.arms)
+    rows = duel_rows(found.arms)
     by_name = {row["name"]: row for row in rows["arms"]}
     every = [by_name.get(name) or _unmeasured(name) for name in names]
     return {**rows, "arms": every, "design": found.design}
@@ -401,14 +403,14 @@ class LoopSubject:
         target: ``module:function`` or ``/path/script.py:function``.
         space: the arguments and their values.
         folder: of its studies.
-        wishes: how.
+        options: how.
     """
 
     unit = "items/s"
     together = 1
 
-    def __init__(self, target: str, space: Space, folder: Path, wishes: TuneOptions) -> None:
-        self._target, self.space, self.folder, self._wishes = target, space, folder, wishes
+    def __init__(self, target: str, space: Space, folder: Path, options: TuneOptions) -> None:
+        self._target, self.space, self.folder, self._options = target, space, folder, options
         self.title = target.rpartition("/")[2]
         self.about = {"loop": target}
         self._numbers = itertools.count()
@@ -430,9 +432,9 @@ class LoopSubject:
         with WorkerPool(folder) as self._pool:
             yield
 
-    def known(self, noise: float, memory: float | None) -> Beforehand:
+    def known(self, noise: float, memory: float | None) -> PriorKnowledge:
         limit = SHARE * processes.available_bytes(host.hardware().memory_limit_bytes)
-        return Beforehand(limit=limit, noise=noise)
+        return PriorKnowledge(limit=limit, noise=noise)
 
     def start(self, point: Point) -> TurnWorker:
         return self._pool.start(self._spec(point), f"worker-{next(self._numbers)}")
@@ -447,10 +449,10 @@ class LoopSubject:
         step_seconds: float,
         tell: Callable[[str], None],
     ) -> dict[str, Any]:
-        design = replace(DUEL, steps=self._wishes.steps, seed=self._wishes.seed)
+        design = replace(DUEL, steps=self._options.steps, seed=self._options.seed)
 
         def measure(points: Mapping[str, Point], kinds: Mapping[str, Kind]) -> Measured:
-            at = table(self._pool, lambda name: self._spec(points[name]))
+            at = experiment_context(self._pool, lambda name: self._spec(points[name]))
             plans = dict.fromkeys(points, Plan())
 
             def show(text: str, share: float) -> None:

@@ -45,7 +45,7 @@ class Posterior:
     deviation: Array
 
 
-class Belief:
+class PlanGaussianProcess:
     """A process over the points of a space.
 
     Args:
@@ -183,10 +183,10 @@ def expected_improvement(found: Posterior, best: float) -> Array:
     """By how much a point is expected to beat ``best`` (Jones, Schonlau and Welch 1998)."""
     distance = (found.mean - best) / found.deviation
     density = np.exp(-0.5 * distance**2) / math.sqrt(2 * math.pi)
-    return found.deviation * (distance * below(distance) + density)
+    return found.deviation * (distance * normal_cdf(distance) + density)
 
 
-def below(z: Array) -> Array:
+def normal_cdf(z: Array) -> Array:
     """The normal distribution function."""
     found: Array = 0.5 * (1 + np.vectorize(math.erf, otypes=[np.float64])(z / math.sqrt(2)))
     return found
@@ -222,7 +222,7 @@ def importance(
 PAIR = 0.5  # of two together, as a share of the product of theirs
 
 
-def blamed(why: str | None, settings: Mapping[str, Any]) -> str | None:
+def blamed_choice(why: str | None, settings: Mapping[str, Any]) -> str | None:
     """The choice that a message names at its beginning: ``plan: NAME: ...`` or ``NAME: ...``."""
     named = re.match(r"(?:plan: )?(\w+):", why or "")
     return named[1] if named and named[1] in settings.values() else None
@@ -318,7 +318,7 @@ def similar_trials(folder: Path, about: Mapping[str, Any], but: str) -> list[dic
     return found
 
 
-def learnt(
+def corrected_forecast(
     space: Space, trials: Sequence[Mapping[str, Any]], forecast: Callable[[Point], float]
 ) -> Callable[[Point], float]:
     """The forecast as earlier trials correct it; itself where they are too few.
@@ -334,7 +334,7 @@ def learnt(
         values.append(float(trial["log_rate"]))
     if len(seen) < FEWEST:
         return forecast
-    believed = Belief(space, forecast, VAGUE).after(seen, values)
+    believed = PlanGaussianProcess(space, forecast, VAGUE).after(seen, values)
     known: dict[Point, float] = {}
 
     def corrected(point: Point) -> float:

@@ -17,7 +17,7 @@ from hasten.errors import InputError
 from hasten.measure.recipe_experiment import ExperimentSubject
 from hasten.measure.workers import Worker
 from hasten.recipe.build import batch_of, job_of, warmup_steps
-from hasten.recipe.prepared_data import gather
+from hasten.recipe.prepared_data import prepare_data
 from hasten.recipe.schema import Recipe
 from hasten.tune.learning import LOOKS
 from hasten.tune.recipe_workers import RecipeWorkers
@@ -36,14 +36,14 @@ class RecipeTrainings:
 
     Args:
         given: the recipe and what is known of it.
-        only: what is tuned, see `LearningWishes`.
+        only: what is tuned, see `LearningOptions`.
     """
 
     def __init__(self, given: ExperimentSubject, only: Sequence[str] = ()) -> None:
         recipe = given.recipe
         self.given, self.folder = given, Path(recipe.output) / "studies"
-        self._material = gather(recipe, Path(recipe.output) / "data")
-        if not len(self._material.held_out):
+        self._data = prepare_data(recipe, Path(recipe.output) / "data")
+        if not len(self._data.held_out):
             raise InputError("held_out: the study compares held-out losses; hold some records out")
         self._batch = "global_batch_tokens" if recipe.global_batch_tokens else "global_batch_size"
         batch = batch_of(recipe)
@@ -94,11 +94,11 @@ class RecipeTrainings:
         values = {name: getattr(changed, name) for name in (RATE, self._batch, "warmup_steps")}
         values["seed"] = seed
         steps = self._steps_of(changed)
-        return begun(self._workers, self.given.plan, values, steps, self.looks)
+        return begin_training(self._workers, self.given.plan, values, steps, self.looks)
 
     def _steps_of(self, recipe: Recipe) -> int:
         given = self.given
-        return job_of(recipe, self._material, given.known, given.plan).schedule.total_steps
+        return job_of(recipe, self._data, given.known, given.plan).schedule.total_steps
 
     def _space(self, steps: int, only: Sequence[str]) -> Space:
         recipe, own = self.given.recipe, self._own or 1
@@ -107,7 +107,7 @@ class RecipeTrainings:
         rates = {float(f"{recipe.learning_rate * t:.3g}") for t in TIMES if t != 1}
         steps_of = {round(s * steps): s for s in WARMUPS}  # those that make a difference
         steps_of[warm] = share
-        train = self._material.train
+        train = self._data.train
         most = int(train.lengths.sum()) if recipe.global_batch_tokens else len(train)
         batches = {own, *(b for t in BATCHES if 1 <= (b := round(own * t)) <= most)}
         batches = {b for b in batches if _as_long(recipe.max_steps, b / own)}
@@ -129,7 +129,7 @@ def _as_long(steps: int | None, times: float) -> bool:
     return abs(round(steps / times) * times / steps - 1) <= APART
 
 
-def begun(
+def begin_training(
     workers: RecipeWorkers, plan: Plan, changes: Mapping[str, Any], steps: int, looks: int
 ) -> TrainingProcess:
     """A training of a plan with changes to the recipe's keys, to so many steps.
@@ -174,5 +174,5 @@ class TrainingProcess:
 def steps_of(given: ExperimentSubject) -> int:
     """How many steps the recipe's own training has."""
     recipe = given.recipe
-    material = gather(recipe, Path(recipe.output) / "data")
-    return job_of(recipe, material, given.known, given.plan).schedule.total_steps
+    data = prepare_data(recipe, Path(recipe.output) / "data")
+    return job_of(recipe, data, given.known, given.plan).schedule.total_steps

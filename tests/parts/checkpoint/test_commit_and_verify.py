@@ -24,7 +24,7 @@ from hasten.parts.checkpoint import (
     NewerFormatError,
     commit,
 )
-from hasten.parts.checkpoint.format import REASON, Disk, sealed
+from hasten.parts.checkpoint.format import REASON, Disk, manifest_text
 
 META = {"step": 3, "plan": [{"packed": {}}], "loss": 1.5, "none": None, "words": "词 é"}
 
@@ -228,7 +228,7 @@ def test_a_pickle_is_refused_and_its_code_does_not_run(forged: bool, tmp_path: P
         del manifest["seal"]
         hashed = xxhash.xxh3_128_hexdigest(data)
         manifest["files"] = {STATE: {"bytes": len(data), "xxh3_128": hashed}}
-        (path / MANIFEST).write_bytes(sealed(manifest))
+        (path / MANIFEST).write_bytes(manifest_text(manifest))
     with pytest.raises(DamagedCheckpointError):
         checkpoint.load(path)
     assert falls_back(tmp_path / "run")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.checkpoint.smart_checkpointer import DAY, Rhythm, SaveInterval, best_interval
+from hasten.parts.checkpoint.smart_checkpointer import DAY, SaveInterval, SaveSteps, best_interval
 
 
 def expected_seconds(work: float, cost: float, between: float, recovery: float) -> float:
@@ -91,7 +91,7 @@ def test_a_time_that_is_none_is_refused(settings: dict[str, float]) -> None:
 @pytest.mark.parametrize("every", [0, -1, "often", 2.5, True, None])
 def test_an_interval_that_is_none_is_refused(every: object) -> None:
     with pytest.raises(ValueError, match="give 'dynamic' or a number of steps"):
-        Rhythm(every, SaveInterval())  # type: ignore[arg-type]
+        SaveSteps(every, SaveInterval())  # type: ignore[arg-type]
 
 
 class Clock:
@@ -106,7 +106,7 @@ class Clock:
         return SaveInterval(longest_loss=longest_loss, _began=self.now)
 
 
-def saves(rhythm: Rhythm, clock: Clock, seconds: list[float]) -> tuple[list[int], int]:
+def saves(rhythm: SaveSteps, clock: Clock, seconds: list[float]) -> tuple[list[int], int]:
     """The steps saved when step k takes ``seconds[k]``, and how often it was looked."""
     found, looks = [], 0
     for step, took in enumerate(seconds, start=1):
@@ -126,7 +126,7 @@ def test_saves_come_after_the_intervals_seconds_with_few_looks(
     clock = Clock(monkeypatch)
     interval = clock.interval(longest_loss=100.0)
     interval.blocked.append(10.0)  # 1 % would be 1000 s; the user's 100 go before it
-    rhythm = Rhythm("dynamic", interval)
+    rhythm = SaveSteps("dynamic", interval)
     found, looks = saves(rhythm, clock, [0.5] * 2000)
     apart = [b - a for a, b in itertools.pairwise(found)]
     assert set(apart) == {200}
@@ -137,21 +137,21 @@ def test_steps_that_become_slower_are_noticed(monkeypatch: pytest.MonkeyPatch) -
     clock = Clock(monkeypatch)
     interval = clock.interval(longest_loss=100.0)
     interval.blocked.append(10.0)
-    found, _ = saves(Rhythm("dynamic", interval), clock, [0.1] * 1000 + [5.0] * 60)
+    found, _ = saves(SaveSteps("dynamic", interval), clock, [0.1] * 1000 + [5.0] * 60)
     late = [step for step in found if step > 1000]
     assert len(late) >= 2
     assert late[0] <= 1000 + 100 / 5 + 10
 
 
 def test_a_number_of_steps_is_that() -> None:
-    rhythm = Rhythm(3, SaveInterval())
+    rhythm = SaveSteps(3, SaveInterval())
     assert [step for step in range(1, 11) if rhythm.looks(step)] == [3, 6, 9]
     assert rhythm.decide(3, busy=True)[0]
 
 
 def test_nothing_is_begun_while_a_save_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    rhythm = Rhythm("dynamic", clock.interval(longest_loss=1.0))
+    rhythm = SaveSteps("dynamic", clock.interval(longest_loss=1.0))
     rhythm.looks(1)
     clock.now += 50
     assert rhythm.decide(5, busy=True)[0] is False

@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hasten.parts.distributed.pipeline.stages import balanced, ranges, seconds, work
+from hasten.parts.distributed.pipeline.stages import (
+    balanced_layers,
+    pass_seconds,
+    ranges,
+    work_per_token,
+)
 
 
 def bottleneck(
@@ -42,9 +47,9 @@ def test_no_other_cut_has_a_faster_slowest_stage(
 ) -> None:
     if stages > len(costs):
         with pytest.raises(ValueError, match=f"{len(costs)} layers can't be cut"):
-            balanced(costs, stages, first, last)
+            balanced_layers(costs, stages, first, last)
         return
-    found = balanced(costs, stages, first, last)
+    found = balanced_layers(costs, stages, first, last)
     assert sum(found) == len(costs)
     assert min(found) >= 1
     best = min(bottleneck(costs, cut, first, last) for cut in every_cut(len(costs), stages))
@@ -52,19 +57,23 @@ def test_no_other_cut_has_a_faster_slowest_stage(
 
 
 def test_of_equal_bottlenecks_the_evenest_cut_is_taken() -> None:
-    assert balanced([1, 1, 1, 5, 1, 1], 3) == (3, 1, 2)  # and not 2, 2, 2 or 1, 3, 2
-    assert balanced([1] * 6, 3) == (2, 2, 2)
+    assert balanced_layers([1, 1, 1, 5, 1, 1], 3) == (3, 1, 2)  # and not 2, 2, 2 or 1, 3, 2
+    assert balanced_layers([1] * 6, 3) == (2, 2, 2)
 
 
 def test_a_large_head_leaves_the_last_stage_fewer_layers() -> None:
-    assert sorted(balanced([1.0] * 8, 4, 0.0, 2.0)[:3]) == [2, 2, 3]
-    assert balanced([1.0] * 8, 4, 0.0, 2.0)[-1] == balanced([1.0] * 8, 4, 2.0, 0.0)[0] == 1
+    assert sorted(balanced_layers([1.0] * 8, 4, 0.0, 2.0)[:3]) == [2, 2, 3]
+    assert (
+        balanced_layers([1.0] * 8, 4, 0.0, 2.0)[-1]
+        == balanced_layers([1.0] * 8, 4, 2.0, 0.0)[0]
+        == 1
+    )
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
 def test_costs_that_are_no_costs_are_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match="finite"):
-        balanced([1.0, wrong], 2)
+        balanced_layers([1.0, wrong], 2)
 
 
 def test_stages_are_runs_of_layers() -> None:
@@ -75,11 +84,11 @@ def test_work_counts_matrices_and_the_experts_that_a_token_meets() -> None:
     layer = nn.Module()
     layer.experts = nn.ModuleList([nn.Linear(4, 6, bias=False) for _ in range(8)])
     layer.gate = nn.Linear(4, 8)
-    assert work(layer, active=2 / 8) == 4 * 6 * 2 + 4 * 8
-    assert work(nn.LayerNorm(5)) == 10  # no matrix: what there is
+    assert work_per_token(layer, active=2 / 8) == 4 * 6 * 2 + 4 * 8
+    assert work_per_token(nn.LayerNorm(5)) == 10  # no matrix: what there is
 
 
 def test_a_measured_pass_runs_backward_too() -> None:
     weight = torch.ones(3, requires_grad=True)
-    assert seconds(lambda: weight * 2, torch.device("cpu"), times=2) > 0
+    assert pass_seconds(lambda: weight * 2, torch.device("cpu"), times=2) > 0
     assert weight.grad is not None

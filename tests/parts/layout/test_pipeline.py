@@ -22,10 +22,10 @@ from hasten.parts.distributed.pipeline.runtime import (
     PassHooks,
     PipelineSettings,
     PipelineWork,
-    alike,
-    cut,
+    equal_micro_batches,
+    piece_rows,
 )
-from hasten.parts.distributed.pipeline.schedules import SCHEDULES, SPLIT, virtual
+from hasten.parts.distributed.pipeline.schedules import SCHEDULES, SPLIT, stages_per_rank
 from hasten.parts.distributed.pipeline.stages import Layers
 from hasten.parts.distributed.pipeline.timetable import StageEvent
 from pipeline_rank_jobs import language_batch, language_model, largest_error, plain_loss
@@ -47,7 +47,7 @@ def test_stages_in_one_process_give_the_gradients_of_the_whole_model(
         expected.backward()  # type: ignore[no-untyped-call]
         assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-6)
     assert largest_error(stages, model, reference) < 1e-14
-    assert len(stages.sizes) == 2 * virtual(schedule)
+    assert len(stages.sizes) == 2 * stages_per_rank(schedule)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -179,7 +179,7 @@ def test_filler_makes_packed_rows_alike_and_stays_a_document_of_its_own(
 ) -> None:
     pool = {r.length: r for r in records(400, longest=12)}
     batches = [packed([pool[n] for n in row]) for row in lengths]
-    found = alike(batches, len(batches) + 1)
+    found = equal_micro_batches(batches, len(batches) + 1)
     width = max(sum(row) for row in lengths)
     for before, after in zip(batches, found, strict=False):
         size = before["input_ids"].shape[1]
@@ -197,7 +197,7 @@ def test_filler_makes_packed_rows_alike_and_stays_a_document_of_its_own(
 def test_inputs_whose_filler_is_not_known_are_refused() -> None:
     row = torch.ones(1, 3, dtype=torch.long)
     with pytest.raises(ValueError, match="'pixels'"):
-        alike([{"input_ids": row, "labels": row, "pixels": row}], 1)
+        equal_micro_batches([{"input_ids": row, "labels": row, "pixels": row}], 1)
 
 
 def test_over_ranks_every_schedule_gives_loss_and_gradients_of_one_process(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_over_ranks_recorded_passes_are_all_there_and_in_order(tmp_path: Path) -
             schedule, "BF"
         )
         forward = {(e.stage, e.micro_batch) for e in events if e.kind == "F"}
-        assert len(forward) == 2 * virtual(schedule) * 4
+        assert len(forward) == 2 * stages_per_rank(schedule) * 4
         assert found["drawing"].startswith("<svg")
         assert 0 < found["share"] < 1
 
@@ -368,7 +368,7 @@ def test_an_output_of_another_shape_has_no_squared_error() -> None:
 def test_a_batch_that_is_not_divided_goes_in_the_largest_equal_pieces(
     rows: int, pieces: int
 ) -> None:
-    assert len(cut({"x": torch.ones(rows, 2)}, 8)) == pieces
+    assert len(piece_rows({"x": torch.ones(rows, 2)}, 8)) == pieces
     model, reference = layers(), layers()
     pipeline = AsyncPipeline(stages=2, microbatch_size=8, optimizer=False)
     stages, (x, y) = pipeline.partition_model(model), classes(rows)
@@ -421,7 +421,7 @@ def test_a_loss_beside_a_stage_takes_part_in_the_stages_backward_pass(
     """Each stage adds the mean square of its output, as a balance of experts does."""
     if checkpoint == "always" and schedule in SPLIT:
         return  # refused
-    each = 2 * virtual(schedule)
+    each = 2 * stages_per_rank(schedule)
     model, reference = layers().double(), layers().double()
     whole, spans = Layers(model), partition.ranges([1] * (each - 1) + [len(model) - each + 1])
     said: list[Tensor] = []

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.parts.distributed.pipeline.runtime import PipelineSettings, earlier
+from hasten.parts.distributed.pipeline.runtime import PipelineSettings, receives_earlier
 from hasten.parts.distributed.pipeline.schedules import (
     SCHEDULES,
     SPLIT,
     actions,
-    enough,
-    homes,
-    impossible,
-    missing,
+    enough_micro_batches,
     orders,
-    virtual,
+    rank_of_stage,
+    stages_per_rank,
+    why_impossible,
+    why_missing,
 )
 from hasten.parts.distributed.pipeline.timetable import StageEvent, bubble_share, drawing
 from hasten.planner.candidate import TRAINER_SCHEDULES
@@ -31,7 +31,7 @@ schedules = st.sampled_from(SCHEDULES)
 
 def timetable(schedule: str, ranks: int, micro_batches: int, weights: float = 1.0) -> Timetable:
     """The order in a simulator that knows nothing of schedules; it raises if ranks get stuck."""
-    each = virtual(schedule)
+    each = stages_per_rank(schedule)
     cells = [[(op,) for op in of_rank] for of_rank in orders(schedule, ranks, micro_batches)]
     even = StageSeconds.even(ranks * each, 1 / each, 1 / each, weights / each)
     return simulate(cells, even)
@@ -42,11 +42,11 @@ def timetable(schedule: str, ranks: int, micro_batches: int, weights: float = 1.
 def test_every_rank_does_each_pass_of_its_stages_once_and_nobody_gets_stuck(
     schedule: str, ranks: int, wanted: int
 ) -> None:
-    count = enough(schedule, ranks, wanted)
+    count = enough_micro_batches(schedule, ranks, wanted)
     assert count >= wanted
     listed = orders(schedule, ranks, count)
     for rank, of_rank in enumerate(listed):
-        own = [s for s, home in enumerate(homes(schedule, ranks)) if home == rank]
+        own = [s for s, home in enumerate(rank_of_stage(schedule, ranks)) if home == rank]
         assert len(set(of_rank)) == len(of_rank)
         forward = {(s, m) for kind, s, m in of_rank if kind == "F"}
         backward = {(s, m) for kind, s, m in of_rank if kind in "BI"}
@@ -60,7 +60,7 @@ def test_every_rank_does_each_pass_of_its_stages_once_and_nobody_gets_stuck(
 def test_the_order_is_as_idle_as_the_closed_form(
     planned: str, schedule: str, ranks: int, count: int
 ) -> None:
-    lost = idle_seconds(planned, ranks, 1, 1, 1, virtual(schedule))
+    lost = idle_seconds(planned, ranks, 1, 1, 1, stages_per_rank(schedule))
     found = timetable(schedule, ranks, count).idle_share
     assert found == pytest.approx(lost / (lost + 3 * count))
 
@@ -75,25 +75,25 @@ def test_a_backward_pass_in_two_halves_idles_less_than_1f1b(
 
 
 def test_a_v_begins_and_ends_on_the_same_rank() -> None:
-    assert homes("zbv", 3) == homes("dualpipev", 3) == (0, 1, 2, 2, 1, 0)
-    assert homes("interleaved", 2) == (0, 1, 0, 1)
-    assert homes("1f1b", 3) == (0, 1, 2)
+    assert rank_of_stage("zbv", 3) == rank_of_stage("dualpipev", 3) == (0, 1, 2, 2, 1, 0)
+    assert rank_of_stage("interleaved", 2) == (0, 1, 0, 1)
+    assert rank_of_stage("1f1b", 3) == (0, 1, 2)
 
 
 def test_numbers_that_a_schedule_cannot_run_are_refused_in_one_sentence() -> None:
-    assert "take a multiple of 2" in impossible("interleaved", 2, 5)
-    assert "3 equal rounds, which 13 can't be dealt into" in impossible("interleaved", 4, 13)
-    assert [impossible("zero_bubble", 4, count) for count in (3, 7, 10, 15)] == [""] * 4
-    assert "as many micro-batches at least, not 3" in impossible("dualpipev", 2, 3)
-    assert impossible("gpipe", 4, 1) == ""
+    assert "take a multiple of 2" in why_impossible("interleaved", 2, 5)
+    assert "3 equal rounds, which 13 can't be dealt into" in why_impossible("interleaved", 4, 13)
+    assert [why_impossible("zero_bubble", 4, count) for count in (3, 7, 10, 15)] == [""] * 4
+    assert "as many micro-batches at least, not 3" in why_impossible("dualpipev", 2, 3)
+    assert why_impossible("gpipe", 4, 1) == ""
     with pytest.raises(ValueError, match="2 equal rounds, which 9 can't"):
         orders("zero_bubble", 4, 9)
     with pytest.raises(ValueError, match="no schedule 'chimera': take one of gpipe"):
-        virtual("chimera")
+        stages_per_rank("chimera")
 
 
 def test_this_torch_has_all_schedules() -> None:
-    assert [missing(schedule) for schedule in SCHEDULES] == [""] * len(SCHEDULES)
+    assert [why_missing(schedule) for schedule in SCHEDULES] == [""] * len(SCHEDULES)
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
@@ -109,11 +109,11 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 def test_receives_move_up_and_never_past_each_other(schedule: str) -> None:
     runtime: Any = pytest.importorskip("torch.distributed.pipelining.schedules")
     listed = actions(schedule, 2, 8)
-    home = homes(schedule, 2)
+    home = rank_of_stage(schedule, 2)
     plain = {r: runtime._add_unshard_reshard(listed[r]) for r in listed}
     sent = runtime._add_send_recv(plain, stage_to_rank=home.__getitem__, num_stages=len(home))
     for of_rank in sent.values():
-        moved = earlier(of_rank, 2)
+        moved = receives_earlier(of_rank, 2)
         assert sorted(map(str, moved)) == sorted(map(str, of_rank))
         for kinds in ("RECV", None):
             before, after = (

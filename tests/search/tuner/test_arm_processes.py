@@ -14,10 +14,10 @@ from hasten.machine.processes import LoadMeter
 from hasten.measure import schedule
 from hasten.measure.schedule import ArmProcess, Turn, run_round
 from hasten.measure.workers import WorkerPool, WorkerSpec
-from hasten.recipe.prepare import ready
+from hasten.recipe.prepare import prepare_run
 from hasten.recipe.schema import recipe_from
 from hasten.techniques.feed import Prefetched
-from material import small
+from sample_data import small
 
 pytestmark = pytest.mark.waits
 
@@ -27,7 +27,7 @@ def arms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ArmProcess]]
     """Two plans' processes, built."""
     folder = tmp_path_factory.mktemp("arms")
     recipe = recipe_from(small(folder, plan=[], max_steps=99, cutoff_len=256), "test")
-    ready(recipe, lambda text: None)
+    prepare_run(recipe, lambda text: None)
     path = folder / "recipe.yaml"
     path.write_text(recipe.to_yaml())
     plans = [Plan([Prefetched(lookahead=4)]), Plan([])]

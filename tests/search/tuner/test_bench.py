@@ -14,7 +14,7 @@ from hasten.measure.record import ExperimentRecord
 from hasten.measure.schedule import ArmProcess, OutOfTimeError
 from hasten.measure.workers import WorkerError
 from hasten.tune.bench import PASSES, ReferencePair, turn_steps
-from hasten.tune.samplers import Tried
+from hasten.tune.samplers import TriedPoint
 from hasten.tune.space import Point, of_values
 from hasten.tune.study import Search
 from search.tuner.simulated import Machine, Simulated, step
@@ -68,7 +68,7 @@ class InOrder:
     def ask(self) -> Point | None:
         return self.left.pop(0) if self.left else None
 
-    def tell(self, tried: Tried) -> None:
+    def tell(self, tried: TriedPoint) -> None:
         pass
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hasten.measure.elimination import FEWEST, MOST_ROUNDS, behind, leading, ordered
+from hasten.measure.elimination import FEWEST, MOST_ROUNDS, leading, ordered, surely_slower
 from hasten.tune.bench import ReferencePair
 from hasten.tune.space import Point, of_values
 from search.tuner.simulated import Machine
@@ -53,7 +53,7 @@ def test_equals_are_seldom_sent_away_and_those_far_behind_always(spread: float) 
         def rounds(value: float, machine: list[float] = machine) -> list[float]:
             return [value + m + draw.gauss(0, spread) for m in machine]
 
-        found = behind({ONE: rounds(1.0), TWO: rounds(1.0), THREE: rounds(0.6)})
+        found = surely_slower({ONE: rounds(1.0), TWO: rounds(1.0), THREE: rounds(0.6)})
         gone[0] += THREE in found
         gone[1] += len(set(found) - {THREE})
     assert gone[0] == 200
@@ -65,14 +65,14 @@ def test_equals_have_all_the_rounds_in_most_finals() -> None:
     draw, early = random.Random(1), 0
     for _ in range(100):
         logs = {point: [draw.gauss(0, 0.1) for _ in range(40)] for point in (ONE, TWO)}
-        early += any(behind({p: own[:n] for p, own in logs.items()}) for n in range(4, 41))
+        early += any(surely_slower({p: own[:n] for p, own in logs.items()}) for n in range(4, 41))
     assert early <= 10
 
 
 def test_nobody_leaves_after_a_few_rounds() -> None:
     few = {ONE: [1.0] * (FEWEST - 1), TWO: [0.0] * (FEWEST - 1)}
-    assert behind(few) == []
-    assert behind({p: [*logs, logs[0]] for p, logs in few.items()}) == [TWO]
+    assert surely_slower(few) == []
+    assert surely_slower({p: [*logs, logs[0]] for p, logs in few.items()}) == [TWO]
 
 
 def test_who_is_left_alone_ends_the_final() -> None:

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from hasten.tune.samplers import Beforehand, Own, Tried
+from hasten.tune.samplers import ForecastProposer, PriorKnowledge, TriedPoint
 from hasten.tune.space import Dimension, Point, Space, of_values
-from hasten.tune.surrogate import Failures, blamed
+from hasten.tune.surrogate import Failures, blamed_choice
 
 SWITCHES = of_values({name: [False, True] for name in "abcdef"})
 ALL = (1,) * 6
@@ -46,7 +46,7 @@ SLOTS = Space(
     ],
 )
 def test_a_message_that_begins_with_a_choice_blames_it(why: str | None, name: str | None) -> None:
-    assert blamed(why, {"COMPILE": "compiled", "LAYERS": "none", "COLLATE": 128}) == name
+    assert blamed_choice(why, {"COMPILE": "compiled", "LAYERS": "none", "COLLATE": 128}) == name
 
 
 def test_before_any_failure_nothing_is_expected_to_fail() -> None:
@@ -106,8 +106,10 @@ def test_when_all_are_cleared_the_failure_was_an_accident() -> None:
 @pytest.mark.parametrize("culprit", "abcdef")
 def test_a_single_culprit_is_found_by_what_still_fails(culprit: str) -> None:
     """Every other switch gains 10 %: the best point has all but the one with which a run fails."""
-    own = Own(SWITCHES, Beforehand(gain=lambda p: 0.1 * sum(p), noise=0.01), seed=1)
-    own.tell(Tried(SWITCHES.start, "ok", 0.0))
+    own = ForecastProposer(
+        SWITCHES, PriorKnowledge(gain=lambda p: 0.1 * sum(p), noise=0.01), seed=1
+    )
+    own.tell(TriedPoint(SWITCHES.start, "ok", 0.0))
     tried: list[Point] = []
     while without(culprit) not in tried:
         assert len(tried) < 10
@@ -115,7 +117,9 @@ def test_a_single_culprit_is_found_by_what_still_fails(culprit: str) -> None:
         assert point is not None
         tried.append(point)
         fails = point["abcdef".index(culprit)]
-        own.tell(Tried(point, "failed") if fails else Tried(point, "ok", 0.1 * sum(point)))
+        own.tell(
+            TriedPoint(point, "failed") if fails else TriedPoint(point, "ok", 0.1 * sum(point))
+        )
 
 
 def test_a_failure_does_not_discredit_the_forecast() -> None:
@@ -125,9 +129,9 @@ def test_a_failure_does_not_discredit_the_forecast() -> None:
     def gain(point: Point) -> float:
         return sum(gains.get((i, v), 0.0) for i, v in enumerate(point)) + 0.3 * point[0]
 
-    own = Own(SLOTS, Beforehand(gain=gain))
-    own.tell(Tried(SLOTS.start, "ok", 0.0))
+    own = ForecastProposer(SLOTS, PriorKnowledge(gain=gain))
+    own.tell(TriedPoint(SLOTS.start, "ok", 0.0))
     first = own.ask()
     assert first == (1, 1, 1, 1)
-    own.tell(Tried(first, "failed", blamed="compiled"))
+    own.tell(TriedPoint(first, "failed", blamed="compiled"))
     assert own.ask() == (0, 0, 1, 1)

@@ -13,7 +13,7 @@ import pytest
 from hasten.errors import InputError
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.workers import WorkerError
-from hasten.tune.learning import FEWEST_PAIRS, Learning, Learnt
+from hasten.tune.learning import FEWEST_PAIRS, Learning, LearningResult
 from hasten.tune.space import Dimension, Point, Space
 from search.tuner.simulated import Clock
 
@@ -50,7 +50,7 @@ class Trainings:
 
     def study(
         self, budget: float = 1000.0, record: ExperimentRecord | None = None, **more: Any
-    ) -> Learnt:
+    ) -> LearningResult:
         search = Learning(
             SPACE,
             self.begin,

@@ -14,14 +14,14 @@ from hasten.tune.samplers import (
     BEFORE,
     CLOSE,
     OF_MEDIAN,
-    Beforehand,
-    Own,
+    ForecastProposer,
+    PriorKnowledge,
     Proposer,
-    Tried,
+    TriedPoint,
     proposer_of,
 )
 from hasten.tune.space import SMALL, Dimension, Point, Space, of_values
-from hasten.tune.surrogate import Belief, Posterior, expected_improvement
+from hasten.tune.surrogate import PlanGaussianProcess, Posterior, expected_improvement
 
 KNOBS = {"a": [0, 1, 2, 3], "b": [False, True], "c": ["x", "y", "z"], "d": [False, True]}
 SPACE = of_values(KNOBS)
@@ -35,47 +35,48 @@ def truth(point: Point) -> float:
     return found + (0.05 if s["b"] and s["d"] else -0.02 * s["d"])
 
 
-def study(proposer: Proposer, trials: int, noise: float = 0.0) -> list[Tried]:
+def study(proposer: Proposer, trials: int, noise: float = 0.0) -> list[TriedPoint]:
     draw, found = random.Random(1), []
-    proposer.tell(Tried(SPACE.start, "ok", 0.0))
+    proposer.tell(TriedPoint(SPACE.start, "ok", 0.0))
     for _ in range(trials):
         point = proposer.ask()
         if point is None:
             break
-        found.append(Tried(point, "ok", truth(point) + draw.gauss(0, noise)))
+        found.append(TriedPoint(point, "ok", truth(point) + draw.gauss(0, noise)))
         proposer.tell(found[-1])
     return found
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_point_is_proposed_twice_nor_the_start(name: str) -> None:
-    found = [t.point for t in study(proposer_of(name, SPACE, Beforehand()), 12)]
+    found = [t.point for t in study(proposer_of(name, SPACE, PriorKnowledge()), 12)]
     assert len(found) == len(set(found)) == 12
     assert SPACE.start not in found
 
 
 @pytest.mark.parametrize("name", ["auto", "random", "genetic", "bandit"])
 def test_when_every_point_was_tried_the_end_is_told(name: str) -> None:
-    found = [t.point for t in study(proposer_of(name, SPACE, Beforehand()), 60)]
+    found = [t.point for t in study(proposer_of(name, SPACE, PriorKnowledge()), 60)]
     assert len(found) == len(set(found)) == len(SPACE.points()) - 1
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_the_space_refuses_is_never_proposed(name: str) -> None:
     space = Space(SPACE.dimensions, SPACE.start, lambda p: "no" if p[0] == 3 else None)
-    proposer = proposer_of(name, space, Beforehand())
-    proposer.tell(Tried(space.start, "ok", 0.0))
+    proposer = proposer_of(name, space, PriorKnowledge())
+    proposer.tell(TriedPoint(space.start, "ok", 0.0))
     for _ in range(8):
         point = proposer.ask()
         assert point is not None
         assert point[0] < 3
-        proposer.tell(Tried(point, "failed"))
+        proposer.tell(TriedPoint(point, "failed"))
 
 
 @pytest.mark.parametrize("name", ["auto", "random", "tpe", "bandit"])
 def test_the_same_seed_proposes_the_same(name: str) -> None:
     runs = [
-        [t.point for t in study(proposer_of(name, SPACE, Beforehand(), seed=3), 12)] for _ in "ab"
+        [t.point for t in study(proposer_of(name, SPACE, PriorKnowledge(), seed=3), 12)]
+        for _ in "ab"
     ]
     assert runs[0] == runs[1]
 
@@ -83,32 +84,34 @@ def test_the_same_seed_proposes_the_same(name: str) -> None:
 def test_hastens_own_finds_the_best_of_48_within_eight_noisy_trials() -> None:
     best = max(truth(p) for p in SPACE.points())
     for seed in range(5):
-        tried = study(Own(SPACE, Beforehand(noise=0.01), seed), 8, noise=0.01)
+        tried = study(ForecastProposer(SPACE, PriorKnowledge(noise=0.01), seed), 8, noise=0.01)
         assert max(truth(t.point) for t in tried) > best + math.log(0.97)
 
 
 def test_the_first_trial_follows_the_forecast() -> None:
-    own = Own(SPACE, Beforehand(gain=truth))
+    own = ForecastProposer(SPACE, PriorKnowledge(gain=truth))
     best = max(SPACE.points(), key=truth)
     assert own.ask() == best
 
 
 def test_a_forecast_that_is_wrong_is_overruled_by_what_is_measured() -> None:
-    own = Own(SPACE, Beforehand(gain=lambda p: -truth(p), noise=0.01))
+    own = ForecastProposer(SPACE, PriorKnowledge(gain=lambda p: -truth(p), noise=0.01))
     best = max(truth(p) for p in SPACE.points())
     tried = study(own, 20)
     assert max(truth(t.point) for t in tried) > best + math.log(0.97)
 
 
 def test_of_points_that_promise_alike_the_one_that_takes_less_time_is_tried() -> None:
-    first = Own(SPACE, Beforehand()).ask()
+    first = ForecastProposer(SPACE, PriorKnowledge()).ask()
     assert first is not None
     cold = {first}
-    own = Own(SPACE, Beforehand(effort=lambda p: 2.0 if p in cold else 1.0))
+    own = ForecastProposer(SPACE, PriorKnowledge(effort=lambda p: 2.0 if p in cold else 1.0))
     assert own.ask() != first
     cold.clear()  # ready by now
     assert own.ask() == first
-    dear = Own(SPACE, Beforehand(gain=truth, effort=lambda p: 2.0 if p[2] == 1 else 1.0))
+    dear = ForecastProposer(
+        SPACE, PriorKnowledge(gain=truth, effort=lambda p: 2.0 if p[2] == 1 else 1.0)
+    )
     best = max(SPACE.points(), key=truth)
     assert best[2] == 1
     tried = study(dear, 12)
@@ -119,10 +122,10 @@ def test_a_value_of_one_round_is_believed_less_than_one_of_three() -> None:
     lucky, rival = (1, 0, 0, 0), (0, 0, 1, 0)
 
     def believed(rounds: int) -> float:
-        own = Own(SPACE, Beforehand(noise=0.1))
-        own.tell(Tried(SPACE.start, "ok", 0.0))
-        own.tell(Tried(lucky, "ok", 0.3, rounds=(0.3,) * rounds))
-        own.tell(Tried(rival, "ok", 0.3, rounds=(0.3,) * 3))
+        own = ForecastProposer(SPACE, PriorKnowledge(noise=0.1))
+        own.tell(TriedPoint(SPACE.start, "ok", 0.0))
+        own.tell(TriedPoint(lucky, "ok", 0.3, rounds=(0.3,) * rounds))
+        own.tell(TriedPoint(rival, "ok", 0.3, rounds=(0.3,) * 3))
         seen, values, noises = own._measured()
         found = own._speed.at([lucky, rival], seen, values, noises)
         return float(found.mean[0] - found.mean[1])
@@ -131,7 +134,7 @@ def test_a_value_of_one_round_is_believed_less_than_one_of_three() -> None:
 
 
 def test_a_belief_weighs_each_value_by_its_own_noise() -> None:
-    belief = Belief(SPACE, noise=0.05)
+    belief = PlanGaussianProcess(SPACE, noise=0.05)
     seen, values = [SPACE.start, (1, 1, 0, 0), (0, 0, 1, 1)], [0.0, 0.4, 0.2]
     usual = belief.at(seen, seen, values)
     same = belief.at(seen, seen, values, [0.05] * 3)
@@ -145,7 +148,7 @@ def test_what_is_predicted_to_exceed_memory_is_not_tried() -> None:
     def bytes_of(point: Point) -> float:
         return 1e9 * (1 + 2 * point[0])
 
-    own = Own(SPACE, Beforehand(memory=bytes_of, limit=4e9, gain=truth))
+    own = ForecastProposer(SPACE, PriorKnowledge(memory=bytes_of, limit=4e9, gain=truth))
     assert all(t.point[0] <= 1 for t in study(own, 60))
 
 
@@ -153,8 +156,8 @@ def test_after_one_trial_out_of_memory_the_like_of_it_is_left_alone() -> None:
     def memory(point: Point) -> float:
         return 1e9 * 2.0 ** point[0]
 
-    own = Own(SPACE, Beforehand(gain=truth, limit=3e9))
-    own.tell(Tried(SPACE.start, "ok", 0.0, memory(SPACE.start)))
+    own = ForecastProposer(SPACE, PriorKnowledge(gain=truth, limit=3e9))
+    own.tell(TriedPoint(SPACE.start, "ok", 0.0, memory(SPACE.start)))
     failures = 0
     for _ in range(30):
         point = own.ask()
@@ -162,15 +165,15 @@ def test_after_one_trial_out_of_memory_the_like_of_it_is_left_alone() -> None:
             break
         if memory(point) > 3e9:
             failures += 1
-            own.tell(Tried(point, "out of memory"))
+            own.tell(TriedPoint(point, "out of memory"))
         else:
-            own.tell(Tried(point, "ok", truth(point), memory(point)))
+            own.tell(TriedPoint(point, "ok", truth(point), memory(point)))
     assert failures <= 2  # nothing was predicted beforehand: one to learn it, one at the edge
     assert len(own.history) > 10
 
 
 def test_the_promise_ends_when_all_is_known() -> None:
-    own = Own(SPACE, Beforehand(noise=0.01))
+    own = ForecastProposer(SPACE, PriorKnowledge(noise=0.01))
     first = own.promise()
     study(own, 25)
     assert own.promise() < 0.1 * first
@@ -180,7 +183,7 @@ def test_the_belief_is_a_plain_gaussian_regression() -> None:
     """Against the textbook formula (Rasmussen and Williams 2006, 2.23 and 2.24) in float64."""
     space = of_values({"a": [0, 1], "b": [0, 1]})
     seen, values = [(0, 0), (1, 0), (0, 1)], [0.0, 0.2, 0.1]
-    belief = Belief(space, noise=0.02, aparts=(0.01,), scales=(0.1,))
+    belief = PlanGaussianProcess(space, noise=0.02, aparts=(0.01,), scales=(0.1,))
     found = belief.at([(1, 1)], seen, values)
 
     def posterior(share: float) -> tuple[float, float, float]:
@@ -213,7 +216,7 @@ def test_expected_improvement_is_the_mean_of_what_lies_above() -> None:
 
 def test_an_unknown_sampler_is_refused_with_the_nearest() -> None:
     with pytest.raises(InputError, match="did you mean 'genetic'"):
-        proposer_of("genetics", SPACE, Beforehand())
+        proposer_of("genetics", SPACE, PriorKnowledge())
 
 
 def test_a_sampler_without_its_library_says_so_and_tpe_goes_on(
@@ -224,7 +227,7 @@ def test_a_sampler_without_its_library_says_so_and_tpe_goes_on(
         importlib.util, "find_spec", lambda name: None if name == "scipy" else there(name)
     )
     told: list[str] = []
-    assert study(proposer_of("gp", SPACE, Beforehand(), tell=told.append), 3)
+    assert study(proposer_of("gp", SPACE, PriorKnowledge(), tell=told.append), 3)
     assert told == ["sampler: gp needs scipy, which isn't installed; going on with tpe"]
 
 
@@ -236,12 +239,12 @@ def test_a_conditional_decision_is_learnt_under_its_own_choice_alone() -> None:
         ),
         (0, 0),
     )
-    own = Own(space, Beforehand(noise=0.01))
+    own = ForecastProposer(space, PriorKnowledge(noise=0.01))
     seen = []
-    own.tell(Tried(space.start, "ok", 0.0))
+    own.tell(TriedPoint(space.start, "ok", 0.0))
     while (point := own.ask()) is not None:
         seen.append(point)
-        own.tell(Tried(point, "ok", 0.1 * point[1]))
+        own.tell(TriedPoint(point, "ok", 0.1 * point[1]))
     assert sorted(seen) == [(1, 0), (1, 1), (1, 2)]
 
 
@@ -253,10 +256,10 @@ def test_in_a_space_too_large_to_look_at_whole_the_way_leads_up_from_a_sample() 
     def gain(point: Point) -> float:
         return 0.2 - 0.01 * sum(abs(a - b) for a, b in zip(point, top, strict=True))
 
-    own = Own(space, Beforehand(gain=gain))
+    own = ForecastProposer(space, PriorKnowledge(gain=gain))
     assert top not in space.points()
     assert own.ask() == top
-    own.tell(Tried(top, "ok", 0.0))
+    own.tell(TriedPoint(top, "ok", 0.0))
     second = own.ask()
     assert second not in (None, top)
 
@@ -264,18 +267,18 @@ def test_in_a_space_too_large_to_look_at_whole_the_way_leads_up_from_a_sample() 
 def test_the_search_stays_about_the_best_as_long_as_something_is_expected_there() -> None:
     space = of_values({f"knob {n}": [0, 1, 2] for n in range(7)})
     best, middle = space.point({f"knob {n}": 1 for n in range(7)}), space.point({"knob 0": 1})
-    own = Own(space, Beforehand(noise=0.01))
-    own.tell(Tried(space.start, "ok", 0.0))
-    own.tell(Tried(middle, "ok", 0.2, rounds=(0.2,)))
-    own.tell(Tried(best, "ok", 0.5, rounds=(0.5,)))
+    own = ForecastProposer(space, PriorKnowledge(noise=0.01))
+    own.tell(TriedPoint(space.start, "ok", 0.0))
+    own.tell(TriedPoint(middle, "ok", 0.2, rounds=(0.2,)))
+    own.tell(TriedPoint(best, "ok", 0.5, rounds=(0.5,)))
     for _ in range(4):
         point = own.ask()
         assert point is not None
         assert space.apart(point, best) <= CLOSE
-        own.tell(Tried(point, "ok", 0.4, rounds=(0.4,)))
+        own.tell(TriedPoint(point, "ok", 0.4, rounds=(0.4,)))
     for point in space.points():  # all that is close was tried, and found wanting
         if 0 < space.apart(point, best) <= CLOSE:
-            own.tell(Tried(point, "ok", 0.3, rounds=(0.3,)))
+            own.tell(TriedPoint(point, "ok", 0.3, rounds=(0.3,)))
     point = own.ask()
     assert point is not None
     assert space.apart(point, best) > CLOSE
@@ -283,21 +286,21 @@ def test_the_search_stays_about_the_best_as_long_as_something_is_expected_there(
 
 def test_what_was_tried_in_an_earlier_start_is_not_met_again_on_the_way() -> None:
     space = of_values({f"k{n}": list(range(6)) for n in range(8)})
-    own = Own(space, Beforehand(gain=lambda p: 0.01 * sum(p)))
+    own = ForecastProposer(space, PriorKnowledge(gain=lambda p: 0.01 * sum(p)))
     best = own.ask()
     assert best == (5,) * 8
-    again = Own(space, Beforehand(gain=lambda p: 0.01 * sum(p)))
-    again.tell(Tried(best, "ok", 0.1))
+    again = ForecastProposer(space, PriorKnowledge(gain=lambda p: 0.01 * sum(p)))
+    again.tell(TriedPoint(best, "ok", 0.1))
     assert again.ask() != best
 
 
 def test_rounds_that_stray_more_than_the_start_did_are_believed_less() -> None:
-    def measured(spread: float) -> Own:
-        own = Own(SPACE, Beforehand(noise=0.005))
-        own.tell(Tried(SPACE.start, "ok", 0.0))
+    def measured(spread: float) -> ForecastProposer:
+        own = ForecastProposer(SPACE, PriorKnowledge(noise=0.005))
+        own.tell(TriedPoint(SPACE.start, "ok", 0.0))
         for point in SPACE.points()[1:5]:
             value = truth(point)
-            own.tell(Tried(point, "ok", value, rounds=(value - spread, value, value + spread)))
+            own.tell(TriedPoint(point, "ok", value, rounds=(value - spread, value, value + spread)))
         return own
 
     assert measured(0.0)._speed.noise < 0.005
@@ -306,8 +309,8 @@ def test_rounds_that_stray_more_than_the_start_did_are_believed_less() -> None:
 
 
 def test_a_noise_that_two_unlucky_rounds_have_shown_is_forgotten_when_trials_are_steady() -> None:
-    own = Own(SPACE, Beforehand(noise=0.3))
-    own.tell(Tried(SPACE.start, "ok", 0.0))
+    own = ForecastProposer(SPACE, PriorKnowledge(noise=0.3))
+    own.tell(TriedPoint(SPACE.start, "ok", 0.0))
     for point in SPACE.points()[1:11]:
-        own.tell(Tried(point, "ok", truth(point), rounds=(0.1, 0.13, 0.16)))
+        own.tell(TriedPoint(point, "ok", truth(point), rounds=(0.1, 0.13, 0.16)))
     assert own._speed.noise < 0.5 * 0.3

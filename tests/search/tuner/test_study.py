@@ -13,11 +13,11 @@ from hasten.errors import InputError
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.schedule import OutOfTimeError
 from hasten.tune.bench import ReferencePair
-from hasten.tune.report import document, lead, page
-from hasten.tune.samplers import Beforehand, Own, Shuffled, Tried
+from hasten.tune.report import page, result_sentence, study_document
+from hasten.tune.samplers import ForecastProposer, PriorKnowledge, Shuffled, TriedPoint
 from hasten.tune.space import of_values
 from hasten.tune.study import FINALISTS, Search, Study
-from hasten.tune.surrogate import importance, learnt, similar_trials
+from hasten.tune.surrogate import corrected_forecast, importance, similar_trials
 from search.tuner.simulated import Machine
 
 SPACE = of_values({"batch": [1, 2, 4, 8], "fused": [False, True], "dtype": ["fp32", "bf16"]})
@@ -36,8 +36,8 @@ def any_order(noise: float, memory: float | None) -> Shuffled:
 def searched(
     machine: Machine, budget: float = 2000.0, record: ExperimentRecord | None = None, **more: Any
 ) -> Study:
-    def own(noise: float, memory: float | None) -> Own:
-        return Own(SPACE, Beforehand(noise=noise, limit=machine.limit))
+    def own(noise: float, memory: float | None) -> ForecastProposer:
+        return ForecastProposer(SPACE, PriorKnowledge(noise=noise, limit=machine.limit))
 
     clock = machine.clock
     with ReferencePair(machine.start, SPACE.start, 2, steps=2, clock=clock) as bench:
@@ -118,12 +118,12 @@ def test_nobody_is_a_finalist_who_is_far_behind() -> None:
 
 
 def test_one_lucky_round_is_no_finalist_before_those_that_all_trials_speak_for() -> None:
-    own, machine = Own(SPACE, Beforehand(noise=0.3)), Machine(SPACE, seconds)
+    own, machine = ForecastProposer(SPACE, PriorKnowledge(noise=0.3)), Machine(SPACE, seconds)
     lucky = (3, 0, 0)
     rows = [(lucky, (0.5,))] + [((batch, 1, 1), (0.45,) * 3) for batch in range(4)]
     study = Study(SPACE, "tokens", 0.3, 1.0, None)
     for point, rounds in rows:
-        study.tried.append(Tried(point, "ok", rounds[0], rounds=rounds))
+        study.tried.append(TriedPoint(point, "ok", rounds[0], rounds=rounds))
         study.rows.append({"log_rate": rounds[0]})
         own.tell(study.tried[-1])
     with ReferencePair(machine.start, SPACE.start, 2, clock=machine.clock) as bench:
@@ -296,10 +296,10 @@ def test_earlier_studies_of_similar_jobs_are_a_forecast(tmp_path: Path) -> None:
     (tmp_path / "three" / "record.jsonl").write_text("no record")
     trials = similar_trials(tmp_path, about, but="four")
     assert len(trials) == 5
-    gain = learnt(SPACE, trials, lambda p: 0.0)
+    gain = corrected_forecast(SPACE, trials, lambda p: 0.0)
     fast = SPACE.point({"batch": 8, "fused": True, "dtype": "bf16"})
     assert gain(fast) > gain(SPACE.start) + 0.1
-    assert learnt(SPACE, trials[:2], gain) is gain  # too few to learn from
+    assert corrected_forecast(SPACE, trials[:2], gain) is gain  # too few to learn from
 
 
 def test_a_study_that_started_elsewhere_says_nothing_of_this_start() -> None:
@@ -308,7 +308,7 @@ def test_a_study_that_started_elsewhere_says_nothing_of_this_start() -> None:
         {"settings": s, "log_rate": -math.log(2) - math.log(seconds(s))}
         for s in map(SPACE.settings, SPACE.points()[1:9])
     ]
-    gain = learnt(SPACE, trials, lambda p: 0.0)
+    gain = corrected_forecast(SPACE, trials, lambda p: 0.0)
     assert gain(SPACE.start) == 0
     fast = SPACE.point({"batch": 8, "fused": True, "dtype": "bf16"})
     assert gain(fast) > 0.1
@@ -316,16 +316,16 @@ def test_a_study_that_started_elsewhere_says_nothing_of_this_start() -> None:
 
 def test_the_page_draws_and_escapes(tmp_path: Path) -> None:
     study = searched(Machine(SPACE, seconds, fails=lambda s: "<b>" if s["batch"] == 2 else None))
-    found = document(study, SPACE, None, None, {"batch": 0.7, "<i>": 0.3}, {"title": "t"})
-    text = page(found, "a & b", lead(found))
+    found = study_document(study, SPACE, None, None, {"batch": 0.7, "<i>": 0.3}, {"title": "t"})
+    text = page(found, "a & b", result_sentence(found))
     assert found["final"][0]["changes"] == SPACE.changes(study.leaders(1)[0])
     assert "<h2>Final</h2>" in text
-    assert "<h2>Final</h2>" not in page({**found, "final": []}, "a", lead(found))
+    assert "<h2>Final</h2>" not in page({**found, "final": []}, "a", result_sentence(found))
     assert "a &amp; b" in text
     assert "<b>" not in text
     assert "<i>" not in text
     assert text.count("<svg") == 2
-    assert "keep the settings" in lead(found)
+    assert "keep the settings" in result_sentence(found)
 
 
 def test_a_small_budget_is_spent_as_long_as_nothing_is_better() -> None:
@@ -348,14 +348,16 @@ def test_two_changes_are_tried_before_a_final_takes_its_share() -> None:
 
 def test_what_a_larger_budget_would_try_is_named() -> None:
     study = searched(Machine(SPACE, seconds, noise=0.01), budget=130.0)
-    found = document(study, SPACE, None, None, {}, {"title": "t"})
+    found = study_document(study, SPACE, None, None, {}, {"title": "t"})
     assert 1 <= len(found["next"]) <= 2
     tried = [row["changes"] for row in study.rows]
     assert not [changes for changes in found["next"] if changes in tried]
     assert all(SPACE.apart(*pair) > 1 for pair in itertools.combinations(study.next, 2))
     first = ", ".join(f"{k}={v}" for k, v in found["next"][0].items())
-    assert f"A larger budget would try: {first}" in lead(found)
+    assert f"A larger budget would try: {first}" in result_sentence(found)
     whole = searched(Machine(SPACE, seconds, noise=0.01))
     assert whole.ended != "the budget's time for trials was used"
-    assert "larger budget" not in lead(document(whole, SPACE, None, None, {}, {"title": "t"}))
-    assert lead({k: v for k, v in found.items() if k != "next"})  # a study of before
+    assert "larger budget" not in result_sentence(
+        study_document(whole, SPACE, None, None, {}, {"title": "t"})
+    )
+    assert result_sentence({k: v for k, v in found.items() if k != "next"})  # a study of before

@@ -31,7 +31,14 @@ from pathlib import Path
 from typing import Any
 
 from hasten.launch.netlab import network, registry
-from hasten.launch.netlab.network import NIC, Network, Nothing, Tuns, Veths, address
+from hasten.launch.netlab.network import (
+    NIC,
+    LoopbackNetwork,
+    Network,
+    UserSpaceSwitch,
+    VethBridge,
+    address,
+)
 
 # Ranks of one command on a lab's hosts: started together, ended together, never left alone.
 #
@@ -272,8 +279,8 @@ class Keeper:
 
 def _network(spec: Mapping[str, Any]) -> Network:
     if spec["mode"] == "loopback":
-        return Nothing()
-    return (Tuns if spec["switch"] else Veths)(spec["hosts"], spec["mtu"])
+        return LoopbackNetwork()
+    return (UserSpaceSwitch if spec["switch"] else VethBridge)(spec["hosts"], spec["mtu"])
 
 
 def _free_port() -> int:

@@ -42,7 +42,7 @@ class Result:
     reason: str = ""
 
 
-class Running:
+class RunningCommand:
     """A command that runs on a lab's ranks."""
 
     def __init__(
@@ -214,7 +214,7 @@ class Lab:
         seconds: float = 300.0,
         grace: float = 10.0,
         cwd: Path | None = None,
-    ) -> Running:
+    ) -> RunningCommand:
         """Start a command on every rank, with this process's variables and ``env`` on top.
 
         It is ended after ``seconds``, or ``grace`` seconds after a rank has failed.
@@ -229,7 +229,7 @@ class Lab:
             limit=seconds,
             grace=grace,
         )
-        return Running(self.ask, self.ranks, found["job"], Path(found["place"]))
+        return RunningCommand(self.ask, self.ranks, found["job"], Path(found["place"]))
 
     def run(
         self,
@@ -317,7 +317,7 @@ ADVICE = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class LabSupport:
     """One kind of lab: what it offers, whether it works here, and if not, why and what to do."""
 
     mode: str
@@ -326,7 +326,7 @@ class Finding:
     reason: str = ""
 
 
-def check() -> list[Finding]:
+def check() -> list[LabSupport]:
     """One finding for each kind of lab; each is made, asked for its bytes and removed."""
     kinds: list[tuple[Mode, bool]] = [
         (m, switch) for m in MODES if m != "loopback" for switch in (False, True)
@@ -340,10 +340,10 @@ def check() -> list[Finding]:
         try:
             with Lab(2, 1, rate, delay_ms=1.0 if switch else 0.0, mode=mode) as lab:
                 lab.bytes(0)
-            found.append(Finding(mode, offers, True))
+            found.append(LabSupport(mode, offers, True))
         except InputError as error:
             reason = str(error).partition(f"({mode}: ")[2].partition("): see")[0] or str(error)
-            found.append(Finding(mode, offers, False, f"{reason}; {_advice(mode, reason)}"))
+            found.append(LabSupport(mode, offers, False, f"{reason}; {_advice(mode, reason)}"))
     return found
 
 

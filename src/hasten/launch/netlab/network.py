@@ -2,10 +2,10 @@
 
 Two kinds of link, both with the name eth0 inside a host and the address 10.77.0.(host + 1):
 
-- ``Veths``: a pair per host, its other end on a bridge in the keeper's own namespace; the rate is
-  held by tbf on both ends. The kernel does the work.
-- ``Tuns``: a TUN device per host, joined by a switch in user space (``packet_link``) that can delay
-  and lose packets too. It costs a share of a core.
+- ``VethBridge``: a veth pair per host, its other end on a bridge in the keeper's own namespace; the
+  rate is held by tbf on both ends. The kernel does the work.
+- ``UserSpaceSwitch``: a TUN device per host, joined by a switch in user space (``packet_link``),
+  which can delay and lose packets too. It costs a share of a core.
 
 The machine's own network namespace is never entered, so that nothing in it can be changed.
 """
@@ -171,7 +171,7 @@ class Network(Protocol):
     def counted(self, host: int) -> tuple[int, int]: ...
 
 
-class Veths:
+class VethBridge:
     """Hosts on a bridge."""
 
     def __init__(self, hosts: int, mtu: int) -> None:
@@ -209,7 +209,7 @@ class Veths:
             return interface_bytes(NIC)
 
 
-class Tuns:
+class UserSpaceSwitch:
     """Hosts on a switch in user space."""
 
     def __init__(self, hosts: int, mtu: int) -> None:
@@ -253,7 +253,7 @@ class Tuns:
             return interface_bytes(NIC)
 
 
-class Nothing:
+class LoopbackNetwork:
     """Hosts that are groups of processes on the machine's loopback interface."""
 
     def namespace(self, host: int) -> int | None:

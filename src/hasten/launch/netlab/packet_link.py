@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from hasten.parts.kernels.build import built
+from hasten.parts.kernels.build import build_library
 
 DELAY, LOSS, STOP, HOSTS = 0, 1, 2, 4  # where in the settings; see packet_link.cpp
 SEED = 20261121
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str]) -> None:
     """Carry packets until the keeper says stop or ends this process."""
     descriptor, *tuns = map(int, arguments)
     settings = LinkSettings(len(tuns), descriptor)
-    library = built("packet_link").library
+    library = build_library("packet_link").library
     print("compiled" if library else "plain", flush=True)
     if library is None:
         forward(tuns, settings.numbers)

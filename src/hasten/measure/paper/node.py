@@ -39,7 +39,7 @@ class _PaperFuture(torch.futures.Future[Answer]):
         super().__init__()
 
 
-class AskedGroup:
+class GroupOptions:
     """What this rank asked of the process group when it met the others."""
 
     def __init__(self) -> None:
@@ -48,9 +48,9 @@ class AskedGroup:
         self.current_device = ""
 
 
-def pretend_groups() -> AskedGroup:
+def pretend_groups() -> GroupOptions:
     """Let process groups of this process be those of a pretended node."""
-    meeting = AskedGroup()
+    meeting = GroupOptions()
     module: Any = dist
     futures: Any = torch.futures
     futures.Future = _PaperFuture

@@ -1,8 +1,8 @@
 """A process that believes in a CUDA device: the guard, and what `torch.cuda` says about the device.
 
-`begin` comes before torch is imported. It changes torch for the whole process, so it is for a
-process that traces and does nothing else. Tensors on the host are real; tensors on the device are
-fakes with a shape, a format and no memory (`hasten.measure.paper.tracer`).
+`pretend_devices` comes before torch is imported. It changes torch for the whole process, so it is
+for a process that traces and does nothing else. Tensors on the host are real; tensors on the device
+are fakes with a shape, a format and no memory (`hasten.measure.paper.tracer`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 GUARD = Path(__file__).with_name("guard.cpp")
 
 
-def begin(device: PaperDevice, count: int = 1) -> None:
+def pretend_devices(device: PaperDevice, count: int = 1) -> None:
     """Let this process have ``count`` such devices.
 
     Raises:

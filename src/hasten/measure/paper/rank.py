@@ -13,7 +13,7 @@ import torch
 
 from hasten.launch.ranks import process_group, rank_environment
 from hasten.machine import environment, host
-from hasten.measure.paper.node import AskedGroup, pretend_groups
+from hasten.measure.paper.node import GroupOptions, pretend_groups
 from hasten.measure.paper.recipe_job import PaperRecipe
 from hasten.measure.paper.roofline import PaperDevice
 from hasten.measure.paper.step import Traced, extrapolated, traced
@@ -58,7 +58,7 @@ def trace_rank(
         whole: trace the whole model and step, in the place of a few layers and passes.
         place: a folder where the ranks meet.
     """
-    meeting = AskedGroup()
+    meeting = GroupOptions()
     if count > 1:
         environment.take_over(rank_environment(rank, count, place, threads=1))
         meeting = pretend_groups()

@@ -31,7 +31,7 @@ from hasten.parts.data.collate import TokenRecord, token_record
 from hasten.recipe.build import batch_of, facts_of, job_of, plan_of
 from hasten.recipe.candidates import candidates, first_plan
 from hasten.recipe.peak_flops import meter_of
-from hasten.recipe.prepared_data import Note, PreparedData
+from hasten.recipe.prepared_data import PreparedData, PreparedDataIndex
 from hasten.recipe.schema import Recipe
 
 STEPS = 4  # of records; a trace takes two of them
@@ -72,7 +72,7 @@ class PaperRecords(Sequence[TokenRecord]):
         return self._record
 
 
-class OnDevice:
+class MetaModelFactory:
     """Builds a model on the device, where it takes no memory.
 
     It knows no skeleton: ranks that would be sent weights build them, too.
@@ -189,21 +189,21 @@ class SizedRecipe:
     recipe: Recipe
 
     @cached_property
-    def material(self) -> PreparedData:
+    def data(self) -> PreparedData:
         recipe = self.recipe
         rows = int(read_config(recipe.model).vocab_size)
         records = PaperRecords(STEPS * (recipe.global_batch_size or 1), recipe.cutoff_len, rows)
-        note = Note("paper", "paper", "paper", None, None)
+        note = PreparedDataIndex("paper", "paper", "paper", None, None)
         return PreparedData(cast(Any, PaperTokenizer(rows)), cast(Any, records), (), note)
 
     @cached_property
     def facts(self) -> Facts:
-        return facts_of(self.recipe, self.material)
+        return facts_of(self.recipe, self.data)
 
     def setup(self) -> Setup:
         plan = plan_of(self.recipe, self.facts)
-        job = job_of(self.recipe, self.material, self.facts, plan)
-        job = replace(job, model=OnDevice(job.model, self.facts.device))
+        job = job_of(self.recipe, self.data, self.facts, plan)
+        job = replace(job, model=MetaModelFactory(job.model, self.facts.device))
         return prepare(job, plan, self.facts, Path(self.recipe.output) / "checkpoints")
 
     def passes(self) -> int:

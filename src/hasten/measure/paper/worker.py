@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import InputError
-from hasten.measure.paper.pretended import begin
+from hasten.measure.paper.pretended import pretend_devices
 from hasten.measure.paper.roofline import PaperDevice, paper_device
 
 RANK_SECONDS = 900.0  # then a rank hangs
@@ -37,7 +37,7 @@ def main() -> None:
     try:
         device = paper_device(asked["device"])
         most = max(int(recipe.get("nproc") or 1) for recipe in asked["recipes"])
-        begin(device, most)
+        pretend_devices(device, most)
         answers = [answer(device, recipe, bool(asked.get("whole"))) for recipe in asked["recipes"]]
     except InputError as error:
         answers = [{"refused": str(error)}] * len(asked["recipes"])

@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hasten.core.layout import DealsState, DealsWeights, Layout
+from hasten.core.layout import Layout, SplitsState, SplitsWeights
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble, batches
-from hasten.core.setup import in_one_piece, once, prepare
+from hasten.core.setup import in_one_piece, prepare, run_once
 from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.measure.quality.bench import CheckContext, seeded, still, trainable
@@ -67,14 +67,14 @@ class GradientRecorder(torch.optim.SGD):
         if layout.whole:
             return self.seen
         found = self.seen
-        if isinstance(layout, DealsState):
+        if isinstance(layout, SplitsState):
             pairs = zip(found.items(), self.held, strict=True)
             found = {name: layout.whole_of(p, gradient) for (name, gradient), p in pairs}
-        elif not isinstance(layout, DealsWeights):
+        elif not isinstance(layout, SplitsWeights):
             raise InputError(
                 "this layout has no way to bring its ranks' gradients together for a comparison"
             )
-        if isinstance(layout, DealsWeights):
+        if isinstance(layout, SplitsWeights):
             copies = layout.copies
             found = layout.brought({n: t for n, t in found.items() if n not in copies})
         return found
@@ -120,7 +120,7 @@ def gradient(
     setup = prepare(job, plan, bench.known, bench.folder)
     if cut != "planned":
         setup.cut = in_one_piece if cut == "whole" else lambda records: [[r] for r in records]
-        setup.attempt = once
+        setup.attempt = run_once
     if padded:
         setup.collate = job.collate
     session = assemble(setup)

@@ -30,7 +30,7 @@ from hasten.core.technique import Fidelity
 from hasten.errors import InputError
 from hasten.measure.quality.requirements import (
     Gradients,
-    Owed,
+    GuardRow,
     exact_orders,
     exact_rows,
     lossy_rows,
@@ -81,7 +81,7 @@ def guard_report(
     tell("guard: gradients against float64, documents against each other, losses bit by bit")
     gradients = Gradients(plan, perform, ranks)
     answers = gradients.make(exact_orders(plan, design.steps))
-    rows: list[Owed] = gradients.owed()
+    rows: list[GuardRow] = gradients.owed()
     rows += exact_rows(plan, answers, perform, design.steps)
     lossy = [t for t in plan if t.fidelity is Fidelity.LOSSY]
     if lossy and design.seeds:

@@ -47,7 +47,7 @@ class Invariance:
 
 
 @dataclass(frozen=True)
-class Owed:
+class GuardRow:
     """One line of report.guard."""
 
     technique: str
@@ -63,10 +63,10 @@ class Owed:
         return _plain(asdict(self))
 
 
-def owed(technique: Technique, test: str, verdict: str, text: str, **numbers: Any) -> Owed:
+def owed(technique: Technique, test: str, verdict: str, text: str, **numbers: Any) -> GuardRow:
     """A line for a technique; ``numbers`` are found, allowed and seeds where there are any."""
     values = {"found": None, "allowed": None, **numbers}
-    return Owed(technique.name(), technique.fidelity.name, test, verdict, text=text, **values)
+    return GuardRow(technique.name(), technique.fidelity.name, test, verdict, text=text, **values)
 
 
 def failures(report: Mapping[str, Any]) -> list[str]:
@@ -136,7 +136,9 @@ def exact_orders(plan: Plan, steps: int) -> list[CheckRequest]:
     return [_order(p, steps) for p in (plan, *(plan.without(t) for t in exact))] if exact else []
 
 
-def exact_rows(plan: Plan, answers: Sequence[Reply], perform: Perform, steps: int) -> list[Owed]:
+def exact_rows(
+    plan: Plan, answers: Sequence[Reply], perform: Perform, steps: int
+) -> list[GuardRow]:
     """One line for each EXACT technique of the plan; ``answers`` are those to `exact_orders`.
 
     A plan whose own losses differ from one run to the next can't show that a technique leaves
@@ -167,7 +169,7 @@ def _differs(one: Reply, other: Reply) -> bool:
     return "failed" not in one and "failed" not in other and any(one[k] != other[k] for k in parts)
 
 
-def _row(technique: Technique, whole: Reply, rest: Reply, steps: int, repeats: bool) -> Owed:
+def _row(technique: Technique, whole: Reply, rest: Reply, steps: int, repeats: bool) -> GuardRow:
     test = f"losses and weights of {steps} steps with and without it, bit by bit"
     failed = whole.get("failed") or rest.get("failed")
     if failed:
@@ -211,7 +213,7 @@ def lossy_rows(
     tokens: int,
     margin: float,
     left: Callable[[], float] = lambda: math.inf,
-) -> list[Owed]:
+) -> list[GuardRow]:
     """One line for each LOSSY technique of the plan; without seeds they are not tested.
 
     With little time ``left`` (seconds) there are fewer seeds: each is trained by all plans before
@@ -243,7 +245,9 @@ def lossy_rows(
     return [_lossy_row(t, runs[0], runs[i], margin) for i, t in enumerate(lossy, start=1)]
 
 
-def _lossy_row(technique: Technique, ours: list[Reply], theirs: list[Reply], margin: float) -> Owed:
+def _lossy_row(
+    technique: Technique, ours: list[Reply], theirs: list[Reply], margin: float
+) -> GuardRow:
     pairs = list(zip(theirs, ours, strict=True))
     usable = [(a, b) for a, b in pairs if _loss(a) is not None and _loss(b) is not None]
     broken = next((b for a, b in pairs if _loss(a) is not None and _diverged(b)), None)
@@ -364,7 +368,7 @@ def split_row(ranks: int, found: Found, bound: Bound) -> Invariance:
     return Invariance(what, "differs", here["error"], bound.whole, text)
 
 
-def wire_row(technique: Technique, ranks: int, found: Found, bound: Bound) -> Owed:
+def wire_row(technique: Technique, ranks: int, found: Found, bound: Bound) -> GuardRow:
     """Whether gradients arrive as they left, but for the rounding of what travels."""
     test = f"gradient of one step on {ranks} ranks against float64, all that isn't lossy beside it"
     if ranks == 1:
@@ -581,7 +585,7 @@ class Gradients:
             f"{reference['records']} records, {reference['tokens']:,} tokens, {_layers(reference)}"
         )
 
-    def owed(self) -> list[Owed]:
+    def owed(self) -> list[GuardRow]:
         """The lines of techniques that owe a gradient."""
         rows = [self._rounding(t) for t in self.close if t.fidelity is Fidelity.ROUNDING]
         if self.precision is not None:
@@ -592,7 +596,7 @@ class Gradients:
             rows.append(wire_row(self.wire, self.ranks, self.found, self.bound))
         return rows
 
-    def _rounding(self, technique: Technique) -> Owed:
+    def _rounding(self, technique: Technique) -> GuardRow:
         test = "gradient of one step against float64, the plan's other techniques beside it"
         if technique.slot is Slot.LAYOUT and self.ranks == 1:
             return owed(technique, test, "not tested", ONE_PROCESS)
@@ -617,7 +621,7 @@ class Gradients:
             text += f", in the plan's number format {short(answers['half'])}"
         return self._judged(technique, test, "equal", answers["planned"], self.bound, text)
 
-    def _precision(self, technique: Technique) -> Owed:
+    def _precision(self, technique: Technique) -> GuardRow:
         test, answer = "gradient of one step against float64, alone", self.found["half bare"]
         if "failed" in answer:
             return owed(technique, test, "not tested", self._why(answer))
@@ -626,7 +630,7 @@ class Gradients:
         text = f"{bound.words(answer)} ({self._taken()})"
         return self._judged(technique, test, verdict, answer, bound, text)
 
-    def _moved(self, technique: Technique) -> Owed:
+    def _moved(self, technique: Technique) -> GuardRow:
         test, answer = "the same gradients through both update rules", self.found["update"]
         if "failed" in answer:
             return owed(technique, test, "not tested", answer["failed"])
@@ -637,7 +641,7 @@ class Gradients:
 
     def _judged(
         self, technique: Technique, test: str, verdict: str, answer: Reply, bound: Bound, text: str
-    ) -> Owed:
+    ) -> GuardRow:
         return owed(technique, test, verdict, text, found=answer["error"], allowed=bound.whole)
 
 

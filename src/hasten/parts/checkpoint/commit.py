@@ -33,9 +33,9 @@ from hasten.parts.checkpoint.format import (
     Disk,
     NewerFormatError,
     checkpoints,
+    manifest_text,
     quarantine,
     read_manifest,
-    sealed,
     write_blocks,
     write_tensors,
 )
@@ -84,7 +84,7 @@ def save(
             "base": dict(base) if base else None,
             "meta": dict(meta),
         }
-        write_blocks(temporary / MANIFEST, iter([memoryview(sealed(manifest))]), disk)
+        write_blocks(temporary / MANIFEST, iter([memoryview(manifest_text(manifest))]), disk)
         disk.sync(temporary)
         disk.rename(temporary, final)
     except BaseException:

@@ -81,7 +81,7 @@ class NewerFormatError(ValueError):
     """A later version of this program wrote the checkpoint; it may well be whole."""
 
 
-def sealed(manifest: Mapping[str, Any]) -> bytes:
+def manifest_text(manifest: Mapping[str, Any]) -> bytes:
     """The manifest as it stands on disk: its JSON with the hash of that JSON as the last key."""
     text = json.dumps(manifest, indent=1)
     seal = xxhash.xxh3_128_hexdigest(text.encode())
@@ -100,7 +100,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         text = _bounded(path / MANIFEST)
         manifest: dict[str, Any] = json.loads(text)
         seal = manifest.pop("seal")
-        if sealed(manifest) != text:
+        if manifest_text(manifest) != text:
             raise ValueError(f"{MANIFEST} is not as it was written")
         newer = manifest["format"] not in range(1, FORMAT + 1)
         if not newer:
@@ -292,7 +292,7 @@ def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
 TENSOR, ITEMS, TUPLE = "$tensor", "$items", "$tuple"
 
 
-def taken(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+def json_without_tensors(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     """``value`` as JSON, each of its tensors put into ``tensors`` under the name of its place.
 
     Raises:
@@ -305,12 +305,17 @@ def taken(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         tensors[name] = value.detach()
         return {TENSOR: name}
     if isinstance(value, dict):
-        items = {key: taken(item, f"{place}/{key}", tensors) for key, item in value.items()}
+        items = {
+            key: json_without_tensors(item, f"{place}/{key}", tensors)
+            for key, item in value.items()
+        }
         if all(isinstance(key, str) and not key.startswith("$") for key in items):
             return items
         return {ITEMS: [[key, item] for key, item in items.items()]}
     if isinstance(value, list | tuple):
-        inner = [taken(item, f"{place}/{i}", tensors) for i, item in enumerate(value)]
+        inner = [
+            json_without_tensors(item, f"{place}/{i}", tensors) for i, item in enumerate(value)
+        ]
         return {TUPLE: inner} if isinstance(value, tuple) else inner
     if value is None or type(value) in (str, bool, int, float):
         return value
@@ -320,22 +325,22 @@ def taken(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def given(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """What ``taken`` made JSON of.
+def tensors_from_json(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """What ``json_without_tensors`` made JSON of.
 
     Raises:
         KeyError, TypeError, ValueError: the JSON isn't of that kind.
     """
     if isinstance(value, list):
-        return [given(item, tensors) for item in value]
+        return [tensors_from_json(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if TENSOR in value:
         return tensors[value[TENSOR]].clone()
     if TUPLE in value:
-        return tuple(given(item, tensors) for item in value[TUPLE])
+        return tuple(tensors_from_json(item, tensors) for item in value[TUPLE])
     pairs = value[ITEMS] if ITEMS in value else value.items()
-    return {key: given(item, tensors) for key, item in pairs}
+    return {key: tensors_from_json(item, tensors) for key, item in pairs}
 
 
 # The checkpoints of a folder: their names, and what moves one out of the way.

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from hasten.parts.checkpoint.format import checkpoints, read_manifest
 from hasten.parts.checkpoint.saver import Found, Saver
-from hasten.parts.checkpoint.state import Protected, of_all_ranks, set_random_state
+from hasten.parts.checkpoint.state import CheckpointedState, of_all_ranks, set_random_state
 from hasten.parts.checkpoint.verify import verify
 
 # When to save: often enough to lose little, seldom enough to cost little.
@@ -113,7 +113,7 @@ class SaveInterval:
         self.failures, self.seen, self.recovery = failures, seen, recovery
 
 
-class Rhythm:
+class SaveSteps:
     """Which steps are saved. All ranks look at the same steps; the first rank decides there.
 
     Args:
@@ -195,10 +195,10 @@ class SmartCheckpointer:
         agree: Agree | None = None,
     ) -> None:
         self.interval = SaveInterval(between_failures, longest_loss)
-        self.rhythm = Rhythm(interval, self.interval)
+        self.rhythm = SaveSteps(interval, self.interval)
         self.saver = Saver(folder, max_checkpoints, compression, asynchronous)
         self.step = 0  # of the state that was saved or restored last
-        self._protected = Protected()
+        self._protected = CheckpointedState()
         self._agree = agree or _broadcast
         self._born = time.monotonic()
         self._opened = self._resumed = False

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hasten.parts.checkpoint.format import given, taken
+from hasten.parts.checkpoint.format import json_without_tensors, tensors_from_json
 
 
-class Protected:
+class CheckpointedState:
     """What a checkpoint is of."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Protected:
         """
         tensors: dict[str, Tensor] = {}
         found = {
-            name: taken(_plain(held.state_dict()), name, tensors)
+            name: json_without_tensors(_plain(held.state_dict()), name, tensors)
             for name, held in self.objects.items()
         }
         return tensors, found
@@ -69,7 +69,7 @@ class Protected:
                 "protected; protect the same objects by the same names, or use another folder"
             )
         try:
-            states = {name: given(state, tensors) for name, state in saved.items()}
+            states = {name: tensors_from_json(state, tensors) for name, state in saved.items()}
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{place} holds no state that can be read: {error!r}") from error
         for name, held in self.objects.items():

@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 from hasten.parts.comm import methods
 from hasten.parts.comm.exchange import FIRST, Hosts, Ranks, found_hosts
 from hasten.parts.comm.methods import (
+    AveragingMethod,
+    BucketPart,
     CompressionSettings,
     Dense,
-    Piece,
     Pieces,
     ResidualMemory,
-    Way,
-    numbers,
     parts_of,
+    total_numbers,
 )
 
 Named = tuple[str, Tensor]
@@ -55,8 +55,8 @@ def named(model: nn.Module | Iterable[Any]) -> list[Named]:
     return [(name, p) for name, p in found if p.requires_grad]
 
 
-def piece_of(name: str, parameter: Tensor) -> Piece:
-    return Piece(name, tuple(parameter.shape), parameter.element_size())
+def piece_of(name: str, parameter: Tensor) -> BucketPart:
+    return BucketPart(name, tuple(parameter.shape), parameter.element_size())
 
 
 def buckets_of(parameters: Sequence[Named], alone: bool) -> list[list[Named]]:
@@ -88,7 +88,7 @@ def buckets_of(parameters: Sequence[Named], alone: bool) -> list[list[Named]]:
 
 def predicted_buckets(parameters: Sequence[Named], cap_mb: float) -> list[Pieces]:
     """As DDP lays them out: from the last parameter on, until each is full."""
-    buckets: list[list[Piece]] = [[]]
+    buckets: list[list[BucketPart]] = [[]]
     size, limit = 0, float(FIRST_BUCKET_BYTES)
     for name, parameter in reversed(parameters):
         if size >= limit:
@@ -174,7 +174,9 @@ class BucketExchange:
         self._memory.settle(counted)
         self.way.settle(counted)
 
-    def send(self, buffer: Tensor, pieces: Pieces, ranks: Ranks, way: Way) -> Callable[[], Tensor]:
+    def send(
+        self, buffer: Tensor, pieces: Pieces, ranks: Ranks, way: AveragingMethod
+    ) -> Callable[[], Tensor]:
         """Send a bucket; what is returned waits for its mean and puts it into ``buffer``.
 
         NaN fills it on every rank if a number of any rank wasn't finite.
@@ -186,7 +188,7 @@ class BucketExchange:
             raise ranks.failed(error) from error
 
     def _sent_on(
-        self, buffer: Tensor, pieces: Pieces, ranks: Ranks, way: Way
+        self, buffer: Tensor, pieces: Pieces, ranks: Ranks, way: AveragingMethod
     ) -> Callable[[], Tensor]:
         way = self.way_of(pieces, way) if self.compresses else self._dense
         scale = self.scale() if way.feedback else 1.0
@@ -229,7 +231,7 @@ class BucketExchange:
         return True
 
     def send_between(
-        self, buffer: Tensor, pieces: Pieces, hosts: Hosts, way: Way
+        self, buffer: Tensor, pieces: Pieces, hosts: Hosts, way: AveragingMethod
     ) -> Callable[[], Tensor]:
         """The same where only hosts are to exchange it compressed."""
         owner = hosts.owner(len(self.buckets))
@@ -249,9 +251,9 @@ class BucketExchange:
 
         return done
 
-    def way_of(self, pieces: Pieces, compressing: Way) -> Way:
+    def way_of(self, pieces: Pieces, compressing: AveragingMethod) -> AveragingMethod:
         """What takes a bucket once compression has begun: small ones aren't worth it."""
-        small = numbers(pieces) < self._settings.minimum
+        small = total_numbers(pieces) < self._settings.minimum
         return self._dense if small or self.quiet else compressing
 
     def state(self) -> dict[str, Any]:
@@ -282,7 +284,7 @@ class BucketExchange:
 # Where ranks meet: they compare settings, find out who shares a host, and open their groups.
 
 
-class Meeting:
+class RankMeeting:
     """``ranks`` are None until several ranks have met; ``hosts`` where only these exchange
     compressed gradients, and there are several ranks on each of several hosts."""
 
@@ -331,7 +333,12 @@ class Meeting:
         return int(dist.get_world_size()) if running else 1
 
     def send(
-        self, travel: BucketExchange, flat: Tensor, pieces: Pieces, ranks: Ranks, way: Way
+        self,
+        travel: BucketExchange,
+        flat: Tensor,
+        pieces: Pieces,
+        ranks: Ranks,
+        way: AveragingMethod,
     ) -> Callable[[], Tensor]:
         """A bucket on its way; what is returned waits for its mean."""
         if self.hosts is None:

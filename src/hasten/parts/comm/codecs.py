@@ -208,7 +208,7 @@ PIECE = 65_536  # numbers
 
 
 @dataclass(frozen=True)
-class Cast:
+class CastCodec:
     """Each number in a format of its own: float32, float16 or bf16."""
 
     name: str
@@ -445,7 +445,7 @@ def codec(name: str, block: int = 256) -> Codec:
         ValueError: no codec of that name, or a block that isn't a multiple of 32 up to 4096.
     """
     if name in FORMATS:
-        return Cast(name)
+        return CastCodec(name)
     if name in WIDTHS:
         return QuantisedCodec(WIDTHS[name], block)
     known = ", ".join([*FORMATS, *WIDTHS])

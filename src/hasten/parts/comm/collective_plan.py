@@ -32,16 +32,16 @@ from hasten.parts.comm.link_model import (
     hierarchical,
     leader,
     measure,
-    ways,
+    route_costs,
 )
 from hasten.parts.comm.topology import (
     Link,
     Topology,
     check_name,
-    detected,
     gpu_link,
     hosts_of,
-    named,
+    with_detected_links,
+    with_named_links,
 )
 
 if TYPE_CHECKING:
@@ -264,11 +264,11 @@ class CollectivePlan:
     """Hosts and links, and the way for tensors of up to 1, 2, 4, ... numbers."""
 
     topology: Topology
-    ways: tuple[str, ...]
+    by_size: tuple[str, ...]
     speeds: Mapping[str, float]  # bytes of float32 per second through codecs, as on rank 0
 
     def way(self, numbers: int) -> str:
-        return self.ways[min(max(numbers - 1, 0).bit_length(), SIZES - 1)]
+        return self.by_size[min(max(numbers - 1, 0).bit_length(), SIZES - 1)]
 
 
 def alone() -> CollectivePlan:
@@ -326,7 +326,7 @@ def explanation(plan: CollectivePlan, settings: CollectiveSettings) -> str:
     for numbers in SHOWN:
         chosen = plan.way(numbers)
         lines.append(f"{4 * numbers / 1e6:.3g} MB of float32: {chosen}")
-        lines += [f"    {cost}" for cost in ways(topology, numbers, codecs, on_nccl)]
+        lines += [f"    {cost}" for cost in route_costs(topology, numbers, codecs, on_nccl)]
     if settings.coded:
         lines.append("chosen: hierarchical, because a codec was asked for")
     elif settings.way != "auto":
@@ -342,7 +342,7 @@ def explanation(plan: CollectivePlan, settings: CollectiveSettings) -> str:
 
 def advice(topology: Topology, speeds: Mapping[str, float], on_nccl: bool = False) -> list[str]:
     """Of codecs with these speeds: below which bandwidth each is shorter than all that is dense."""
-    dense = min(ways(topology, SHOWN[-1], (), on_nccl), key=lambda cost: cost.seconds)
+    dense = min(route_costs(topology, SHOWN[-1], (), on_nccl), key=lambda cost: cost.seconds)
     lines, here = [], topology.between.bandwidth
     limits = {
         name: break_even(dense, hierarchical(topology, SHOWN[-1], codec_model(name, speed)))
@@ -405,9 +405,9 @@ def _topology(asked: str | Topology, hosts: tuple[tuple[int, ...], ...]) -> Topo
             )
         return asked
     if asked == "detect":
-        return detected(hosts, gpu_link() if moves_by_nccl() else None)
+        return with_detected_links(hosts, gpu_link() if moves_by_nccl() else None)
     if asked != "measure":
-        return named(asked, hosts)
+        return with_named_links(asked, hosts)
     within, between = measure(hosts, _device())
     return Topology(hosts, within or NOWHERE, between or NOWHERE, "measured")
 
@@ -421,8 +421,8 @@ def _made(settings: CollectiveSettings, topology: Topology) -> CollectivePlan:
         return CollectivePlan(topology, ("hierarchical",) * SIZES, speeds)
     if settings.way != "auto":
         return CollectivePlan(topology, (settings.way,) * SIZES, speeds)
-    ways = tuple(_cheapest(topology, 2**k, moves_by_nccl()) for k in range(SIZES))
-    return CollectivePlan(topology, ways, speeds)
+    by_size = tuple(_cheapest(topology, 2**k, moves_by_nccl()) for k in range(SIZES))
+    return CollectivePlan(topology, by_size, speeds)
 
 
 def _cheapest(topology: Topology, numbers: int, on_nccl: bool) -> str:

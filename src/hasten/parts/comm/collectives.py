@@ -51,7 +51,7 @@ from hasten.parts.comm.collective_plan import (
     sum_across,
 )
 from hasten.parts.comm.groups import Groups
-from hasten.parts.comm.rank_check import CollectiveError, explained
+from hasten.parts.comm.rank_check import CollectiveError, error_of_ranks
 from hasten.parts.comm.topology import Topology, host_name
 from hasten.parts.comm.work_queue import WorkQueue
 
@@ -308,7 +308,7 @@ class TopoAwareCollective:
         except RuntimeError as error:  # torch has no class of its own for gloo's
             hosts = self._hosts or [""] * dist.get_world_size()
             limit = self.settings.timeout
-            self._failed = explained(what, error, self._subject, hosts, limit)
+            self._failed = error_of_ranks(what, error, self._subject, hosts, limit)
             raise self._failed from error
 
 

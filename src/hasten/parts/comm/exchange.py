@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hasten.parts.comm import groups
 from hasten.parts.comm.groups import movable, own_of
-from hasten.parts.comm.rank_check import CollectiveError, RollCall
+from hasten.parts.comm.rank_check import CollectiveError, RankReports
 from hasten.parts.comm.topology import host_name, hosts_of
 
 FIRST, SECOND = 0, 1
@@ -57,10 +57,10 @@ class Ranks:
         seconds: float,
         backend: str | None = None,
         members: Sequence[tuple[int, ...]] | None = None,
-        roll: RollCall | None = None,
+        roll: RankReports | None = None,
     ) -> None:
         everyone = tuple(range(dist.get_world_size()))
-        self.roll = roll or RollCall("gradients", everyone, seconds)
+        self.roll = roll or RankReports("gradients", everyone, seconds)
         every = members or [everyone]
         self._groups = [own_of(every, seconds, backend) for _ in (FIRST, SECOND)]
         self.rank: int = dist.get_rank(self._groups[FIRST])
@@ -176,7 +176,7 @@ class Hosts:
         hosts: tuple[tuple[int, ...], ...],
         seconds: float,
         backend: str | None,
-        roll: RollCall,
+        roll: RankReports,
     ) -> None:
         sizes = [len(ranks) for ranks in hosts]
         if len(set(sizes)) > 1:

@@ -26,21 +26,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.parts.comm import buckets as gradients
-from hasten.parts.comm.buckets import BucketExchange, Meeting
+from hasten.parts.comm.buckets import BucketExchange, RankMeeting
 from hasten.parts.comm.exchange import Ranks, WireError
-from hasten.parts.comm.groups import InOrder
+from hasten.parts.comm.groups import OrderedThread
 from hasten.parts.comm.local_sgd import ApartWeights
 from hasten.parts.comm.methods import (
     WHOLE,
+    BucketPart,
     CompressionSettings,
-    Piece,
     ResidualMemory,
     backend_of,
     parts_of,
 )
-from hasten.parts.comm.rank_check import checksum, drifted
+from hasten.parts.comm.rank_check import checksum, drift_message
 from hasten.parts.comm.route_choice import WireChoice
-from hasten.parts.comm.weight_methods import whole
+from hasten.parts.comm.weight_methods import start_method
 
 # A tensor as other ranks would read it: compress and decompress on one rank, with error feedback.
 #
@@ -48,7 +48,7 @@ from hasten.parts.comm.weight_methods import whole
 # told apart by the order of calls between two averages, which must then stay the same.
 
 
-class Locally:
+class LocalCompression:
     """What ``compress`` remembers; ``calls`` counts them since the last average."""
 
     def __init__(self, settings: CompressionSettings) -> None:
@@ -65,7 +65,7 @@ class Locally:
         if name is None:
             name = self._place(tuple(tensor.shape))
         self.calls += 1
-        pieces = (Piece(name, tuple(tensor.shape)),)
+        pieces = (BucketPart(name, tuple(tensor.shape)),)
         if self._memory.has_left(pieces):  # the same name again, without an average between
             self._memory.settle(True)
             self._way.settle(True)
@@ -169,10 +169,10 @@ class GradientCompressor:
         self.communication_backend = backend_of(communication_backend)
         self.timeout_seconds = timeout_seconds
         self._travel = BucketExchange(self._settings)
-        self._locally = Locally(self._settings)
+        self._locally = LocalCompression(self._settings)
         self._whole: ApartWeights | WireChoice | None = None  # diloco, stream, auto
-        self._meeting = Meeting(self._settings, timeout_seconds, self.communication_backend)
-        self._in_order: InOrder | None = None
+        self._meeting = RankMeeting(self._settings, timeout_seconds, self.communication_backend)
+        self._in_order: OrderedThread | None = None
         self._largest = 0  # numbers of the largest tensor that ``compress`` had in this step
         self._told = False  # that all were too small
         self._names: dict[int, str] = {}  # by id: a reference to DDP would never be freed
@@ -225,7 +225,7 @@ class GradientCompressor:
             raise ValueError("this compressor is attached to a model; build one for each model")
         if self._settings.method in WHOLE:
             self._meeting.meet(self._travel)
-            self._whole = whole(
+            self._whole = start_method(
                 model, self._settings, self.communication_backend, self.timeout_seconds, loss_scale
             )
             return
@@ -239,7 +239,7 @@ class GradientCompressor:
         travel.attached, travel.asks = True, confirmed
         travel.scale = loss_scale or travel.scale
         self._meeting.meet(travel, model.process_group)
-        self._in_order = InOrder()
+        self._in_order = OrderedThread()
         model.register_comm_hook(self, _hook)
 
     def compress(self, tensor: Tensor, name: str | None = None) -> Tensor:
@@ -332,7 +332,7 @@ class GradientCompressor:
             return
         wrong = self._meeting.ranks.differing(checksum(parameters))
         if wrong:
-            raise WireError(drifted(wrong, self.steps))
+            raise WireError(drift_message(wrong, self.steps))
 
     def predicted(
         self,

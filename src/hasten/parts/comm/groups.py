@@ -95,7 +95,7 @@ def own_of(groups: Iterable[tuple[int, ...]], seconds: float, backend: str | Non
 Job = tuple[Callable[[], Tensor], "torch.futures.Future[Tensor]", torch.device]
 
 
-class InOrder:
+class OrderedThread:
     """One thread that does jobs in the order in which they came.
 
     It ends with the object that owns it, and keeps nothing of a job that is done: a process group

@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.parts.comm.collective_plan import ErrorMemory, Route, check_way
 from hasten.parts.comm.collectives import TopoAwareCollective
-from hasten.parts.comm.groups import InOrder
-from hasten.parts.comm.rank_check import CollectiveError, checksum, drifted
+from hasten.parts.comm.groups import OrderedThread
+from hasten.parts.comm.rank_check import CollectiveError, checksum, drift_message
 
 DENSE_STEPS = 2  # DDP forms its buckets anew after the first step; what is left out needs a name
 
@@ -70,7 +70,7 @@ class RoutedBuckets:
         self._scale = scale
         self._names: dict[int, str] = {}
         self._now, self._began, self._done = StepTraffic(), 0.0, 0.0
-        self._in_order: InOrder | None = None
+        self._in_order: OrderedThread | None = None
 
     def attach(self, module: nn.Module) -> None:
         """Take the module's buckets over; all ranks call it.
@@ -84,7 +84,7 @@ class RoutedBuckets:
         self.collective.prepare()  # here, so that no group is opened in the middle of backward
         check_way(self.route.way, self.collective.topology.hosts)
         self._names = {id(p): name for name, p in module.module.named_parameters()}
-        self._in_order = InOrder()
+        self._in_order = OrderedThread()
         module.register_comm_hook(self, _hook)
 
     @property
@@ -115,7 +115,7 @@ class RoutedBuckets:
         found = torch.cat(rows).tolist()  # waits for the device
         wrong = [rank for rank, value in enumerate(found) if value != found[0]]
         if wrong:
-            raise CollectiveError(drifted(wrong, self.steps))
+            raise CollectiveError(drift_message(wrong, self.steps))
 
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Send a bucket on its way; the future has the mean over all ranks."""

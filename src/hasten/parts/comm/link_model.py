@@ -117,7 +117,7 @@ def leader(topology: Topology, numbers: int) -> Cost:
     return Cost("leader", "none", sent, sent / topology.between.bandwidth, inside + latency, 0.0)
 
 
-def ways(
+def route_costs(
     topology: Topology, numbers: int, codecs: Iterable[CodecModel] = (), on_nccl: bool = False
 ) -> list[Cost]:
     """What each way costs here, cheapest first.

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from hasten.parts.comm.codecs import QuantisedCodec
 from hasten.parts.comm.groups import FullDuplexWork, all_gather
-from hasten.parts.comm.rank_check import CollectiveError, RollCall
+from hasten.parts.comm.rank_check import CollectiveError, RankReports
 from hasten.parts.kernels import local_sgd as compiled
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ class WeightChunk:
         edges = itertools.accumulate((p.numel() for p in parts), initial=0)
         self._places = list(itertools.pairwise(edges))
         plain = all(p.is_cpu and p.dtype == torch.float32 for p in parts)
-        self._stretch = compiled.Stretch(parts) if plain and compiled.library().library else None
+        self._stretch = (
+            compiled.FlatWeights(parts) if plain and compiled.library().library else None
+        )
 
     def note(self) -> None:
         """The weights as they are become the anchor."""
@@ -213,10 +215,10 @@ class Drift:
         self.group = group
         self.size = dist.get_world_size(group) if running else 1
         self.rank = dist.get_rank(group) if running else 0
-        self._roll: RollCall | None = None
+        self._roll: RankReports | None = None
         if running:
             members = dist.get_process_group_ranks(group)
-            self._roll = RollCall("weights", members, timeout.total_seconds())
+            self._roll = RankReports("weights", members, timeout.total_seconds())
         self.parameters = list(parameters)
         self.anchor = torch.empty(
             sum(p.numel() for p in parameters), dtype=torch.float32, device=parameters[0].device
@@ -280,7 +282,7 @@ class Drift:
         ``rows`` (ranks, bytes) are the messages of all ranks; every rank adds in the same order.
         ``outer`` makes a step of its own of the movement by shares, chunk by chunk.
         """
-        answer = answered(rows[:, :HEADER].contiguous().view(torch.float64).tolist())  # waits
+        answer = rank_answers(rows[:, :HEADER].contiguous().view(torch.float64).tolist())  # waits
         rooms, at = self._rooms(fragment, 3), HEADER
         for chunk in self._chunks[fragment]:
             after = at + codec.message_bytes(chunk.numbers)
@@ -317,7 +319,9 @@ class Drift:
         self.travel(all_gather, everyone, said)
         table = everyone.view(self.size, -1).tolist()
         for k, (start, end) in enumerate(self.edges):
-            moved[start:end].mul_(answered([[row[k], row[-1]] for row in table]).shares[self.rank])
+            moved[start:end].mul_(
+                rank_answers([[row[k], row[-1]] for row in table]).shares[self.rank]
+            )
         self.travel(dist.all_reduce, moved)
         self.anchor.add_(moved)
         for chunk in itertools.chain(*self._chunks):
@@ -351,7 +355,7 @@ class Drift:
         return found
 
 
-def answered(headers: Sequence[Sequence[float]]) -> Answer:
+def rank_answers(headers: Sequence[Sequence[float]]) -> Answer:
     """Shares from (tokens, flags) of each rank; equal ones where no rank has trained a token.
 
     Raises:

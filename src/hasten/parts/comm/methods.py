@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hasten.parts.comm.codecs import Codec
 
 
-class Piece(NamedTuple):
+class BucketPart(NamedTuple):
     """A parameter in a bucket."""
 
     name: str
@@ -42,17 +42,17 @@ class Piece(NamedTuple):
         return math.prod(self.shape)
 
 
-Pieces = tuple[Piece, ...]  # in the order in which they lie in a bucket, end to end
+Pieces = tuple[BucketPart, ...]  # in the order in which they lie in a bucket, end to end
 
 
-def numbers(pieces: Pieces) -> int:
+def total_numbers(pieces: Pieces) -> int:
     """Of all pieces together."""
     return sum(piece.numbers for piece in pieces)
 
 
 def parts_of(flat: Tensor, pieces: Pieces) -> list[Tensor]:
     """The bucket's parameters as flat views, in their order."""
-    return list(flat[: numbers(pieces)].split([piece.numbers for piece in pieces]))
+    return list(flat[: total_numbers(pieces)].split([piece.numbers for piece in pieces]))
 
 
 class ResidualMemory:
@@ -77,7 +77,7 @@ class ResidualMemory:
 
     def leave(self, pieces: Pieces, values: Tensor) -> None:
         """What the step under way leaves out of this bucket; ``values`` becomes the memory's."""
-        self._left[pieces] = values[: numbers(pieces)]
+        self._left[pieces] = values[: total_numbers(pieces)]
 
     def has_left(self, pieces: Pieces) -> bool:
         """Whether the step under way has left something of this bucket already."""
@@ -99,7 +99,7 @@ class ResidualMemory:
         self._flat, self._left = {}, {}
         self._by_name = {name: v.detach().float().flatten().clone() for name, v in state.items()}
 
-    def _of(self, piece: Piece, device: torch.device) -> Tensor:
+    def _of(self, piece: BucketPart, device: torch.device) -> Tensor:
         found = self._by_name.get(piece.name)
         if found is None:
             return torch.zeros(piece.numbers, device=device)
@@ -145,7 +145,7 @@ def judged(mean: Tensor, fine: Tensor) -> Tensor | None:
     return mean.masked_fill_(~fine, torch.nan)
 
 
-class Way(Protocol):
+class AveragingMethod(Protocol):
     """Averages a bucket: ``start`` sends and returns at once, the second half waits and decodes."""
 
     @property
@@ -171,7 +171,7 @@ class Way(Protocol):
         """The reverse."""
 
 
-class Forgetful:
+class NoExtraMemory:
     """A way's memory where it has none beside the residual."""
 
     def settle(self, counted: bool) -> None:
@@ -184,7 +184,7 @@ class Forgetful:
         return None
 
 
-class Dense(Forgetful):
+class Dense(NoExtraMemory):
     """Gradients in the format they have, added in a ring, as DDP does without a hook."""
 
     feedback = False
@@ -241,7 +241,7 @@ class TopKMean:
         return (mean if bool(fine) else None), left
 
     def sent_bytes(self, pieces: Pieces, world: int) -> int:
-        return gathered_bytes(self.codec.message_bytes(numbers(pieces)), world)
+        return gathered_bytes(self.codec.message_bytes(total_numbers(pieces)), world)
 
     def settle(self, counted: bool) -> None:
         self._velocity.settle(counted)
@@ -294,7 +294,7 @@ class TopKMean:
 ALIGNED = 256  # a shard begins where a codec's block does
 
 
-class QuantisedMean(Forgetful):
+class QuantisedMean(NoExtraMemory):
     """Gradients through a codec; ``feedback``: what it leaves out returns with the next ones."""
 
     def __init__(self, codec: Codec, feedback: bool = True, aligned: int = ALIGNED) -> None:
@@ -340,7 +340,7 @@ class QuantisedMean(Forgetful):
         return (found if bool(fine) else None), left
 
     def sent_bytes(self, pieces: Pieces, world: int) -> int:
-        return 2 * gathered_bytes(self._row(self._shards(numbers(pieces), world)), world)
+        return 2 * gathered_bytes(self._row(self._shards(total_numbers(pieces), world)), world)
 
     def _in_range(self, flat: Tensor, world: int) -> tuple[Tensor, float]:
         """fp16 ends at 65504: no sum of ranks may reach beyond it, nor one rank's share."""
@@ -459,7 +459,7 @@ class PowerSGDMean:
     def _outcome(
         self,
         pieces: Pieces,
-        matrices: list[tuple[Piece, Tensor]],
+        matrices: list[tuple[BucketPart, Tensor]],
         bases: list[Tensor],
         own: list[Tensor],
         means: list[Tensor],
@@ -467,7 +467,7 @@ class PowerSGDMean:
         world: int,
     ) -> tuple[Tensor, Tensor]:
         """The mean of all pieces end to end, and what this rank's own factors leave out."""
-        mean = torch.empty(numbers(pieces), dtype=torch.float32, device=whole.device)
+        mean = torch.empty(total_numbers(pieces), dtype=torch.float32, device=whole.device)
         left = torch.zeros_like(mean)
         found, beside = iter(zip(matrices, bases, own, means, strict=True)), 0
         for piece, into, over in zip(
@@ -485,7 +485,7 @@ class PowerSGDMean:
 
     def _split(
         self, flat: Tensor, pieces: Pieces
-    ) -> tuple[list[tuple[Piece, Tensor]], list[Tensor]]:
+    ) -> tuple[list[tuple[BucketPart, Tensor]], list[Tensor]]:
         """Pieces to be sent as factors, as matrices, and the others."""
         matrices, rest = [], []
         for piece, values in zip(pieces, parts_of(flat, pieces), strict=True):
@@ -502,7 +502,7 @@ class PowerSGDMean:
         columns = min(self.rank, rows, width)
         return 0 < 2 * 2 * columns * (rows + width) <= 4 * rows * width
 
-    def _start_of(self, piece: Piece, matrix: Tensor) -> Tensor:
+    def _start_of(self, piece: BucketPart, matrix: Tensor) -> Tensor:
         """The last step's Q; at first chance, the same on every rank."""
         rows, width = matrix.shape
         known = self._right.get(piece.name)
@@ -599,7 +599,7 @@ class CompressionSettings:
                 "host's: call synchronize_gradients(model) alone"
             )
 
-    def way(self, momentum: float = 0.0) -> Way:
+    def way(self, momentum: float = 0.0) -> AveragingMethod:
         """A fresh one, with nothing remembered."""
         TopKMean(self.ratio, momentum)  # a ratio that makes no sense is told with any method
         if self.method == "none" or self.method in WHOLE:

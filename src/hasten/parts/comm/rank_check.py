@@ -36,7 +36,7 @@ class CollectiveError(RuntimeError):
         self.missing = tuple(missing)
 
 
-class RollCall:
+class RankReports:
     """What the ranks ``members`` say of the first exchange that fails among them.
 
     Each of them builds one at the same moment, so that all know it by the same name.
@@ -77,7 +77,7 @@ class RollCall:
         return _place(f"{self._subject}/hosts")
 
 
-def explained(
+def error_of_ranks(
     what: str, error: BaseException, subject: str, hosts: Sequence[str], seconds: float
 ) -> CollectiveError:
     """The error of a failed collective with the ranks it is about.
@@ -156,7 +156,7 @@ COLUMNS = 1024
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def drifted(wrong: Sequence[int], steps: int) -> str:
+def drift_message(wrong: Sequence[int], steps: int) -> str:
     """What to say of ranks whose weights aren't rank 0's."""
     return (
         f"replicas have drifted apart: after step {steps} the weights of rank "

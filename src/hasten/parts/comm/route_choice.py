@@ -113,7 +113,7 @@ class WireChoice:
         paces = of_all_ranks(self._pace())
         choice: list[Any] = [Route(), ""]
         if dist.get_rank() == 0:
-            choice = list(self._best(topology, together(paces)))
+            choice = list(self._best(topology, over_ranks(paces)))
         dist.broadcast_object_list(choice, 0)
         self._candidate, self.reason = choice[0], str(choice[1])
         self.decided = self._candidate == Route()
@@ -195,7 +195,7 @@ def of_all_ranks(mine: Any) -> list[Any]:
     return found
 
 
-def together(paces: Sequence[StepPace | None]) -> StepPace | None:
+def over_ranks(paces: Sequence[StepPace | None]) -> StepPace | None:
     """The step of the slowest rank, and the traffic of the one that waited least for others."""
     known = [pace for pace in paces if pace is not None]
     if len(known) < len(paces):

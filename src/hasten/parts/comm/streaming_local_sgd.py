@@ -51,7 +51,7 @@ OWN = 0.05  # share of a step in which messages are made and taken in, and nothi
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _MessageInFlight:
     """A message on its way; the tensors must live as long."""
 
     fragment: int
@@ -87,7 +87,7 @@ class Stream(ApartWeights):
         super().__init__(Drift(list(parameters), fragments or 1, group, timeout))
         if not self.drift.anchor.is_cpu:  # a device's messages would have to be waited for
             self.hidden_seconds = None
-        self._flight: _Flight | None = None
+        self._flight: _MessageInFlight | None = None
         self._moments: list[float] = []
 
     def _exchange(self, stop: bool) -> bool:
@@ -118,7 +118,7 @@ class Stream(ApartWeights):
             raise drift.lost(error) from error
         if self.hidden_seconds is not None:
             work.on_arrival(lambda: back.append(time.perf_counter()))
-        self._flight = _Flight(fragment, rows, message, work, sent, back)
+        self._flight = _MessageInFlight(fragment, rows, message, work, sent, back)
         self.sent_bytes += (drift.size - 1) * message.numel()
         self.exchanges += 1
         self.message_bytes = message.numel()

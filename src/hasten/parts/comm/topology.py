@@ -152,7 +152,7 @@ def host_name() -> str:
     return "/".join((platform.node(), boot, network))
 
 
-def named(name: str, hosts: tuple[tuple[int, ...], ...]) -> Topology:
+def with_named_links(name: str, hosts: tuple[tuple[int, ...], ...]) -> Topology:
     """These hosts with the links that a name stands for."""
     check_name(name)
     within, between, source = NAMED[name]
@@ -166,7 +166,7 @@ def check_name(name: str) -> None:
         raise ValueError(f"topology is {name!r}{hint}; it must be one of {', '.join(CHOICES)}")
 
 
-def detected(
+def with_detected_links(
     hosts: tuple[tuple[int, ...], ...], within: Link | None = None, interface: str = ""
 ) -> Topology:
     """These hosts with what the system says of this one's links; ``source`` says what it doesn't.

@@ -40,7 +40,7 @@ from hasten.parts.comm.streaming_local_sgd import Stream
 PATIENCE = 100  # gradients without an update; more are rarely accumulated
 
 
-def whole(
+def start_method(
     model: nn.Module,
     settings: CompressionSettings,
     backend: str | None,

@@ -69,7 +69,7 @@ class DynamicBatcher:
     @property
     def held(self) -> int:
         """Records that wait for the next call."""
-        return sum(rows(part) for part in self._held)
+        return sum(record_count(part) for part in self._held)
 
     def adjust_batch(self, data: Any) -> Any:
         """What waited and ``data``, as far as they fit.
@@ -83,7 +83,7 @@ class DynamicBatcher:
             UserWarning: once where records wait, and once where the loader's batches are too small
                 for the size to matter.
         """
-        count = rows(data)
+        count = record_count(data)
         if count:
             self._held.append(data)
         if not self._room.ceiling:
@@ -113,7 +113,7 @@ class DynamicBatcher:
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Every record of a loader once, in batches of the size that is current at each moment."""
         for data in loader:
-            if rows(data):
+            if record_count(data):
                 self._held.append(data)
             while self.held >= self.size:
                 yield self._take()
@@ -147,12 +147,12 @@ class DynamicBatcher:
         Raises:
             The error itself, if a single record doesn't fit, or if it isn't about memory.
         """
-        whole = rows(batch)
+        whole = record_count(batch)
         size = whole
         while True:
             try:
-                pieces = (select(batch, i, i + size) for i in range(0, whole, size))
-                return [step(piece, rows(piece) / whole) for piece in pieces]
+                pieces = (select_records(batch, i, i + size) for i in range(0, whole, size))
+                return [step(piece, record_count(piece) / whole) for piece in pieces]
             except (RuntimeError, MemoryError) as error:
                 if size <= 1 or not is_out_of_memory(error):
                     raise
@@ -188,25 +188,26 @@ class DynamicBatcher:
         wanted, parts = self.size, []
         while self._held and wanted:
             first = self._held.pop(0)
-            found = rows(first)
+            found = record_count(first)
             if found > wanted:
-                self._held.insert(0, select(first, wanted, found))
-                first, found = select(first, 0, wanted), wanted
+                self._held.insert(0, select_records(first, wanted, found))
+                first, found = select_records(first, 0, wanted), wanted
             parts.append(first)
             wanted -= found
         if not parts:
             raise ValueError("there are no records to make a batch of")
         self._last = self.size - wanted
-        return parts[0] if len(parts) == 1 else join(parts)
+        return parts[0] if len(parts) == 1 else join_batches(parts)
 
 
 def _tell_what_waits(held: list[Any]) -> None:
     if held:
-        words = f"{sum(map(rows, held))} records still wait in a DynamicBatcher and aren't trained"
+        count = sum(map(record_count, held))
+        words = f"{count} records still wait in a DynamicBatcher and aren't trained"
         warnings.warn(f"{words}; train those of batcher.flush()", ResourceWarning, stacklevel=2)
 
 
-def rows(data: Any) -> int:
+def record_count(data: Any) -> int:
     """Records of a batch.
 
     Raises:
@@ -218,24 +219,24 @@ def rows(data: Any) -> int:
         return len(data)
     if isinstance(data, Mapping | tuple | list) and len(data):
         columns = list(data.values()) if isinstance(data, Mapping) else list(data)
-        counts = {rows(column) for column in columns}
+        counts = {record_count(column) for column in columns}
         if len(counts) == 1:
             return counts.pop()
         raise ValueError(f"the columns of a batch have {sorted(counts)} rows; they must be equal")
     raise ValueError(f"a batch of type {type(data).__name__} has no rows; give tensors or a list")
 
 
-def select(data: Any, start: int, stop: int) -> Any:
+def select_records(data: Any, start: int, stop: int) -> Any:
     """Some records of a batch, in its form; tensors are views."""
     if isinstance(data, Tensor) or _is_records(data):
         return data[start:stop]
     if isinstance(data, Mapping):
-        return {name: select(column, start, stop) for name, column in data.items()}
-    columns = [select(column, start, stop) for column in data]
+        return {name: select_records(column, start, stop) for name, column in data.items()}
+    columns = [select_records(column, start, stop) for column in data]
     return columns if isinstance(data, list) else _as_tuple(data, columns)
 
 
-def join(parts: list[Any]) -> Any:
+def join_batches(parts: list[Any]) -> Any:
     """Batches of one form end to end."""
     first = parts[0]
     if isinstance(first, Tensor):
@@ -243,8 +244,8 @@ def join(parts: list[Any]) -> Any:
     if _is_records(first):
         return [record for part in parts for record in part]
     if isinstance(first, Mapping):
-        return {name: join([part[name] for part in parts]) for name in first}
-    columns = [join(list(column)) for column in zip(*parts, strict=True)]
+        return {name: join_batches([part[name] for part in parts]) for name in first}
+    columns = [join_batches(list(column)) for column in zip(*parts, strict=True)]
     return columns if isinstance(first, list) else _as_tuple(first, columns)
 
 

@@ -49,7 +49,7 @@ def row_costs(
     return costs
 
 
-def deal(costs: Sequence[float] | NDArray[np.float64], ranks: int) -> list[list[int]]:
+def deal_rows(costs: Sequence[float] | NDArray[np.float64], ranks: int) -> list[list[int]]:
     """Row indices of each rank, every row once, ranks as equal in cost as exchanges make them.
 
     Deterministic: ties go to the lower index. Raises ValueError when there is no rank.
@@ -180,7 +180,7 @@ class PackedOrder:
     def local_steps(self, epoch: int, rank: int, world_size: int) -> Iterator[list[list[int]]]:
         """One rank's rows of each step; none where a step has fewer rows than there are ranks."""
         for rows in self.row_steps(epoch):
-            hands = deal(row_costs(rows, self.lengths, self.quadratic), world_size)
+            hands = deal_rows(row_costs(rows, self.lengths, self.quadratic), world_size)
             yield [rows[i] for i in hands[rank]]
 
 

@@ -32,8 +32,8 @@ from hasten.parts.data.row_search import (
     MOST_IN_A_ROW,
     MOST_VALUES,
     Classes,
-    Cover,
     Pattern,
+    RowSearch,
     exact_fit,
     full_rows,
     of_fewest,
@@ -160,7 +160,7 @@ class _Search:
         sizes = np.flatnonzero(left)[::-1]
         listed, work = full_rows(sizes, left[sizes], self.row_tokens, records)
         self.work -= work
-        cover = Cover(listed, left[sizes])
+        cover = RowSearch(listed, left[sizes])
         for number, looks in enumerate(dives):
             if self.work <= 0:
                 return None

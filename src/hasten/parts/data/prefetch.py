@@ -51,7 +51,7 @@ AT_EXIT_SECONDS = 2.0
 SHORTEST_NAP, LONGEST_NAP = 0.001, 0.05  # seconds
 
 
-class Taken(NamedTuple):
+class TakenItem(NamedTuple):
     """An item, and what could be seen when it was taken."""
 
     item: Any
@@ -168,7 +168,7 @@ class ReadingThread:
         """Let so many items wait from now on; a reader that naps sees it when it wakes."""
         self._queue.room = room
 
-    def take(self) -> Taken | None:
+    def take(self) -> TakenItem | None:
         """The next item; None at the end.
 
         Raises whatever reading raised, once the items before it are taken.
@@ -189,7 +189,7 @@ class ReadingThread:
         room = queue.by_memory()
         if queue.napping and queue.ready.qsize() <= room // 2:
             queue.bell.put(None)
-        return Taken(item, given - asked, depth, room, seconds)
+        return TakenItem(item, given - asked, depth, room, seconds)
 
     def close(self, patience: float) -> None:
         """End the thread; what it read and nobody took is dropped."""
@@ -464,7 +464,7 @@ class SmartPrefetcher:
         within = min(max(self.statistics.lookahead, self.lookahead), self.max_lookahead)
         self.statistics.lookahead = within
 
-    def note(self, taken: Taken, used_seconds: float) -> int:
+    def note(self, taken: TakenItem, used_seconds: float) -> int:
         """A batch was taken, ``used_seconds`` after the one before; the look-ahead from now on.
 
         It follows the bursts of reading. A stall that could be measured adds at least half to it, a

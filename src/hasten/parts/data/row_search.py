@@ -95,7 +95,7 @@ def _copies(rows: Table, none: int) -> Table:
     return copies
 
 
-class Cover:
+class RowSearch:
     """Searches in one list of rows.
 
     Args:

@@ -26,7 +26,7 @@ from hasten.parts.comm import groups as full_duplex
 from hasten.parts.comm.buckets import BucketExchange
 from hasten.parts.comm.codecs import ChunkedTopK, Codec, codec
 from hasten.parts.comm.exchange import Ranks, WireError
-from hasten.parts.comm.methods import CompressionSettings, Piece, Pieces
+from hasten.parts.comm.methods import BucketPart, CompressionSettings, Pieces
 from hasten.parts.comm.rank_check import checksum
 from hasten.parts.distributed.fsdp import (
     RowReduceScatter,
@@ -385,4 +385,4 @@ class CopiedShards:
 
 def _pieces(group: ShardGroup) -> Pieces:
     """A rank's row of a group, as a bucket."""
-    return tuple(Piece(f"shard of {w.name}", (w.piece(group.ranks),)) for w in group.weights)
+    return tuple(BucketPart(f"shard of {w.name}", (w.piece(group.ranks),)) for w in group.weights)

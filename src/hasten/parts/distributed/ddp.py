@@ -90,14 +90,14 @@ UNDER_WAY, HIDDEN = "backward_comm_time", "backward_compute_comm_overlap_time"
 
 
 @dataclass(frozen=True)
-class UnderWay:
+class GradientSeconds:
     """Seconds of a step's gradients: beside the computation, and after it."""
 
     hidden: float
     exposed: float
 
 
-def watch(module: DistributedDataParallel) -> bool:
+def watch_reducer(module: DistributedDataParallel) -> bool:
     """Ask for figures of every step; whether there will be any. Before the first step."""
     if any(not p.is_cpu for p in module.parameters()):
         return False
@@ -111,15 +111,15 @@ def watch(module: DistributedDataParallel) -> bool:
     return True
 
 
-def under_way(module: DistributedDataParallel) -> UnderWay | None:
-    """Of the backward pass that has just ended with an exchange; ``watch`` came before."""
+def under_way(module: DistributedDataParallel) -> GradientSeconds | None:
+    """Of the backward pass that has just ended with an exchange; ``watch_reducer`` came before."""
     logger: Any = module.logger
     logger.set_runtime_stats_and_log()
     found = logger._get_ddp_logging_data().ints_map
     if UNDER_WAY not in found or HIDDEN not in found:
         return None
     whole, hidden = NANO * found[UNDER_WAY], NANO * found[HIDDEN]
-    return UnderWay(hidden=hidden, exposed=max(0.0, whole - hidden))
+    return GradientSeconds(hidden=hidden, exposed=max(0.0, whole - hidden))
 
 
 def ring_bytes(module: DistributedDataParallel) -> int:

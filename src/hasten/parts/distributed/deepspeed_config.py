@@ -41,7 +41,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 
 @dataclass(frozen=True)
-class Known:
+class TrainerSettings:
     """What the trainer knows, for "auto"; None: it was told nothing."""
 
     world: int = 1
@@ -103,7 +103,7 @@ def check_keys(config: Mapping[str, Any], place: str = "ds_config") -> None:
     stage = zero.get("stage", 0)
     if type(stage) is not int or not 0 <= stage <= 3:
         raise ValueError(f"{place}: zero_optimization: stage is {stage!r}; it is 0, 1, 2 or 3")
-    on = [enabled(config, name) for name in ("fp16", "bf16")]
+    on = [section_enabled(config, name) for name in ("fp16", "bf16")]
     if on == [True, True]:
         raise ValueError(f"{place}: fp16 and bf16 are both enabled; keep one of them")
 
@@ -114,7 +114,7 @@ def _check(section: Mapping[str, Any], known: Collection[str], place: str) -> No
             raise ValueError(f"{place}: unknown key {key!r}{did_you_mean(key, known)}")
 
 
-def enabled(config: Mapping[str, Any], name: str) -> bool | str | None:
+def section_enabled(config: Mapping[str, Any], name: str) -> bool | str | None:
     """True, False or "auto" of a section with a switch; None where there is no such section."""
     section = config.get(name)
     if name == "bf16" and section is None:
@@ -134,7 +134,7 @@ def explicit(value: Any) -> Any:
     return None if value == AUTO else value
 
 
-def batch_sizes(config: Mapping[str, Any], known: Known) -> BatchSizes:
+def batch_sizes(config: Mapping[str, Any], known: TrainerSettings) -> BatchSizes:
     """The three sizes made whole from each other and from what the trainer was told.
 
     Raises:
@@ -191,7 +191,7 @@ def _divided(whole: int, by: int, words: str) -> int:
     return whole // by
 
 
-def filled(config: Mapping[str, Any], known: Known) -> dict[str, Any]:
+def fill_auto(config: Mapping[str, Any], known: TrainerSettings) -> dict[str, Any]:
     """A copy without any "auto".
 
     Raises:
@@ -274,7 +274,7 @@ class DeepSpeedKey:
 
 
 @dataclass(frozen=True)
-class Mapped:
+class MappedConfig:
     """The configuration's meaning; None and empty where it leaves the choice to the trainer."""
 
     stage: int = 0
@@ -292,7 +292,7 @@ class Mapped:
         return tuple(row for row in self.rows if row.fate == REFUSED)
 
 
-def mapped(config: Mapping[str, Any], known: Known) -> Mapped:
+def read_settings(config: Mapping[str, Any], known: TrainerSettings) -> MappedConfig:
     """Read a configuration as settings.
 
     Raises:
@@ -306,10 +306,10 @@ def mapped(config: Mapping[str, Any], known: Known) -> Mapped:
         given["batch"] = sizes.train if sizes.train != known.batch else None
     fp16 = _section(config, "fp16")
     power, window = _number(fp16, "initial_scale_power"), _number(fp16, "loss_scale_window")
-    precision = [name for name in ("bf16", "fp16") if enabled(config, name) is True]
+    precision = [name for name in ("bf16", "fp16") if section_enabled(config, name) is True]
     activations = _section(config, "activation_checkpointing")
     micro = sizes.micro if given.pop("micro", None) else None
-    return Mapped(
+    return MappedConfig(
         stage=zero.get("stage", 0),
         offload=any(_offloads(zero, name) for name in ("optimizer", "param")),
         precision=precision[0] if precision else None,
@@ -384,8 +384,8 @@ def _rows(config: Mapping[str, Any]) -> Iterator[DeepSpeedKey]:
         if inside is None or not isinstance(value, Mapping):
             yield _row(key, key, value, TOP[key])
             continue
-        if key in ("fp16", "bf16", "bfloat16") and enabled(config, key) is not True:
-            auto = enabled(config, key) == AUTO
+        if key in ("fp16", "bf16", "bfloat16") and section_enabled(config, key) is not True:
+            auto = section_enabled(config, key) == AUTO
             yield DeepSpeedKey(key, HONOURED, "auto: as the plan says" if auto else "off")
             continue
         for name, item in value.items():

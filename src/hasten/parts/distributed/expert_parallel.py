@@ -66,7 +66,7 @@ class TokenTraffic:
 
 
 @dataclass(frozen=True)
-class Journey:
+class RowRoutes:
     """Where the rows of one pass came from, to send the results back."""
 
     group: dist.ProcessGroup
@@ -88,7 +88,7 @@ def depart(
     here: int,
     group: dist.ProcessGroup,
     traffic: TokenTraffic,
-) -> tuple[Journey, Pairs]:
+) -> tuple[RowRoutes, Pairs]:
     """Steps 1 and 2: what this rank's experts have to compute, for tokens of all ranks.
 
     There is always a pair to compute: without a token it is a row of zeros that weighs nothing, so
@@ -109,7 +109,7 @@ def depart(
     # As many as the ranks they came from have said: nobody has to count, so the host doesn't wait.
     chosen = torch.nonzero_static((places != ELSEWHERE).flatten(), size=pairs_here)[:, 0]
     homes = chosen.div(places.shape[1], rounding_mode="floor")
-    journey = Journey(group, traffic, len(x), tokens, leaving, coming, homes)
+    journey = RowRoutes(group, traffic, len(x), tokens, leaving, coming, homes)
     rank = dist.get_rank(group)
     traffic.passes += 1
     traffic.kept += leaving[rank]
@@ -126,7 +126,7 @@ def depart(
     )
 
 
-def come_home(journey: Journey, results: Tensor) -> Tensor:
+def come_home(journey: RowRoutes, results: Tensor) -> Tensor:
     """Steps 4 and 5: (T, H), each token's results added up.
 
     Sums are taken in float32 at least. On a GPU their order is fixed only under
@@ -261,7 +261,7 @@ class ExpertLayer:
         self.first = self.here * dist.get_rank(group)
         self.traffic = TokenTraffic()
         self.alone = False  # all experts are here for the moment, and tokens stay
-        self._journey: Journey | None = None  # of the pass that is under way
+        self._journey: RowRoutes | None = None  # of the pass that is under way
         for name, weight in list(module.named_parameters(recurse=False)):
             part = weight.detach()[self.first : self.first + self.here].clone()
             kept = nn.Parameter(part, requires_grad=weight.requires_grad)

@@ -99,11 +99,11 @@ def vocabulary_parallel_cross_entropy(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     place = first, group, chunk, terms, vocabulary
-    loss: Tensor = _DealtOut.apply(hidden, weight, bias, labels, place)
+    loss: Tensor = _VocabularyLoss.apply(hidden, weight, bias, labels, place)
     return loss
 
 
-class _DealtOut(torch.autograd.Function):
+class _VocabularyLoss(torch.autograd.Function):
     """Forward forms the gradients, backward scales them: the loss is a sum."""
 
     @staticmethod

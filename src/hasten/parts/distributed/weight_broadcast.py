@@ -5,7 +5,7 @@ and no memory. For one module after the other they get memory for its tensors, a
 and cut them into their pieces. So a host holds one whole model and its pieces, where it held one
 whole model for each rank, and files are read once.
 
-    arrival = Arrival(reads=local_rank == 0)      # every rank, at the same moment
+    arrival = WeightBroadcast(reads=local_rank == 0)  # every rank, at the same moment
     for block in blocks:
         arrival(block)                            # every rank
         fully_shard(block)                        # lets go of what was whole
@@ -27,7 +27,7 @@ from hasten.parts.comm.topology import host_name
 Table = dict[str, Any]  # of a module's parameters, or of its buffers
 
 
-class Arrival:
+class WeightBroadcast:
     """Sends a module's tensors from this host's reader to the ranks that have none of their own.
 
     Args:

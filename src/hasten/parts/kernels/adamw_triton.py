@@ -44,7 +44,7 @@ def nearest_bf16(values):
 
 @triton.jit
 def start_of(shares, starts):
-    """Where to look in a table, by the upper half of each number; see ``low_bit.below``."""
+    """Where to look in a table, by the upper half of each number; see ``low_bit.borders_below``."""
     upper = (shares.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
     return tl.load(starts + upper).to(tl.int32)
 

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from hasten.parts.kernels.build import Built, built, processor_flags
+from hasten.parts.kernels.build import LoadedLibrary, build_library, processor_flags
 
 WORTH_THREADS = 10_000_000  # FLOPs below which one thread is done before a second is awake
 NEEDED = ("amx_tile", "amx_bf16", "avx512bw", "avx512_bf16")
 
 
-def library() -> Built:
+def library() -> LoadedLibrary:
     """The compiled kernels, or why there are none."""
     missing = [name for name in NEEDED if name not in processor_flags()]
     if missing:
-        return Built(None, f"this processor has no {missing[0]}")
-    found = built("gemm", "attention")
+        return LoadedLibrary(None, f"this processor has no {missing[0]}")
+    found = build_library("gemm", "attention")
     if found.library is not None and not found.library.amx_ready():
-        return Built(None, "the system does not let this process use AMX")
+        return LoadedLibrary(None, "the system does not let this process use AMX")
     return found
 
 

@@ -42,7 +42,7 @@ CHECKSUM = hashlib.sha256
 
 
 @dataclass(frozen=True)
-class Built:
+class LoadedLibrary:
     """A library that is loaded, or one sentence on why it can't be."""
 
     library: ctypes.CDLL | None
@@ -61,7 +61,7 @@ class _Target:
 
 
 @functools.cache
-def built(*names: str, folder: Path | None = None) -> Built:
+def build_library(*names: str, folder: Path | None = None) -> LoadedLibrary:
     """The library of the named source files, compiled if nobody has compiled it here before.
 
     ``folder`` keeps it for the next process: by default ``.cache/hasten/kernels`` in the user's
@@ -83,7 +83,7 @@ def _kernels(*names: str) -> _Target:
     )
 
 
-def built_against_torch(source: Path, folder: Path | None = None) -> Built:
+def built_against_torch(source: Path, folder: Path | None = None) -> LoadedLibrary:
     """The library of a C++ file that uses torch's headers, loaded before torch is imported.
 
     It belongs to the installed torch alone, and is compiled again for another.
@@ -99,10 +99,12 @@ def built_against_torch(source: Path, folder: Path | None = None) -> Built:
     return _built(target, folder or FOLDER)
 
 
-def _built(target: _Target, folder: Path) -> Built:
+def _built(target: _Target, folder: Path) -> LoadedLibrary:
     compiler = next((found for c in COMPILERS if (found := shutil.which(c))), None)
     if compiler is None:
-        return Built(None, f"no C++ compiler was found ({', '.join(COMPILERS)}): install one")
+        return LoadedLibrary(
+            None, f"no C++ compiler was found ({', '.join(COMPILERS)}): install one"
+        )
     with _opened(folder) as place:
         name = f"{target.name}-{_key(compiler, target)}.so"
         file = _whole(name, place)
@@ -111,14 +113,16 @@ def _built(target: _Target, folder: Path) -> Built:
             file = _whole(name, place)
             if complaint or file is None:
                 complaint = complaint or f"{name} is not what was written"
-                return Built(None, f"{compiler} can't compile the kernels here: {complaint}")
+                return LoadedLibrary(
+                    None, f"{compiler} can't compile the kernels here: {complaint}"
+                )
         try:
             # The open file was checked, and what lies under its name may be another by now. It
             # stays open: the loader takes a number that was used before for the same library.
-            loaded = Built(ctypes.CDLL(f"/proc/self/fd/{file}"))
+            loaded = LoadedLibrary(ctypes.CDLL(f"/proc/self/fd/{file}"))
         except OSError as error:
             os.close(file)
-            return Built(None, f"the compiled kernels can't be loaded: {error}")
+            return LoadedLibrary(None, f"the compiled kernels can't be loaded: {error}")
         _keep_few(name, place)
         return loaded
 

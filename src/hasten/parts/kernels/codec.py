@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.parts.kernels.build import Built, built
+from hasten.parts.kernels.build import LoadedLibrary, build_library
 from hasten.parts.kernels.codec_reference import key_of, rule_of
 
 WORTH_THREADS = 32_768  # numbers below which one thread is done before a second is awake
@@ -27,9 +27,9 @@ class _Rule(ctypes.Structure):
     )
 
 
-def library() -> Built:
+def library() -> LoadedLibrary:
     """The compiled loops, or why there are none."""
-    return built("codec")
+    return build_library("codec")
 
 
 def rule_for(bits: int, seed: int | None) -> _Rule:

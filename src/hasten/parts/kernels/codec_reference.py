@@ -43,7 +43,7 @@ _Whole = TypeVar("_Whole", int, Tensor)
 
 
 @dataclass(frozen=True)
-class Rule:
+class ScaleRule:
     """How a block's scale comes from its largest magnitude."""
 
     share: float  # 1 / the largest code, as a float32
@@ -53,12 +53,12 @@ class Rule:
 
 
 @functools.cache
-def rule_of(bits: int) -> Rule:
+def rule_of(bits: int) -> ScaleRule:
     """The rule for codes of so many bits."""
     most = 2 ** (bits - 1) - 1
     largest = torch.finfo(torch.float32).max
     low = _bits(math.ldexp(most, LOWEST_SCALE))
-    return Rule(_float32(1 / most), low, _bits(largest / most) >> 16, most)
+    return ScaleRule(_float32(1 / most), low, _bits(largest / most) >> 16, most)
 
 
 def limit_of(bits: int) -> int:

@@ -13,16 +13,16 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from hasten.parts.kernels.build import Built, built
+from hasten.parts.kernels.build import LoadedLibrary, build_library
 from hasten.parts.kernels.codec import WORTH_THREADS, rule_for
 
 
-def library() -> Built:
+def library() -> LoadedLibrary:
     """The compiled loops, or why there are none."""
-    return built("drift")
+    return build_library("drift")
 
 
-class Stretch:
+class FlatWeights:
     """Float32 weights of several parameters one after the other, each part without gaps."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:

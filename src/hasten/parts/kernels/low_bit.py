@@ -85,7 +85,7 @@ def quantised_signed(values: Tensor) -> tuple[Tensor, Tensor]:
     """(places in the table as uint8, a scale per block) of flat float32 values, to the nearest."""
     shares, scales = _shares(values)
     borders = signed_borders(values.device)
-    return below(shares, borders, _starts("signed", values.device)).to(torch.uint8), scales
+    return borders_below(shares, borders, _starts("signed", values.device)).to(torch.uint8), scales
 
 
 def quantised_squares(values: Tensor, dice: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def quantised_squares(values: Tensor, dice: Tensor) -> tuple[Tensor, Tensor]:
     """
     table = squared_table(values.device)
     shares, scales = _shares(values)
-    above = below(shares, table, _starts("squared", values.device)).clamp_(1, 255)
+    above = borders_below(shares, table, _starts("squared", values.device)).clamp_(1, 255)
     low, high = table.index_select(0, above - 1), table.index_select(0, above)
     flat = shares.flatten()
     chance = (flat - low) / (high - low) * 65536
@@ -104,7 +104,7 @@ def quantised_squares(values: Tensor, dice: Tensor) -> tuple[Tensor, Tensor]:
     return torch.maximum(places, flat > 0).to(torch.uint8), scales
 
 
-def below(shares: Tensor, borders: Tensor, starts: Tensor) -> Tensor:
+def borders_below(shares: Tensor, borders: Tensor, starts: Tensor) -> Tensor:
     """How many of the sorted borders lie below each value, flat: a binary search, 20 times faster.
 
     A number's upper 16 bits say how many lie below the smallest number with these bits; no two
@@ -128,7 +128,7 @@ def _starts(kind: str, device: torch.device) -> Tensor:
 
 
 class Tables(NamedTuple):
-    """What a kernel needs of 8 bits: values, borders between them, and :func:`below`'s starts."""
+    """What a kernel needs of 8 bits: values, borders, and the starts of :func:`borders_below`."""
 
     signed: Tensor  # (256,) float32
     borders: Tensor  # (256,), the last is infinite

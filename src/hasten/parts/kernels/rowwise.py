@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from hasten.parts.kernels.build import Built, built
+from hasten.parts.kernels.build import LoadedLibrary, build_library
 
 DTYPES = (torch.float32, torch.bfloat16)
 WORTH_THREADS = 32_768  # numbers below which one thread is done before a second is awake
 
 
-def library() -> Built:
+def library() -> LoadedLibrary:
     """The compiled loops, or why there are none."""
-    found = built("rows", "experts")
+    found = build_library("rows", "experts")
     if found.library is not None:
         found.library.rows_squares.restype = c_double
     return found

@@ -5,8 +5,8 @@ one block and every other block runs the same machine code (torch's "regional co
 
 What would make it translate again and again stays outside the graph:
 
-- lengths: rows are filled up to a multiple of ``bucket`` (``filled``), and after ``shapes`` shapes
-  any new one runs as it would without a compiler, for good;
+- lengths: rows are filled up to a multiple of ``bucket`` (``filled_rows``), and after ``shapes``
+  shapes any new one runs as it would without a compiler, for good;
 - documents: their lengths are Python numbers, another tuple at each step. A graph ends before
   attention and another begins behind it; the lengths go around, to attention itself (``apart``);
 - evaluation: passes without gradients run as they are, since a second translation for them would
@@ -172,7 +172,7 @@ def _lead_around(part: nn.Module) -> None:
         config._attn_implementation = APART
 
 
-def filled(inputs: Mapping[str, Any], bucket: int) -> dict[str, Any]:
+def filled_rows(inputs: Mapping[str, Any], bucket: int) -> dict[str, Any]:
     """Token rows filled up on the right to a multiple of ``bucket`` slots, without any loss there.
 
     In a packed row the filler is a document of its own, behind all others. Inputs without

@@ -97,7 +97,7 @@ def joinable(layer: Any, bound: Callable[..., Any]) -> bool:
     )
 
 
-def times(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
+def matmul_bf16(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
     """``x @ matrix`` in bf16, in one or two pieces of round sizes; added to ``out`` if given.
 
     The library behind ``torch.mm`` compiles a kernel for each shape it meets and keeps it: rows of
@@ -185,7 +185,7 @@ class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        y = times(x, weight.t())
+        y = matmul_bf16(x, weight.t())
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -193,7 +193,7 @@ class _FusedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = grads[0].contiguous()
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        dx = times(grad, weight) if wants_x else None
+        dx = matmul_bf16(grad, weight) if wants_x else None
         dw = amx.product(grad, x, True, False) if wants_weight else None
         db = grad.sum(0, dtype=torch.float32).to(grad.dtype) if wants_bias else None
         return dx, dw, db
@@ -204,7 +204,7 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         learn = any(w.requires_grad for w in weights)
         ctx.save_for_backward(x if learn else None, *weights)
-        return tuple(times(x, weight.t()) for weight in weights)
+        return tuple(matmul_bf16(x, weight.t()) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -214,7 +214,7 @@ class _Joined(torch.autograd.Function):
         found: list[Tensor | None] = []
         for grad, weight, wanted in zip(grads, weights, wants, strict=True):
             grad = grad.contiguous()
-            dx = times(grad, weight, dx) if wants_x else None
+            dx = matmul_bf16(grad, weight, dx) if wants_x else None
             found.append(amx.product(grad, x, True, False) if wanted else None)
         return dx, *found
 

@@ -86,7 +86,7 @@ class GpuKernel:
     missing: Callable[[str], str]
 
 
-def checked(kernel: GpuKernel, sizes: Sizes, device: str) -> Verdict:
+def checked_kernel(kernel: GpuKernel, sizes: Sizes, device: str) -> Verdict:
     """Run a kernel twice in each of its formats and compare; errors are verdicts, too."""
     repeats = True
     for dtype, bound in kernel.bounds.items():
@@ -630,7 +630,7 @@ def main(arguments: Sequence[str]) -> None:
         torch.cuda.set_device(device)
     for name in asked["kernels"]:
         print(json.dumps({"begins": name}), flush=True)
-        print(json.dumps(asdict(checked(kernel_named(name), sizes, device))), flush=True)
+        print(json.dumps(asdict(checked_kernel(kernel_named(name), sizes, device))), flush=True)
 
 
 if __name__ == "__main__":

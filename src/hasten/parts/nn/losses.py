@@ -23,7 +23,7 @@ from hasten.parts.data.collate import TokenRecord, padded
 from hasten.parts.kernels import amx
 from hasten.parts.kernels import rowwise as row_kernels
 from hasten.parts.nn.causal_lm import causal_lm, trunk
-from hasten.parts.nn.fused_functions import times
+from hasten.parts.nn.fused_functions import matmul_bf16
 
 # Cross-entropy of a linear head without its logits: a chunk at a time, gradients at once.
 #
@@ -153,7 +153,7 @@ def label_only_cross_entropy(
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    if skips(hidden) if skip is None else skip:
+    if skips_unlabelled(hidden) if skip is None else skip:
         positions = (labels != IGNORED).nonzero().squeeze(1)
         if len(positions) < len(labels):
             hidden, labels = hidden.index_select(0, positions), labels[positions]
@@ -161,7 +161,7 @@ def label_only_cross_entropy(
     return loss
 
 
-def skips(hidden: Tensor) -> bool:
+def skips_unlabelled(hidden: Tensor) -> bool:
     """Whether rows without a label are taken out: where counting them makes nobody wait."""
     return str(hidden.device.type) == "cpu"
 
@@ -256,7 +256,7 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tupl
 
 
 def _times(x: Tensor, matrix: Tensor) -> Tensor:
-    return times(x, matrix) if amx.fits(x, matrix) else torch.mm(x, matrix)
+    return matmul_bf16(x, matrix) if amx.fits(x, matrix) else torch.mm(x, matrix)
 
 
 def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
@@ -325,7 +325,7 @@ class LabelOnlyLoss(nn.Module):
         terms = self.terms if self.training else self.terms.measured()
         kept = labels.flatten() != IGNORED
         rows, wanted = hidden.flatten(0, -2), labels.flatten()
-        if skips(rows):
+        if skips_unlabelled(rows):
             positions = kept.nonzero().squeeze(1)
             rows, wanted = rows.index_select(0, positions), wanted.index_select(0, positions)
         self.largest_logits = max(self.largest_logits, min(len(wanted), self.chunk))

@@ -42,7 +42,7 @@ from hasten.parts.nn.losses import (
     WholeLogitsLoss,
     chunk_rows,
     head_cross_entropy,
-    skips,
+    skips_unlabelled,
 )
 
 ARCHITECTURES = (
@@ -74,7 +74,7 @@ class MultiToken(nn.Module):
                 f"prediction is for {', '.join(ARCHITECTURES)}"
             )
         self.weight = weight
-        self.modules_ahead = nn.ModuleList(Ahead(trunk(model)) for _ in range(depth))
+        self.modules_ahead = nn.ModuleList(PredictionModule(trunk(model)) for _ in range(depth))
         self.passes = 0
         self.last: list[tuple[Tensor, Tensor]] = []  # loss sum and count of each depth, last pass
         if not weight:
@@ -108,7 +108,7 @@ class MultiToken(nn.Module):
         return total * (self.weight / len(self.modules_ahead))
 
 
-class Ahead(nn.Module):
+class PredictionModule(nn.Module):
     """One module: the state of a position once the token to be predicted there is known."""
 
     def __init__(self, decoder: Any) -> None:
@@ -237,7 +237,7 @@ def _chunk(loss_of: Any) -> int:
 def _loss(head: Any, hidden: Tensor, labels: Tensor, chunk: int, terms: LossTerms) -> Tensor:
     """The summed loss of positions with a label, through a head that sees no others."""
     rows, wanted = hidden.flatten(0, -2), labels.flatten()
-    if skips(rows):
+    if skips_unlabelled(rows):
         positions = (wanted != IGNORED).nonzero().squeeze(1)
         rows, wanted = rows.index_select(0, positions), wanted.index_select(0, positions)
     if isinstance(head, TakesLabels):

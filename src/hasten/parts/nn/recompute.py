@@ -249,7 +249,7 @@ class BlockRecompute:
         self._measured[start] = (kept, hidden.untyped_storage().nbytes())
         if len(self._measured) == len(self.blocks):
             assert self.budget is not None
-            self.recomputed = chosen(list(self._measured.values()), self.budget)
+            self.recomputed = blocks_to_recompute(list(self._measured.values()), self.budget)
 
 
 _first_pass = threading.local()
@@ -282,7 +282,7 @@ def _told(run: Forward) -> Forward:
     return told
 
 
-def chosen(sizes: list[tuple[int, int]], budget: float) -> set[int]:
+def blocks_to_recompute(sizes: list[tuple[int, int]], budget: float) -> set[int]:
     """The first blocks, as few as bring (bytes kept, bytes recomputed) down to the budget.
 
     All of them where even that is more than the budget.

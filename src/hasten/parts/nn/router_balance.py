@@ -107,7 +107,7 @@ def load_ratios(loads: Tensor) -> Tensor:
 
 
 @dataclass
-class _Heard:
+class _RouterOutputs:
     """What the routers said in a pass: logits (N, E) and choices (N, K) by layer."""
 
     sequences: Tensor
@@ -142,7 +142,7 @@ class RouterBalance:
         self.updates = 0
         self.last: Tensor | None = None  # tokens of each expert in the last step, (layers, E)
         self._loads: Tensor | None = None  # the same since then, on the device
-        self._heard: _Heard | None = None
+        self._heard: _RouterOutputs | None = None
         self._open = False
         self._hooks = [
             router.register_forward_hook(self._hear(layer))
@@ -165,7 +165,7 @@ class RouterBalance:
 
         A pass of filler alone has one sequence, which weighs nothing.
         """
-        self._heard = _Heard(sequences, max(int(sequences.max()), 0) + 1, {}, {})
+        self._heard = _RouterOutputs(sequences, max(int(sequences.max()), 0) + 1, {}, {})
         self._open = True
         try:
             yield
@@ -221,7 +221,7 @@ class RouterBalance:
         return hook
 
     @torch.no_grad()
-    def _count(self, heard: _Heard) -> None:
+    def _count(self, heard: _RouterOutputs) -> None:
         """A rank that holds some layers hears their routers, or none, and counts 0 for the rest."""
         if self._loads is None:
             shape = len(self.routers), self.routers[0].num_experts

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from hasten.errors import InputError
-from hasten.parts.distributed.deepspeed_config import enabled, read_config
+from hasten.parts.distributed.deepspeed_config import read_config, section_enabled
 from hasten.recipe.importers import (
     accelerate,
     axolotl,
@@ -25,7 +25,7 @@ from hasten.recipe.importers import (
     sharding,
     training_arguments,
 )
-from hasten.recipe.importers.draft import Draft, ImportedKey, refuse_other_training
+from hasten.recipe.importers.draft import ImportedKey, RecipeDraft, refuse_other_training
 from hasten.recipe.yaml_reader import check_keys, one_line, read_yaml_file
 
 FORMATS: tuple[ModuleType, ...] = (llama_factory, axolotl, accelerate, training_arguments)
@@ -35,7 +35,7 @@ MISSING = {"model": "a model", "dataset": "records", "max_steps": "an end"}
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedRecipe:
     """A recipe out of another tool's file."""
 
     format: str
@@ -70,7 +70,7 @@ class Imported:
         return check_keys("\n".join(lines) + "\n", list(self.values))
 
 
-def read(path: Path, ranks: int = 1) -> Imported:
+def read(path: Path, ranks: int = 1) -> ImportedRecipe:
     """The recipe that a file of another trainer means.
 
     Args:
@@ -98,13 +98,13 @@ def read(path: Path, ranks: int = 1) -> Imported:
             f"{', '.join(list(given)[:3])}"
         )
     refuse_other_training(path, given)
-    draft: Draft = best.draft_of(given, ranks)
+    draft: RecipeDraft = best.draft_of(given, ranks)
     sharding.settled(draft)
     one_format(draft, path.parent)
     return _finished(best.NAME, draft, ranks)
 
 
-def one_format(draft: Draft, folder: Path) -> None:
+def one_format(draft: RecipeDraft, folder: Path) -> None:
     """Where the DeepSpeed file says a number format, the plan's own is its, or contradicts it.
 
     A file that isn't there yet is read with the recipe, which refuses two formats.
@@ -117,7 +117,9 @@ def one_format(draft: Draft, folder: Path) -> None:
         return
     try:
         config = read_config(there)
-        own = next((name for name in ("fp16", "bf16") if enabled(config, name) is True), None)
+        own = next(
+            (name for name in ("fp16", "bf16") if section_enabled(config, name) is True), None
+        )
     except ValueError as error:
         raise InputError(str(error)) from error
     if own is None:
@@ -132,19 +134,19 @@ def one_format(draft: Draft, folder: Path) -> None:
             draft.rows[index] = same if asked == own else other
 
 
-def _finished(name: str, draft: Draft, ranks: int) -> Imported:
+def _finished(name: str, draft: RecipeDraft, ranks: int) -> ImportedRecipe:
     values = dict(draft.values)
     if ranks > 1:
         values.setdefault("nproc", ranks)
     if draft.plan:
         values["plan"] = draft.plan
         values["on_obstacle"] = "skip"  # what can't work on this machine is said and left out
-    return Imported(name, values, tuple(draft.rows), draft.why)
+    return ImportedRecipe(name, values, tuple(draft.rows), draft.why)
 
 
-def _deepspeed(path: Path, given: dict[str, Any]) -> Imported:
+def _deepspeed(path: Path, given: dict[str, Any]) -> ImportedRecipe:
     """Its keys are read where the recipe is; `hasten doctor --ds-config` shows what they become."""
-    draft = Draft(given)
+    draft = RecipeDraft(given)
     draft.values["deepspeed"] = str(path)
     for key in given:
         draft.note(key, "mapped", "read from the file itself (deepspeed)")

@@ -6,8 +6,8 @@ from typing import Any
 
 from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import (
-    Draft,
     Handler,
+    RecipeDraft,
     drafted,
     half,
     table,
@@ -18,18 +18,18 @@ NAME = "accelerate"
 MARKS = ("compute_environment", "distributed_type", "num_machines", "mixed_precision")
 
 
-def draft_of(given: dict[str, Any], ranks: int) -> Draft:
+def draft_of(given: dict[str, Any], ranks: int) -> RecipeDraft:
     return drafted(given, KEYS)
 
 
-def precision(draft: Draft, key: str, value: Any) -> None:
+def precision(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in ("bf16", "fp16"):
         half(str(value))(draft, key, True)
     elif value == "fp8":
         draft.use(key, "float8")
 
 
-def kind(draft: Draft, key: str, value: Any) -> None:
+def kind(draft: RecipeDraft, key: str, value: Any) -> None:
     if value == "FSDP":
         draft.say(key, "layout", "fsdp2")
     elif value in ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", None):
@@ -38,14 +38,14 @@ def kind(draft: Draft, key: str, value: Any) -> None:
         draft.note(key, "unmapped", f"there is no layout for {value!r}")
 
 
-def machines(draft: Draft, key: str, value: Any) -> None:
+def machines(draft: RecipeDraft, key: str, value: Any) -> None:
     if int(value or 1) > 1:
         draft.note(key, "unmapped", "several hosts are started by `hasten launch`")
     else:
         draft.note(key, "needless", "this machine")
 
 
-def deepspeed(draft: Draft, key: str, value: Any) -> None:
+def deepspeed(draft: RecipeDraft, key: str, value: Any) -> None:
     found = value.get("deepspeed_config_file") if isinstance(value, dict) else None
     if found:
         draft.say(key, "deepspeed", str(found))
@@ -54,7 +54,7 @@ def deepspeed(draft: Draft, key: str, value: Any) -> None:
         draft.note(key, "unmapped", words)
 
 
-def dynamo(draft: Draft, key: str, value: Any) -> None:
+def dynamo(draft: RecipeDraft, key: str, value: Any) -> None:
     backend = value.get("dynamo_backend") if isinstance(value, dict) else value
     if backend and str(backend).upper() != "NO":
         draft.use(key, "compiled")

@@ -7,8 +7,8 @@ from typing import Any
 from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import (
     TRAINING,
-    Draft,
     Handler,
+    RecipeDraft,
     batch,
     defaults,
     drafted,
@@ -30,8 +30,8 @@ SHAPES = (
 )
 
 
-def draft_of(given: dict[str, Any], ranks: int) -> Draft:
-    def finish(draft: Draft) -> None:
+def draft_of(given: dict[str, Any], ranks: int) -> RecipeDraft:
+    def finish(draft: RecipeDraft) -> None:
         defaults(draft)
         batch(draft, "micro_batch_size", "gradient_accumulation_steps", ranks)
         if draft.values.setdefault("finetuning_type", "full") == "full":
@@ -42,7 +42,7 @@ def draft_of(given: dict[str, Any], ranks: int) -> Draft:
     return drafted(given, KEYS, finish)
 
 
-def adapter(draft: Draft, key: str, value: Any) -> None:
+def adapter(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in ("lora", "qlora"):
         draft.say(key, "finetuning_type", "lora")
     elif value:
@@ -50,7 +50,7 @@ def adapter(draft: Draft, key: str, value: Any) -> None:
         draft.values["finetuning_type"] = "lora"
 
 
-def datasets(draft: Draft, key: str, value: Any) -> None:
+def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
     """Paths and hub names; the shape of their records is recognised, not told."""
     sources = [s for s in value or [] if isinstance(s, dict)]
     found: list[Any] = []
@@ -75,7 +75,7 @@ def targets(value: Any) -> str | list[str]:
     return value if isinstance(value, str) else list(value)
 
 
-def packing(draft: Draft, key: str, value: Any) -> None:
+def packing(draft: RecipeDraft, key: str, value: Any) -> None:
     """Rows of ``sequence_len`` out of the whole epoch, documents kept apart."""
     if not value:
         return
@@ -84,7 +84,7 @@ def packing(draft: Draft, key: str, value: Any) -> None:
     draft.plan.append("document_attention")
 
 
-def everything(draft: Draft, key: str, value: Any) -> None:
+def everything(draft: RecipeDraft, key: str, value: Any) -> None:
     words = "loss is on the assistant's tokens; of text records on all"
     draft.note(key, "unmapped" if value else "needless", words)
 

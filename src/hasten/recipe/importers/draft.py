@@ -32,7 +32,7 @@ class ImportedKey:
 
 
 @dataclass
-class Draft:
+class RecipeDraft:
     """Values and plan of the recipe so far; ``given`` is the source's mapping."""
 
     given: Mapping[str, Any]
@@ -72,21 +72,21 @@ class Draft:
         return {next(iter(e)) if isinstance(e, dict) else e for e in self.plan}
 
 
-Handler = Callable[[Draft, str, Any], None]
+Handler = Callable[[RecipeDraft, str, Any], None]
 
 
 def drafted(
     given: Mapping[str, Any],
     handlers: Mapping[str, Handler],
-    finish: Callable[[Draft], None] = lambda draft: None,
+    finish: Callable[[RecipeDraft], None] = lambda draft: None,
     quiet: tuple[Any, ...] = (),
-) -> Draft:
+) -> RecipeDraft:
     """Every key of the source through its handler; an unknown one that is ``quiet`` asks nothing.
 
     Raises:
         InputError: a value of a kind that its key can't have.
     """
-    draft, key = Draft(given), ""
+    draft, key = RecipeDraft(given), ""
     try:
         for key, value in given.items():
             if key in handlers:
@@ -109,14 +109,14 @@ def drafted(
     return draft
 
 
-def later(draft: Draft, key: str, value: Any) -> None:
+def later(draft: RecipeDraft, key: str, value: Any) -> None:
     """A key that ``finish`` reads, together with others."""
 
 
 def named(name: str, kind: Callable[[Any], Any] | None = None) -> Handler:
     """A key that the recipe has too, under ``name``."""
 
-    def handle(draft: Draft, key: str, value: Any) -> None:
+    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
         if value is not None:
             draft.say(key, name, kind(value) if kind else value)
 
@@ -131,7 +131,7 @@ def needless(words: str) -> Handler:
 def unmapped(words: str, off: tuple[Any, ...] = (None, False, 0, "", "none", "no")) -> Handler:
     """A key that hasten can't follow; one that is off asks for nothing."""
 
-    def handle(draft: Draft, key: str, value: Any) -> None:
+    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
         asked = all(value is not word and value != word for word in off)
         draft.note(key, "unmapped" if asked else "needless", words if asked else "it is off")
 
@@ -141,7 +141,7 @@ def unmapped(words: str, off: tuple[Any, ...] = (None, False, 0, "", "none", "no
 def switch(technique: str, on: tuple[Any, ...] = (True, "auto", "true")) -> Handler:
     """A key that switches a technique on."""
 
-    def handle(draft: Draft, key: str, value: Any) -> None:
+    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
         if value in on:
             draft.use(key, technique)
 
@@ -151,7 +151,7 @@ def switch(technique: str, on: tuple[Any, ...] = (True, "auto", "true")) -> Hand
 def implied(name: str, meant: Any) -> Handler:
     """A key that, where it is on, says that the recipe's ``name`` is ``meant``."""
 
-    def handle(draft: Draft, key: str, value: Any) -> None:
+    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
         if value:
             draft.say(key, name, meant)
 
@@ -190,7 +190,7 @@ BETAS = [0.9, 0.999]  # what the other trainers take where the file says nothing
 EPSILON = 1e-8
 
 
-def epochs(draft: Draft, key: str, value: Any) -> None:
+def epochs(draft: RecipeDraft, key: str, value: Any) -> None:
     """Whole passes; a part of one is rounded up, and said so."""
     whole = math.ceil(float(value))
     draft.say(key, "epochs", whole)
@@ -198,12 +198,12 @@ def epochs(draft: Draft, key: str, value: Any) -> None:
         draft.note(key, "unmapped", f"epochs are whole here: {whole} in the place of {value}")
 
 
-def steps(draft: Draft, key: str, value: Any) -> None:
+def steps(draft: RecipeDraft, key: str, value: Any) -> None:
     if value is not None and int(value) > 0:
         draft.say(key, "max_steps", int(value))
 
 
-def schedule(draft: Draft, key: str, value: Any) -> None:
+def schedule(draft: RecipeDraft, key: str, value: Any) -> None:
     found = SCHEDULES.get(str(value))
     if found is None:
         known = ", ".join(sorted(set(SCHEDULES.values())))
@@ -212,14 +212,14 @@ def schedule(draft: Draft, key: str, value: Any) -> None:
         draft.say(key, "lr_schedule", found)
 
 
-def warmup(draft: Draft, key: str, value: Any) -> None:
+def warmup(draft: RecipeDraft, key: str, value: Any) -> None:
     """Steps, or a share of all steps below 1, under either of the two names."""
     number = float(value or 0)
     if number:
         draft.say(key, "warmup_steps", number if number < 1 else int(number))
 
 
-def optimizer(draft: Draft, key: str, value: Any) -> None:
+def optimizer(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in ADAMW:
         draft.note(key, "mapped", "AdamW is the optimizer where the plan names none")
     elif value in INT8:
@@ -233,7 +233,7 @@ def optimizer(draft: Draft, key: str, value: Any) -> None:
 def beta(place: int) -> Handler:
     """One of AdamW's two, beside the other tools' default of the second one."""
 
-    def handle(draft: Draft, key: str, value: Any) -> None:
+    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
         found = list(draft.values.get("adam_betas", BETAS))
         found[place] = BETAS[place] if value is None else float(value)
         draft.values["adam_betas"], draft.why["adam_betas"] = found, "adam_beta1, adam_beta2"
@@ -242,13 +242,13 @@ def beta(place: int) -> Handler:
     return handle
 
 
-def epsilon(draft: Draft, key: str, value: Any) -> None:
+def epsilon(draft: RecipeDraft, key: str, value: Any) -> None:
     same = value is None or float(value) == EPSILON
     words = f"hasten's AdamW has {EPSILON}" + ("" if same else f", not {value}")
     draft.note(key, "needless" if same else "unmapped", words)
 
 
-def defaults(draft: Draft) -> None:
+def defaults(draft: RecipeDraft) -> None:
     """What the other trainers do where the file says nothing and hasten does something else."""
     if "adam_betas" not in draft.values:
         draft.values["adam_betas"], draft.why["adam_betas"] = [*BETAS], "that tool's default"
@@ -257,7 +257,7 @@ def defaults(draft: Draft) -> None:
 def half(dtype: str) -> Handler:
     """``bf16: true`` and ``fp16: true``, of which one may be on."""
 
-    def handle(draft: Draft, key: str, value: Any) -> None:
+    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
         if value not in (True, "auto", "full"):
             return
         if "autocast" in draft.techniques or "bf16_master_weights" in draft.techniques:
@@ -268,7 +268,7 @@ def half(dtype: str) -> Handler:
     return handle
 
 
-def writers(draft: Draft, key: str, value: Any) -> None:
+def writers(draft: RecipeDraft, key: str, value: Any) -> None:
     asked = [value] if isinstance(value, str) else list(value or [])
     known = [w for w in asked if w in WRITERS]
     if known:
@@ -281,13 +281,13 @@ def writers(draft: Draft, key: str, value: Any) -> None:
 recompute = switch("recompute", on=(True, "true", "unsloth", "offload"))
 
 
-def share_or_count(draft: Draft, key: str, value: Any) -> None:
+def share_or_count(draft: RecipeDraft, key: str, value: Any) -> None:
     """What is held out: a share below 1, or a number of records."""
     number = float(value or 0)
     draft.say(key, "held_out", number if number < 1 else int(number))
 
 
-def packing(draft: Draft, key: str, value: Any) -> None:
+def packing(draft: RecipeDraft, key: str, value: Any) -> None:
     """Records share rows, and documents don't see each other."""
     if value in (True, "auto"):
         draft.use(key, "packed")
@@ -295,7 +295,7 @@ def packing(draft: Draft, key: str, value: Any) -> None:
             draft.plan.append("document_attention")
 
 
-def batch(draft: Draft, each: str, accumulation: str, ranks: int) -> None:
+def batch(draft: RecipeDraft, each: str, accumulation: str, ranks: int) -> None:
     """Records of a pass x passes x ranks make the global batch; the cut stays as it was."""
     size = int(draft.given.get(each) or 1)
     passes = int(draft.given.get(accumulation) or 1)
@@ -307,7 +307,7 @@ def batch(draft: Draft, each: str, accumulation: str, ranks: int) -> None:
         draft.use(each, "accumulate", {"micro_batch_size": size})
 
 
-def resumed(draft: Draft, key: str, value: Any) -> None:
+def resumed(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in (True, "auto"):
         draft.say(key, "resume", "auto")
     elif isinstance(value, str) and value:
@@ -315,14 +315,14 @@ def resumed(draft: Draft, key: str, value: Any) -> None:
         draft.note(key, "unmapped", words)
 
 
-def saves(draft: Draft, key: str, value: Any) -> None:
+def saves(draft: RecipeDraft, key: str, value: Any) -> None:
     if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1:
         draft.say(key, "checkpoint_every", int(value))
     else:
         draft.note(key, "needless", "the model is saved at the end")
 
 
-def deepspeed(draft: Draft, key: str, value: Any) -> None:
+def deepspeed(draft: RecipeDraft, key: str, value: Any) -> None:
     if isinstance(value, str) and value:
         draft.say(key, "deepspeed", value)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from hasten.recipe.importers.draft import (
     TRAINING,
-    Draft,
     Handler,
+    RecipeDraft,
     batch,
     defaults,
     drafted,
@@ -24,8 +24,8 @@ MARKS = ("stage", "finetuning_type", "model_name_or_path", "template", "cutoff_l
 TEMPLATES = {"deepseek": "deepseek-llm", "deepseek3": "deepseek-v3", "deepseekr1": "deepseek-r1"}
 
 
-def draft_of(given: dict[str, Any], ranks: int) -> Draft:
-    def finish(draft: Draft) -> None:
+def draft_of(given: dict[str, Any], ranks: int) -> RecipeDraft:
+    def finish(draft: RecipeDraft) -> None:
         defaults(draft)
         batch(draft, "per_device_train_batch_size", "gradient_accumulation_steps", ranks)
         if given.get("finetuning_type", "lora") == "lora":
@@ -36,7 +36,7 @@ def draft_of(given: dict[str, Any], ranks: int) -> Draft:
     return drafted(given, KEYS, finish)
 
 
-def stage(draft: Draft, key: str, value: Any) -> None:
+def stage(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in ("sft", "pt"):
         draft.note(key, "mapped", "records with a loss mask, or text")
     else:
@@ -44,19 +44,19 @@ def stage(draft: Draft, key: str, value: Any) -> None:
         draft.note(key, "unmapped", words)
 
 
-def what_learns(draft: Draft, key: str, value: Any) -> None:
+def what_learns(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in ("lora", "full"):
         draft.say(key, "finetuning_type", value)
     else:
         draft.note(key, "unmapped", f"there is no {value!r} here: full or lora")
 
 
-def targets(draft: Draft, key: str, value: Any) -> None:
+def targets(draft: RecipeDraft, key: str, value: Any) -> None:
     names = [n.strip() for n in value.split(",")] if isinstance(value, str) else list(value or [])
     draft.say(key, "lora_targets", "all-linear" if names == ["all"] else names)
 
 
-def datasets(draft: Draft, key: str, value: Any) -> None:
+def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
     """Names stand in dataset_info.json; a name that is a file is one."""
     names = [n.strip() for n in value.split(",")] if isinstance(value, str) else list(value or [])
     info = Path(str(draft.given.get("dataset_dir") or "data")) / "dataset_info.json"
@@ -64,7 +64,7 @@ def datasets(draft: Draft, key: str, value: Any) -> None:
     draft.say(key, "dataset", found[0] if len(found) == 1 else found)
 
 
-def template(draft: Draft, key: str, value: Any) -> None:
+def template(draft: RecipeDraft, key: str, value: Any) -> None:
     known = TEMPLATES.get(str(value))
     if known is None:
         draft.note(key, "mapped", "chat_template: auto, the tokenizer's own, or a near one")
@@ -72,7 +72,7 @@ def template(draft: Draft, key: str, value: Any) -> None:
         draft.say(key, "chat_template", known)
 
 
-def quantised(draft: Draft, key: str, value: Any) -> None:
+def quantised(draft: RecipeDraft, key: str, value: Any) -> None:
     base = {4: "nf4", 8: "int8"}.get(int(value or 0))
     if base is None:
         draft.note(key, "unmapped", "a frozen base has 4 or 8 bits")
@@ -80,7 +80,7 @@ def quantised(draft: Draft, key: str, value: Any) -> None:
         draft.say(key, "lora_base", base)
 
 
-def workers(draft: Draft, key: str, value: Any) -> None:
+def workers(draft: RecipeDraft, key: str, value: Any) -> None:
     if value:
         draft.say(key, "data_workers", int(value))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hasten.recipe.importers.draft import Draft
+from hasten.recipe.importers.draft import RecipeDraft
 
 FULL, KEPT, NONE = "full_shard", "shard_grad_op", "no_shard"
 NUMBERS = {
@@ -43,7 +43,7 @@ NEEDLESS = {
 }
 
 
-def words(draft: Draft, key: str, value: Any) -> None:
+def words(draft: RecipeDraft, key: str, value: Any) -> None:
     """``fsdp: "shard_grad_op offload auto_wrap"``, as text or list; true: full shards."""
     if value in (True, "true"):
         value = FULL
@@ -62,14 +62,14 @@ def words(draft: Draft, key: str, value: Any) -> None:
             _strategy(draft, f"{key}: {word}", word)
 
 
-def config(is_on: Callable[[Mapping[str, Any]], bool]) -> Callable[[Draft, str, Any], None]:
+def config(is_on: Callable[[Mapping[str, Any]], bool]) -> Callable[[RecipeDraft, str, Any], None]:
     """The handler of ``fsdp_config``: a row for each of its keys.
 
     Args:
         is_on: whether a configuration asks for FSDP at all.
     """
 
-    def handle(draft: Draft, key: str, value: Any) -> None:
+    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
         found = value if isinstance(value, Mapping) else {}
         if not found or not is_on(draft.given):
             draft.note(key, "needless", "it is off")
@@ -82,7 +82,7 @@ def config(is_on: Callable[[Mapping[str, Any]], bool]) -> Callable[[Draft, str, 
     return handle
 
 
-def settled(draft: Draft) -> None:
+def settled(draft: RecipeDraft) -> None:
     """Once all keys were read: settings of fsdp2 stand in the plan, in the place of the layout."""
     if "fsdp2" in draft.techniques and draft.values.get("layout") == "fsdp2":
         del draft.values["layout"]
@@ -90,7 +90,7 @@ def settled(draft: Draft) -> None:
         draft.plan = [e for e in draft.plan if not (isinstance(e, dict) and "fsdp2" in e)]
 
 
-def _key(draft: Draft, key: str, name: str, value: Any) -> None:
+def _key(draft: RecipeDraft, key: str, name: str, value: Any) -> None:
     if name == "sharding_strategy" or (name == "reshard_after_forward" and _is_word(value)):
         _strategy(draft, key, value)
     elif name == "reshard_after_forward":
@@ -119,7 +119,7 @@ def _is_word(value: Any) -> bool:
     return not isinstance(value, bool) and str(value).lower() not in ("true", "false")
 
 
-def _strategy(draft: Draft, key: str, value: Any) -> None:
+def _strategy(draft: RecipeDraft, key: str, value: Any) -> None:
     name = NUMBERS.get(str(value), str(value).lower())
     if name == FULL:
         _set(draft, key, value, "reshard", True)
@@ -134,7 +134,7 @@ def _strategy(draft: Draft, key: str, value: Any) -> None:
         draft.row(key, value, "unmapped", f"there is no way of sharding {value!r}")
 
 
-def _set(draft: Draft, key: str, value: Any, name: str, wanted: bool) -> None:
+def _set(draft: RecipeDraft, key: str, value: Any, name: str, wanted: bool) -> None:
     """A setting of fsdp2; one that was said before is kept."""
     entry = next((e for e in draft.plan if isinstance(e, dict) and "fsdp2" in e), None)
     if entry is None:

@@ -7,8 +7,8 @@ from typing import Any
 from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import (
     TRAINING,
-    Draft,
     Handler,
+    RecipeDraft,
     batch,
     defaults,
     drafted,
@@ -22,10 +22,10 @@ NAME = "TrainingArguments"
 MARKS = ("per_device_train_batch_size", "num_train_epochs", "output_dir", "lr_scheduler_type")
 
 
-def draft_of(given: dict[str, Any], ranks: int) -> Draft:
+def draft_of(given: dict[str, Any], ranks: int) -> RecipeDraft:
     """Keys that stand at their default in a dump of all are said nothing about."""
 
-    def finish(draft: Draft) -> None:
+    def finish(draft: RecipeDraft) -> None:
         defaults(draft)
         batch(draft, "per_device_train_batch_size", "gradient_accumulation_steps", ranks)
 

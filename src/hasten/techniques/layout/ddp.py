@@ -25,7 +25,7 @@ from hasten.parts.comm.groups import sum_over_ranks
 from hasten.parts.comm.link_model import by_link
 from hasten.parts.distributed.ddp import leave_constants, reduce_now
 from hasten.parts.nn.causal_lm import freeze_indexers, may_rest
-from hasten.techniques.wire.traffic import OfReplicas
+from hasten.techniques.wire.traffic import ReplicaTraffic
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Replicas:
         self._bucket_cap_mb = bucket_cap_mb
         self._device = device
         self.buckets = ""  # what was found out about their size
-        self._watched: OfReplicas | None = None
+        self._watched: ReplicaTraffic | None = None
         self._wire: Wire | None = None
 
     def split(self, module: nn.Module) -> nn.Module:
@@ -108,7 +108,7 @@ class Replicas:
         )
         leave_constants(wrapped)
         wire.attach(wrapped)
-        self._watched = OfReplicas(wrapped, wire)
+        self._watched = ReplicaTraffic(wrapped, wire)
         return wrapped
 
     def _by_link(self) -> int:

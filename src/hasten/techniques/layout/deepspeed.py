@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.core.contracts import StepNumbers, Wire
-from hasten.core.engine import Assembly, all_finite
+from hasten.core.engine import EngineParts, all_finite
 from hasten.core.facts import Facts
 from hasten.core.job import MicroBatch
 from hasten.core.session import Session
@@ -25,11 +25,11 @@ from hasten.machine import environment
 from hasten.parts.comm.groups import sum_over_ranks
 from hasten.parts.distributed.deepspeed_config import (
     BATCH_KEYS,
-    Known,
+    TrainerSettings,
     batch_sizes,
-    enabled,
-    filled,
+    fill_auto,
     read_config,
+    section_enabled,
 )
 from hasten.parts.distributed.deepspeed_engine import ZeroTrainer, why_not
 
@@ -68,7 +68,7 @@ class DeepSpeed(Technique):
     def fidelity(self) -> Fidelity:
         return Fidelity.ROUNDING
 
-    def settings_of(self, known: Known) -> dict[str, Any]:
+    def settings_of(self, known: TrainerSettings) -> dict[str, Any]:
         """The config without any "auto".
 
         Raises:
@@ -81,11 +81,11 @@ class DeepSpeed(Technique):
         try:
             if self.config:
                 config = read_config(Path(self.config))
-            said = {name: enabled(config, name) for name in DTYPES[1:]}
+            said = {name: section_enabled(config, name) for name in DTYPES[1:]}
             if self.dtype != "float32" and said[self.dtype] is None and True not in said.values():
                 config[self.dtype] = {"enabled": True}
             batch_sizes(config, known)  # the rest of what the job decides isn't DeepSpeed's
-            found = filled({k: v for k, v in config.items() if k not in JOBS}, known)
+            found = fill_auto({k: v for k, v in config.items() if k not in JOBS}, known)
         except ValueError as error:
             raise InputError(f"{self.name()}: {error}") from error
         if not (found.get("zero_optimization") or {}).get("stage"):
@@ -114,8 +114,8 @@ class DeepSpeed(Technique):
         setup.layout = Zero(setup)
         setup.engine = lambda assembly: ZeroEngine(assembly, config)
 
-    def _known(self, setup: Setup) -> Known:
-        return Known(
+    def _known(self, setup: Setup) -> TrainerSettings:
+        return TrainerSettings(
             world=setup.facts.world.size,
             batch=setup.job.batch.records,
             clipping=setup.job.max_grad_norm,
@@ -214,7 +214,7 @@ class Zero:
 class ZeroEngine:
     """The step's three verbs, over DeepSpeed's engine."""
 
-    def __init__(self, assembly: Assembly, config: dict[str, Any]) -> None:
+    def __init__(self, assembly: EngineParts, config: dict[str, Any]) -> None:
         setup = assembly.setup
         assert isinstance(setup.layout, Zero)  # the technique has set both
         missing = {EXTENSIONS: str(_extensions(setup.facts))}

@@ -73,7 +73,7 @@ class ExpertParallel(Technique):
             return
         refuse_own_choices(setup)
         world, ranks = setup.facts.world, self._ranks(setup.facts)
-        setup.layout = SharedOut(world, ranks, self.bucket_cap_mb, setup.job.device)
+        setup.layout = ExpertsInDDP(world, ranks, self.bucket_cap_mb, setup.job.device)
 
     def _ranks(self, facts: Facts) -> int:
         return self.size or facts.world.size
@@ -103,7 +103,7 @@ class ExpertParallel(Technique):
 
     def probe(self, session: Session) -> Proof:
         layout = session.setup.layout
-        shared = layout.shared if isinstance(layout, SharedOut) else None
+        shared = layout.shared if isinstance(layout, ExpertsInDDP) else None
         return Proof(False, "every rank holds all experts") if shared is None else proof(shared)
 
 
@@ -138,7 +138,7 @@ def proof(shared: SharedExperts, more: str = "") -> Proof:
     )
 
 
-class SharedOut:
+class ExpertsInDDP:
     """Experts on ``ranks`` neighbours each, the rest in DistributedDataParallel over all."""
 
     whole = False
@@ -260,7 +260,7 @@ def refuse_own_choices(setup: Setup) -> None:
 # The layout behind hybrid's shared experts beside shards: experts on ranks, the rest in pieces.
 
 
-class SharedAndSharded:
+class ExpertsInFSDP:
     """Experts on ``ranks`` neighbours each; of the rest every rank keeps a piece."""
 
     whole = False

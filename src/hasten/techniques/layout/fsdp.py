@@ -12,7 +12,7 @@ from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, se
 from hasten.models.memory import ADAMW_FLOAT32
 from hasten.parts.distributed.fsdp import Sharding, groups, is_sharded
 from hasten.parts.distributed.mesh import MeshSizes
-from hasten.techniques.layout.mesh import How, Meshed, lay_out, no_ranks
+from hasten.techniques.layout.mesh import LayoutOptions, MeshLayout, lay_out, no_ranks
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class FSDP2(Technique):
     def apply(self, setup: Setup) -> None:
         world = setup.facts.world.size
         sharding = Sharding(self.reshard, self.offload)
-        how = How(self.name(), sharding, self.whole_gradients, once=self.build_once)
+        how = LayoutOptions(self.name(), sharding, self.whole_gradients, once=self.build_once)
         lay_out(setup, MeshSizes(dp=self.replicas, shard=max(world // self.replicas, 1)), how)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ class FSDP2(Technique):
 
     def probe(self, session: Session) -> Proof:
         layout, steps = session.setup.layout, session.progress.step
-        if not isinstance(layout, Meshed) or not is_sharded(session.module):
+        if not isinstance(layout, MeshLayout) or not is_sharded(session.module):
             return Proof(False, "one rank holds everything")
         held = sum(p.numel() for p in layout.weights.parameters())
         whole = sum(p.numel() for p in session.module.parameters() if p.requires_grad)

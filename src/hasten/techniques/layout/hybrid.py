@@ -12,7 +12,7 @@ from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, se
 from hasten.parts.distributed.fsdp import Sharding
 from hasten.parts.distributed.mesh import MeshSizes
 from hasten.techniques.layout import experts
-from hasten.techniques.layout.experts import ExpertParallel, SharedAndSharded
+from hasten.techniques.layout.experts import ExpertParallel, ExpertsInFSDP
 from hasten.techniques.layout.mesh import no_ranks
 from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.layout.pipeline_stages import StagesInPieces
@@ -80,7 +80,7 @@ class Hybrid(Technique):
             other.fill(setup, StagesInPieces(setup, other.settings_on(self.pp), sizes))
         elif other is not None and not alone:
             gradients = self.whole_gradients
-            setup.layout = SharedAndSharded(setup, sizes, self.ep, self.reshard, gradients)
+            setup.layout = ExpertsInFSDP(setup, sizes, self.ep, self.reshard, gradients)
         elif other is not None:
             other.apply(setup)
         if other is not None:
@@ -111,7 +111,7 @@ class Hybrid(Technique):
 
     def probe(self, session: Session) -> Proof:
         other, layout = self._other(), session.setup.layout
-        if isinstance(layout, SharedAndSharded) and layout.shared is not None:
+        if isinstance(layout, ExpertsInFSDP) and layout.shared is not None:
             held = sum(p.numel() for p in layout.weights.parameters())
             return experts.proof(layout.shared, f"; this rank holds {held:,} weights")
         return other.probe(session) if other else proof(session)

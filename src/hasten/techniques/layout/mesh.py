@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hasten.core.contracts import AsGiven, AsTheModelDoes, NoCompression, Traffic, Wire
+from hasten.core.contracts import GivenPrecision, ModelRouting, NoCompression, Traffic, Wire
 from hasten.core.facts import Facts
 from hasten.core.setup import Setup, on_device
 from hasten.core.slot import Slot
@@ -25,7 +25,7 @@ from hasten.parts.distributed import local_shards
 from hasten.parts.distributed.fsdp import Sharding, is_sharded, send_gradients, shard
 from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
 from hasten.parts.distributed.mesh import MeshSizes, data_mesh
-from hasten.parts.distributed.weight_broadcast import Arrival
+from hasten.parts.distributed.weight_broadcast import WeightBroadcast
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.wire.compressed_wire import Compressed, Exchange, exchange_for
 
@@ -65,7 +65,7 @@ Split = Callable[[nn.Module, DeviceMesh], nn.Module]  # cut layers over a mesh's
 
 
 @dataclass(frozen=True)
-class How:
+class LayoutOptions:
     """What a technique says of its layout beside the sizes.
 
     Args:
@@ -82,13 +82,13 @@ class How:
     once: bool = False
 
 
-class Meshed:
+class MeshLayout:
     """Ranks on a mesh of copies, shards and pieces of layers."""
 
     whole = False
     pieces = True
 
-    def __init__(self, setup: Setup, sizes: MeshSizes, how: How) -> None:
+    def __init__(self, setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:
         world = setup.facts.world
         self.sizes, self.how = sizes, how
         self.size, self.data_size = world.size, sizes.data_size
@@ -125,7 +125,7 @@ class Meshed:
         self._exchange = None if isinstance(wire, NoCompression) else self._entered(wire)
         if self.data_size > 1 or self.weights.dtype is not None:
             how = Sharding(sharding.reshard, sharding.offload, self.weights.dtype)
-            arrival = Arrival(self.builds) if self._sends else None
+            arrival = WeightBroadcast(self.builds) if self._sends else None
             mesh = data_mesh(self.mesh, self._exchange is None)
             try:
                 shard(module, mesh, how, arrival or _nothing)
@@ -190,7 +190,7 @@ class Meshed:
 def _weights(setup: Setup) -> LocalShards:
     """PRECISION as it works on shards: float32 pieces are masters already."""
     if isinstance(setup.precision, MasterWeights):
-        return LocalShards(AsGiven(), setup.precision.dtype)
+        return LocalShards(GivenPrecision(), setup.precision.dtype)
     return LocalShards(setup.precision)
 
 
@@ -199,7 +199,7 @@ def _can_send(setup: Setup) -> bool:
     before they are there, as routing that is balanced, a base in few bits and DoRA do."""
     adapters = [t.settings() for t in setup.plan if t.slot is Slot.ADAPTER]
     looks = any(given.get("base") or given.get("dora") for given in adapters)
-    plain = isinstance(setup.routing, AsTheModelDoes) and not looks
+    plain = isinstance(setup.routing, ModelRouting) and not looks
     return plain and setup.job.skeleton is not None and setup.facts.world.size > 1
 
 
@@ -207,7 +207,7 @@ def _nothing(part: nn.Module) -> None:
     return None
 
 
-def lay_out(setup: Setup, sizes: MeshSizes, how: How) -> None:
+def lay_out(setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:
     """Fill LAYOUT; one rank needs none.
 
     Raises:
@@ -219,7 +219,7 @@ def lay_out(setup: Setup, sizes: MeshSizes, how: How) -> None:
         sizes.check(setup.facts.world.size)
     except ValueError as error:
         raise InputError(f"{how.name}: {error}; change the sizes, or nproc") from error
-    setup.layout = Meshed(setup, sizes, how)
+    setup.layout = MeshLayout(setup, sizes, how)
 
 
 def no_ranks(facts: Facts) -> tuple[str, ...]:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.core.contracts import AsTheModelDoes
-from hasten.core.engine import Assembly, PlainEngine
+from hasten.core.contracts import ModelRouting
+from hasten.core.engine import EngineParts, PlainEngine
 from hasten.core.facts import Facts
-from hasten.core.job import Counts, MicroBatch
+from hasten.core.job import MicroBatch, WorkCounts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
@@ -25,10 +25,15 @@ from hasten.parts.distributed.pipeline.runtime import (
     Pass,
     PassHooks,
     PipelineSettings,
-    alike,
+    equal_micro_batches,
     nothing_beside,
 )
-from hasten.parts.distributed.pipeline.schedules import SCHEDULES, enough, missing, virtual
+from hasten.parts.distributed.pipeline.schedules import (
+    SCHEDULES,
+    enough_micro_batches,
+    stages_per_rank,
+    why_missing,
+)
 from hasten.parts.distributed.pipeline.stages import KNOWN
 from hasten.techniques.layout.pipeline_stages import Stages, StagesInPieces
 
@@ -38,7 +43,7 @@ from hasten.techniques.layout.pipeline_stages import Stages, StagesInPieces
 class PipelineEngine(PlainEngine):
     """A step's micro-batches through all stages; norm and update are the plain engine's."""
 
-    def __init__(self, assembly: Assembly) -> None:
+    def __init__(self, assembly: EngineParts) -> None:
         super().__init__(assembly)
         layout = self.setup.layout
         if not isinstance(layout, Stages | StagesInPieces) or not self.setup.job.counted:
@@ -51,23 +56,23 @@ class PipelineEngine(PlainEngine):
         self.passes = self.filler = 0  # micro-batches so far
         self._filled: list[MicroBatch] = []  # of the step, as they run
         self._stage_pass = _StagePass()
-        plain = isinstance(self.setup.routing, AsTheModelDoes)
+        plain = isinstance(self.setup.routing, ModelRouting)
         beside = nothing_beside if plain else self._heard
         self.runner = layout.cut.start(PassHooks(precision.region, precision.collect, beside))
 
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
         layout, precision = self.layout, self.setup.precision
         settings, given = layout.settings, len(micro_batches)
-        count = enough(settings.schedule, settings.ranks, given)
+        count = enough_micro_batches(settings.schedule, settings.ranks, given)
         try:
-            pieces = alike([m.inputs for m in micro_batches], count)
+            pieces = equal_micro_batches([m.inputs for m in micro_batches], count)
         except ValueError as error:
             raise InputError(f"pipeline: {error}") from error
         self._filled = [
             MicroBatch(inputs, m.counts, m.records)
             for inputs, m in zip(pieces, micro_batches, strict=False)
         ]
-        self._filled += [MicroBatch(inputs, Counts()) for inputs in pieces[given:]]
+        self._filled += [MicroBatch(inputs, WorkCounts()) for inputs in pieces[given:]]
         precision.before_backward(reduces=False)
         scale = self.setup.loss_scale.value * layout.averages / (denominator or 1.0)
         loss_sum = self.runner.run(pieces, scale)
@@ -172,14 +177,14 @@ class Pipeline(Technique):
                 f"{architecture} can't be cut into pipeline stages here; known are "
                 f"{', '.join(KNOWN)}"
             )
-        if reason := missing(self.schedule):
+        if reason := why_missing(self.schedule):
             found.append(reason)
         if facts.world.size % ranks:
             found.append(
                 f"{facts.world.size} ranks can't be dealt into pipelines of {ranks} stages; make "
                 "nproc a multiple of stages"
             )
-        wanted = ranks * virtual(self.schedule)
+        wanted = ranks * stages_per_rank(self.schedule)
         if 0 < layers < wanted:
             found.append(
                 f"{self.schedule} on {ranks} ranks needs {wanted} stages and {architecture} has "

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.contracts import NoCompression, Wire
 from hasten.core.layout import gradients_of, total_norm
-from hasten.core.setup import Setup, on_device, once
+from hasten.core.setup import Setup, on_device, run_once
 from hasten.core.state import order_of
 from hasten.errors import InputError
 from hasten.parts.comm.groups import sum_over_ranks
@@ -26,9 +26,9 @@ from hasten.parts.distributed.mesh import MeshSizes, data_mesh
 from hasten.parts.distributed.pipeline import stages as partition
 from hasten.parts.distributed.pipeline.model import (
     Pruned,
-    brought,
+    gather_state,
     hidden_shape,
-    prune,
+    prune_stage,
     put_together,
 )
 from hasten.parts.distributed.pipeline.runtime import (
@@ -99,7 +99,7 @@ class Cut:
         try:
             whole = LanguageModel(module)
             costs, first, last = whole.costs()
-            self.sizes = partition.balanced(costs, len(self.settings.homes), first, last)
+            self.sizes = partition.balanced_layers(costs, len(self.settings.homes), first, last)
         except AttributeError as error:
             raise InputError(
                 f"pipeline: {type(module).__name__} isn't a loss around a language model "
@@ -114,7 +114,7 @@ class Cut:
         self._trained = [
             (n, p.detach().to("meta")) for n, p in module.named_parameters() if p.requires_grad
         ]
-        self._pruned = prune(whole, self.sizes, self.settings.homes, self._stage)
+        self._pruned = prune_stage(whole, self.sizes, self.settings.homes, self._stage)
         here = module.state_dict(keep_vars=True)
         both = {name: originals[id(tensor)] for name, tensor in here.items()}
         self.copies = {name: original for name, original in both.items() if original not in here}
@@ -162,7 +162,7 @@ class Cut:
 
     def brought(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Everybody's tensors on the first rank of the first pipeline."""
-        return brought(mine, self.group) if self._first else dict(mine)
+        return gather_state(mine, self.group) if self._first else dict(mine)
 
 
 def check_company(setup: Setup, settings: PipelineSettings) -> None:
@@ -170,7 +170,7 @@ def check_company(setup: Setup, settings: PipelineSettings) -> None:
     said = {
         "compiled": isinstance(setup.compile, Compiling)
         and "since it compiles a whole model's blocks and a rank has some of them; leave it out",
-        "adaptive_batch": setup.attempt is not once
+        "adaptive_batch": setup.attempt is not run_once
         and "no rank can run its passes again by itself; leave it out",
         "recompute": isinstance(setup.recompute, BlockRecompute)
         and _no_recompute(setup.recompute, settings),
@@ -195,8 +195,8 @@ def _no_recompute(recompute: BlockRecompute, settings: PipelineSettings) -> str:
     return ""
 
 
-class DealsCut:
-    """A layout of stages deals weights as its cut does (``hasten.core.layout.DealsWeights``)."""
+class StageWeightsSplit:
+    """A layout of stages deals weights as its cut does (``hasten.core.layout.SplitsWeights``)."""
 
     cut: Cut
 
@@ -221,7 +221,7 @@ class DealsCut:
 # The layout.
 
 
-class Stages(DealsCut):
+class Stages(StageWeightsSplit):
     """``data_size`` pipelines side by side; neighbouring ranks make up one of them.
 
     Stages that several pipelines have are copies: their gradients are averaged when all passes of a
@@ -326,7 +326,7 @@ def check_wire(wire: Wire, pipelines: int) -> None:
 # The layout behind hybrid's pipelines of pieces: stages whose weights are sharded, layers cut.
 
 
-class StagesInPieces(DealsCut):
+class StagesInPieces(StageWeightsSplit):
     """Pipelines of ``settings.ranks`` stages, each stage on copies, shards and pieces of layers.
 
     Ranks are numbered with ``tp`` innermost and stages next to it, so that what talks most are
@@ -442,7 +442,7 @@ class StagesInPieces(DealsCut):
                 yield first
 
     def whole_of(self, weight: Tensor, value: Tensor) -> Tensor:
-        """Whole on one rank of the stage; ``brought`` takes it to the first."""
+        """Whole on one rank of the stage; ``gather_state`` takes it to the first."""
         return layout_dealt.whole_of("hybrid", self.weights, weight, value, self._keeps)
 
     def part_of(self, weight: Tensor, whole: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss
 from hasten.techniques.compile import Bucketed
 from hasten.techniques.layout.experts import routed
-from hasten.techniques.layout.mesh import How, Meshed, lay_out, no_ranks
+from hasten.techniques.layout.mesh import LayoutOptions, MeshLayout, lay_out, no_ranks
 from hasten.techniques.precision import AutocastRegion
 
 
@@ -98,8 +98,8 @@ def cut(
     if sizes.tp > 1:
         refuse_other_code(setup, name)
     split = partial(_split, sequence=sequence, parallel_loss=parallel_loss)
-    lay_out(setup, sizes, How(name, sharding or Sharding(), whole_gradients, split))
-    if isinstance(setup.layout, Meshed) and sizes.tp > 1 and sequence:
+    lay_out(setup, sizes, LayoutOptions(name, sharding or Sharding(), whole_gradients, split))
+    if isinstance(setup.layout, MeshLayout) and sizes.tp > 1 and sequence:
         setup.collate = Bucketed(setup.collate or setup.job.collate, sizes.tp)
 
 
@@ -151,7 +151,7 @@ def forecast(facts: Facts, sizes: MeshSizes) -> Forecast:
 
 def proof(session: Session) -> Proof:
     layout, steps = session.setup.layout, session.progress.step
-    if not isinstance(layout, Meshed):
+    if not isinstance(layout, MeshLayout):
         return Proof(False, "one rank holds everything")
     held = sum(p.numel() for p in layout.weights.parameters())
     whole = sum(p.numel() for p in session.module.parameters() if p.requires_grad)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hasten.core.contracts import Traffic, Wire
 from hasten.core.facts import Facts
-from hasten.core.job import Counts
+from hasten.core.job import WorkCounts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
@@ -22,7 +22,7 @@ from hasten.errors import InputError
 from hasten.parts.comm import local_sgd, streaming_local_sgd
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.local_sgd import ApartWeights, Buffers, same_start
-from hasten.techniques.wire.traffic import OfWeights, no_torch_distributed
+from hasten.techniques.wire.traffic import WeightTraffic, no_torch_distributed
 
 AUTO = "auto"
 ON_LINK = "in what format differences travel"
@@ -133,7 +133,7 @@ class Apart(Wire):
         self.part: ApartWeights | None = None
         self._module = nn.Module()
         self._buffers: Buffers | None = None
-        self._traffic: OfWeights | None = None
+        self._traffic: WeightTraffic | None = None
         self._tokens, self._stop = 0, False
 
     def attach(self, module: nn.Module) -> None:
@@ -146,12 +146,12 @@ class Apart(Wire):
     def skipped(self) -> None:
         self._done(0)
 
-    def counts(self, mine: Counts, stop: bool) -> tuple[Counts, bool]:
+    def counts(self, mine: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
         """What this rank has, times the ranks; whether an exchange has told of a wish to stop."""
         part = self._running()
         self._tokens, self._stop = mine.trained_tokens, stop
         size = self.setup.layout.size
-        return Counts(*(size * value for value in astuple(mine))), part.stop
+        return WorkCounts(*(size * value for value in astuple(mine))), part.stop
 
     def sum(self, values: Tensor) -> Tensor:
         return values * self.setup.layout.size
@@ -199,7 +199,7 @@ class Apart(Wire):
         if self.part is None:
             self.part = self._build(self.setup.precision.parameters())
             self._buffers = Buffers(self._module, self.part.drift)
-            self._traffic = OfWeights(self.part)
+            self._traffic = WeightTraffic(self.part)
         return self.part
 
     def _done(self, tokens: int) -> None:

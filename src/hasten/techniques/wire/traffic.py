@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.contracts import NoCompression, Traffic, Wire
 from hasten.core.timing import OPTIMIZER
-from hasten.parts.distributed.ddp import ring_bytes, under_way, watch
+from hasten.parts.distributed.ddp import ring_bytes, under_way, watch_reducer
 
 
 @runtime_checkable
@@ -20,7 +20,7 @@ class CountsBytes(Protocol):
     def sent_bytes(self) -> int: ...
 
 
-class OfReplicas:
+class ReplicaTraffic:
     """Asks DDP's reducer for the seconds and the wire for the bytes; all of it in one step.
 
     ``late`` is set where the passes were over before the first bucket left: nothing hid it then.
@@ -30,7 +30,7 @@ class OfReplicas:
         self.late = False
         self._module, self._wire, self._before = module, wire, 0
         self._dense = ring_bytes(module) if isinstance(wire, NoCompression) else None
-        self._known = watch(module)
+        self._known = watch_reducer(module)
 
     def traffic(self) -> Traffic | None:
         """Of the step that has just run; None where the reducer's clock can't be asked."""
@@ -49,7 +49,7 @@ class OfReplicas:
         return sent
 
 
-class Exchanges(Protocol):
+class CountsExchanges(Protocol):
     """A part that sends weights, with counts of what it has done so far."""
 
     waited_seconds: float
@@ -57,10 +57,10 @@ class Exchanges(Protocol):
     sent_bytes: int
 
 
-class OfWeights:
+class WeightTraffic:
     """The differences of a part's counts from step to step; waiting falls into the update."""
 
-    def __init__(self, part: Exchanges) -> None:
+    def __init__(self, part: CountsExchanges) -> None:
         self._part = part
         self.begin()
 

@@ -48,14 +48,14 @@ from hasten.parts.distributed.pipeline.runtime import (
 )
 from hasten.parts.distributed.pipeline.stages import (
     Cuttable,
-    Elsewhere,
     Inputs,
     LanguageModel,
     Layers,
+    OtherStage,
     TiedHead,
 )
 from hasten.parts.distributed.pipeline.timetable import StageEvent, bubble_share, drawing
-from hasten.parts.distributed.pipeline.trace import gathered
+from hasten.parts.distributed.pipeline.trace import gather_events
 from hasten.parts.nn.losses import WholeLogitsLoss
 
 
@@ -125,7 +125,7 @@ class AsyncPipeline:
             told = [(each, first, last)]
             dist.broadcast_object_list(told, group=group, group_src=0)
             ((each, first, last),) = told
-        sizes = partition.balanced(each, len(self.settings.homes), first, last)
+        sizes = partition.balanced_layers(each, len(self.settings.homes), first, last)
         return PipelineModel(whole, sizes, self.settings, group, device)
 
     def step(self, model: PipelineModel, batch: Any, loss_fn: LossFunction | None = None) -> Tensor:
@@ -150,7 +150,7 @@ class AsyncPipeline:
         model.tied.add()
         self._update.after()
         if model.runner.work.recorder.on:
-            self._events = gathered(model.runner.work.recorder.events, model.group)
+            self._events = gather_events(model.runner.work.recorder.events, model.group)
         return total.double() * weight
 
     def state_dict(self) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class PipelineModel(nn.Module):
         work = PipelineWork(settings, PassHooks(), place)
         self.runner: StageRunner
         if group is None:
-            local = devices(settings.ranks, place)
+            local = stage_devices(settings.ranks, place)
             if len(local) > 1 and isinstance(whole, LanguageModel) and whole.tied:
                 raise ValueError(
                     "a head tied to the embedding can't be on two devices of one process; start a "
@@ -249,7 +249,7 @@ class PipelineModel(nn.Module):
         return found
 
 
-def devices(ranks: int, place: torch.device) -> list[torch.device]:
+def stage_devices(ranks: int, place: torch.device) -> list[torch.device]:
     """Where stages of one process lie: on accelerators, as far as there are, or all in place."""
     if place.type == "cpu":
         return [place]
@@ -300,9 +300,9 @@ def _device(given: torch.device | str | None, module: nn.Module) -> torch.device
 
 # A model in place that loses what other stages hold, and gets it back to be saved.
 #
-# :func:`prune` takes other ranks' layers, embedding, norm and head out of a model; what stays keeps
-# its name, since the list of layers keeps its numbers. :func:`put_together` brings everything to
-# the first rank, one tensor at a time from where it lies, and lets it go again afterwards.
+# :func:`prune_stage` takes other ranks' layers, embedding, norm and head out of a model; what stays
+# keeps its name, since the list of layers keeps its numbers. :func:`put_together` brings everything
+# to the first rank, one tensor at a time from where it lies, and lets it go again afterwards.
 
 
 @dataclass
@@ -321,7 +321,9 @@ class Pruned:
         return found.layers if name.startswith("layers.") else found
 
 
-def prune(model: LanguageModel, sizes: Sequence[int], homes: Sequence[int], rank: int) -> Pruned:
+def prune_stage(
+    model: LanguageModel, sizes: Sequence[int], homes: Sequence[int], rank: int
+) -> Pruned:
     """Take out of the model what other ranks hold."""
     places: dict[str, int] = {"embed_tokens": homes[0], "norm": homes[-1], "lm_head": homes[-1]}
     for index, span in enumerate(stages.ranges(sizes)):
@@ -368,7 +370,7 @@ def put_together(pruned: Pruned, group: dist.ProcessGroup) -> Iterator[bool]:
 def _replace(owner: nn.Module, key: str, module: nn.Module | None) -> None:
     """Put a module in its place, or take it out; layers stay in the order of their numbers."""
     if not isinstance(owner, nn.ModuleList):
-        setattr(owner, key, Elsewhere() if module is None else module)
+        setattr(owner, key, OtherStage() if module is None else module)
         return
     kept: dict[str, Any] = dict(owner._modules)
     kept.pop(key, None)
@@ -387,7 +389,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
                     yield inner, key, tensor
 
 
-def brought(mine: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+def gather_state(mine: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
     """On the group's first rank everybody's tensors by name, on the host; all ranks call it."""
     if dist.get_rank(group):
         _send(mine, group)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from hasten.parts.distributed.pipeline.model import devices
+from hasten.parts.distributed.pipeline.model import stage_devices
 from hasten.parts.distributed.pipeline.runtime import CHECKPOINTS
-from hasten.parts.distributed.pipeline.stages import Layers, balanced, ranges
+from hasten.parts.distributed.pipeline.stages import Layers, balanced_layers, ranges
 
 
 class PipeDream(nn.Module):
@@ -73,8 +73,8 @@ class PipeDream(nn.Module):
         place = next((p.device for p in model.parameters()), torch.device("cpu"))
         asked = num_workers if num_worker is None else num_worker
         there = torch.accelerator.device_count() if place.type != "cpu" else 1
-        sizes = balanced(Layers(model).costs()[0], there if asked is None else asked)
-        local = devices(len(sizes), place)
+        sizes = balanced_layers(Layers(model).costs()[0], there if asked is None else asked)
+        local = stage_devices(len(sizes), place)
         self.stages = tuple(
             (local[index % len(local)], tuple(span)) for index, span in enumerate(ranges(sizes))
         )

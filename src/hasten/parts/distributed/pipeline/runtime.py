@@ -23,13 +23,13 @@ from hasten.parts.distributed.pipeline.schedules import (
     Op,
     actions,
     check,
-    enough,
-    homes,
-    impossible,
-    missing,
+    enough_micro_batches,
     orders,
+    rank_of_stage,
+    why_impossible,
+    why_missing,
 )
-from hasten.parts.distributed.pipeline.trace import TraceRecorder, timed
+from hasten.parts.distributed.pipeline.trace import TraceRecorder, timed_calls
 
 # One pass of one stage: with its activations kept or not, in the number format of the run.
 #
@@ -91,7 +91,7 @@ class PipelineSettings:
     @property
     def homes(self) -> tuple[int, ...]:
         """The rank of each stage."""
-        return homes(self.schedule, self.ranks)
+        return rank_of_stage(self.schedule, self.ranks)
 
     def recomputes(self, number: int, count: int) -> bool:
         """Whether micro-batch ``number`` of ``count`` is computed again in its backward pass."""
@@ -141,7 +141,7 @@ class PipelineWork:
         elif more is not None:
             self._losses[index, number] = more.detach()
             if more.requires_grad:
-                zero: Any = Seed.apply(more, self._scale)
+                zero: Any = GradientSeed.apply(more, self._scale)
                 out = out + zero.to(out.dtype)
         return out
 
@@ -156,7 +156,7 @@ class PipelineWork:
         return out
 
 
-class Seed(torch.autograd.Function):
+class GradientSeed(torch.autograd.Function):
     """Zero, added to what a stage sends on, so that a loss of the stage's own takes part in its
     backward pass (as Megatron-LM's MoEAuxLossAutoScaler does)."""
 
@@ -183,9 +183,10 @@ class StageRunner(Protocol):
 # A pipeline over ranks, in the runtime of ``torch.distributed.pipelining``.
 #
 # (1) Each rank wraps its stages as torch's ``PipelineStage`` => (2) torch adds sends and receives
-# to the schedule's order => (3) on gloo receives are posted earlier, see :func:`earlier` => (4)
-# torch runs it. Hidden states of all micro-batches of a step have one shape, as torch's buffers
-# want it; for each shape and number of micro-batches a runtime is kept, the last ``KEPT`` of them.
+# to the schedule's order => (3) on gloo receives are posted earlier, see :func:`receives_earlier`
+# => (4) torch runs it. Hidden states of all micro-batches of a step have one shape, as torch's
+# buffers want it; for each shape and number of micro-batches a runtime is kept, the last ``KEPT``
+# of them.
 
 KEPT = 4
 AHEAD = 2  # passes by which a receive is posted before torch would
@@ -203,7 +204,7 @@ class RanksRunner:
         device: torch.device,
         shape: Shape,
     ) -> None:
-        if problem := missing(work.settings.schedule):
+        if problem := why_missing(work.settings.schedule):
             raise ValueError(problem)
         self.work, self.group, self.device = work, group, device
         self.rank = dist.get_rank(group)
@@ -229,15 +230,15 @@ class RanksRunner:
 
         Stages run one after the other: an evaluation is rare, and needs no buffers of its own.
         """
-        homes = self.work.settings.homes
+        places = self.work.settings.homes
         self.work.begin([inputs])
         hidden: Tensor | None = None
         for index, stage in self._stages.items():
-            if index and homes[index - 1] != self.rank:
-                hidden = self._received(homes[index - 1])
+            if index and places[index - 1] != self.rank:
+                hidden = self._received(places[index - 1])
             hidden = self.work.forward(stage, index, 0, hidden)
-            if index < self.work.last and homes[index + 1] != self.rank:
-                self._send(hidden, homes[index + 1])
+            if index < self.work.last and places[index + 1] != self.rank:
+                self._send(hidden, places[index + 1])
         return self._everywhere(self.work.total)
 
     def _everywhere(self, total: Tensor) -> Tensor:
@@ -279,7 +280,9 @@ class RanksRunner:
         runtime._prepare_schedule_with_comms(actions(settings.schedule, settings.ranks, count))
         if settings.overlap and dist.get_backend(self.group) == "gloo":
             listed = runtime.pipeline_order_with_comms
-            runtime.pipeline_order_with_comms = {r: earlier(listed[r], AHEAD) for r in listed}
+            runtime.pipeline_order_with_comms = {
+                r: receives_earlier(listed[r], AHEAD) for r in listed
+            }
         return runtime
 
     def _torch_stage(self, index: int, shape: Any) -> Any:
@@ -296,8 +299,8 @@ class RanksRunner:
             known["output_args"] = hidden if index < last else total.requires_grad_()
         stage: Any = PipelineStage(chunk, index, last + 1, self.device, group=self.group, **known)
         recorder, backward = self.work.recorder, stage.backward_one_chunk
-        whole = timed(recorder, backward, self.rank, "B", index)
-        half = timed(recorder, backward, self.rank, "I", index)
+        whole = timed_calls(recorder, backward, self.rank, "B", index)
+        half = timed_calls(recorder, backward, self.rank, "I", index)
 
         def either(number: int, loss: Any = None, full_backward: bool = True, **more: Any) -> None:
             (whole if full_backward else half)(
@@ -309,8 +312,10 @@ class RanksRunner:
             rest(number, **more)
             self.work.seams.after_backward()
 
-        rest = timed(recorder, stage.backward_weight_one_chunk, self.rank, "W", index)
-        stage.forward_one_chunk = timed(recorder, stage.forward_one_chunk, self.rank, "F", index)
+        rest = timed_calls(recorder, stage.backward_weight_one_chunk, self.rank, "W", index)
+        stage.forward_one_chunk = timed_calls(
+            recorder, stage.forward_one_chunk, self.rank, "F", index
+        )
         stage.backward_one_chunk, stage.backward_weight_one_chunk = either, weights
         return stage
 
@@ -347,7 +352,7 @@ class _Chunk(nn.Module):
         return self._work.forward(self.stage, self.index, int(number), hidden)
 
 
-def earlier(listed: Sequence[Any], ahead: int) -> list[Any]:
+def receives_earlier(listed: Sequence[Any], ahead: int) -> list[Any]:
     """Receives moved up by so many passes, in the order among themselves that they had.
 
     A gloo message starts to travel when both its ends are posted; torch posts a receive just before
@@ -475,7 +480,7 @@ TAKES = (
 )
 
 
-def alike(batches: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+def equal_micro_batches(batches: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
     """``count`` micro-batches of the largest shape among those given.
 
     Raises:
@@ -556,12 +561,12 @@ def micro_batches(
     else:
         raise ValueError(TAKES)
     moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in whole.items()}
-    pieces = cut(moved, rows)
+    pieces = piece_rows(moved, rows)
     schedule, ranks = settings.schedule, settings.ranks
-    if problem := impossible(schedule, ranks, len(pieces)):
+    if problem := why_impossible(schedule, ranks, len(pieces)):
         if not language:
             raise ValueError(f"{problem}; change the batch or microbatch_size")
-        pieces = alike(pieces, enough(schedule, ranks, len(pieces)))
+        pieces = equal_micro_batches(pieces, enough_micro_batches(schedule, ranks, len(pieces)))
     if language:
         return pieces, weight
     return [{**piece, "loss_fn": loss_fn} for piece in pieces], 1 / len(pieces)
@@ -571,7 +576,7 @@ def is_pair(batch: Any) -> bool:
     return isinstance(batch, tuple | list) and len(batch) == 2
 
 
-def cut(batch: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
+def piece_rows(batch: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
     """The largest equal pieces of ``rows`` rows at most.
 
     What isn't a tensor with a row per row goes into all of them.

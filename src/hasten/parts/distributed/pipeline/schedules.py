@@ -36,7 +36,7 @@ Op = tuple[str, int, int]  # F forward, B backward, I and W its halves; stage; m
 Orders = tuple[tuple[Op, ...], ...]  # by rank
 
 
-def virtual(schedule: str) -> int:
+def stages_per_rank(schedule: str) -> int:
     """Stages that each rank holds."""
     check(schedule)
     return VIRTUAL.get(schedule, 1)
@@ -48,7 +48,7 @@ def check(schedule: str) -> None:
         raise ValueError(f"there is no schedule {schedule!r}: take one of {', '.join(SCHEDULES)}")
 
 
-def missing(schedule: str) -> str:
+def why_missing(schedule: str) -> str:
     """Why this torch can't run a schedule across ranks, in one sentence; empty where it can."""
     from torch import distributed as dist
 
@@ -71,15 +71,15 @@ def missing(schedule: str) -> str:
     )
 
 
-def homes(schedule: str, ranks: int) -> tuple[int, ...]:
+def rank_of_stage(schedule: str, ranks: int) -> tuple[int, ...]:
     """The rank of each stage: in a circle, or down and up again where the schedule is a V."""
-    total = ranks * virtual(schedule)
+    total = ranks * stages_per_rank(schedule)
     if schedule in ("zbv", "dualpipev"):
         return tuple(min(stage, total - 1 - stage) for stage in range(total))
     return tuple(stage % ranks for stage in range(total))
 
 
-def impossible(schedule: str, ranks: int, micro_batches: int) -> str:
+def why_impossible(schedule: str, ranks: int, micro_batches: int) -> str:
     """Why a schedule can't run so many micro-batches, in one sentence; empty where it can."""
     check(schedule)
     if micro_batches < 1:
@@ -98,10 +98,10 @@ def impossible(schedule: str, ranks: int, micro_batches: int) -> str:
     return ""
 
 
-def enough(schedule: str, ranks: int, micro_batches: int) -> int:
+def enough_micro_batches(schedule: str, ranks: int, micro_batches: int) -> int:
     """The smallest number of micro-batches, from the given one on, that the schedule can run."""
     count = max(1, micro_batches)
-    while impossible(schedule, ranks, count):
+    while why_impossible(schedule, ranks, count):
         count += 1
     return count
 
@@ -109,7 +109,7 @@ def enough(schedule: str, ranks: int, micro_batches: int) -> int:
 @lru_cache(maxsize=64)
 def orders(schedule: str, ranks: int, micro_batches: int) -> Orders:
     """What each rank does, in its order. Raises ValueError where the schedule can't run so many."""
-    if problem := impossible(schedule, ranks, micro_batches):
+    if problem := why_impossible(schedule, ranks, micro_batches):
         raise ValueError(problem)
     if schedule == "gpipe":
         return tuple(
@@ -158,8 +158,8 @@ class _Standin:
 def _of_torch(schedule: str, ranks: int, micro_batches: int) -> dict[int, list[Any]]:
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    total = ranks * virtual(schedule)
-    own = [s for s, home in enumerate(homes(schedule, ranks)) if home == 0]
+    total = ranks * stages_per_rank(schedule)
+    own = [s for s, home in enumerate(rank_of_stage(schedule, ranks)) if home == 0]
     standins: Any = [_Standin(ranks, total, stage) for stage in own]
     kind: Any = get_schedule_class(TORCH_NAMES[schedule])
     listed: dict[int, list[Any]] = kind(standins, micro_batches, None).pipeline_order

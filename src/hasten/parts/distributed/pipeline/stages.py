@@ -36,7 +36,7 @@ from hasten.parts.nn.causal_lm import causal_lm, trunk
 SLACK = 1 + 1e-9  # sums of the same costs in another order differ by less
 
 
-def balanced(
+def balanced_layers(
     costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0
 ) -> tuple[int, ...]:
     """Layers of each stage; every stage gets one at least.
@@ -107,7 +107,7 @@ def ranges(sizes: Sequence[int]) -> list[range]:
     return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
-def work(module: nn.Module, active: float = 1.0) -> float:
+def work_per_token(module: nn.Module, active: float = 1.0) -> float:
     """Multiplications per token of a module: its matrices' elements, experts by their active share.
 
     Args:
@@ -122,7 +122,7 @@ def work(module: nn.Module, active: float = 1.0) -> float:
     return total or float(sum(p.numel() for p in module.parameters()))
 
 
-def seconds(run: Callable[[], torch.Tensor], device: torch.device, times: int = 3) -> float:
+def pass_seconds(run: Callable[[], torch.Tensor], device: torch.device, times: int = 3) -> float:
     """Fastest of some forward and backward passes; gradients they leave are the caller's."""
     best = math.inf
     for _ in range(times):
@@ -153,7 +153,7 @@ KNOWN = (
 Inputs = Mapping[str, Any]
 
 
-class Elsewhere(nn.Module):
+class OtherStage(nn.Module):
     """Stands where a module of another stage was, and hands its first argument on."""
 
     def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +209,7 @@ class LanguageModel:
         config = self.causal.config
         routed = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None)
         active = config.num_experts_per_tok / routed if routed else 1.0
-        each = [work(layer, active) for layer in self.trunk.layers]
+        each = [work_per_token(layer, active) for layer in self.trunk.layers]
         return each, 0.0, float(config.vocab_size * config.hidden_size)
 
     def measured(self, inputs: Inputs) -> tuple[list[float], float, float]:
@@ -246,11 +246,11 @@ class LanguageModel:
             return found
 
         with _gradients_put_back(self.loss):
-            each = [seconds(partial(layer, i), device) for i in range(self.layers)]
+            each = [pass_seconds(partial(layer, i), device) for i in range(self.layers)]
             return (
                 each,
-                seconds(embedding, device),
-                seconds(head, device),
+                pass_seconds(embedding, device),
+                pass_seconds(head, device),
             )
 
     def stage(self, span: range) -> nn.Module:
@@ -258,12 +258,12 @@ class LanguageModel:
         found = view(self.trunk)
         held = self.trunk.layers._modules  # by number: those of other ranks may be gone already
         found.layers = nn.ModuleList(
-            held[str(index)] if index in span else Elsewhere() for index in range(self.layers)
+            held[str(index)] if index in span else OtherStage() for index in range(self.layers)
         )
         if span.start > 0:
-            found.embed_tokens = Elsewhere()
+            found.embed_tokens = OtherStage()
         if span.stop < self.layers:
-            found.norm = Elsewhere()
+            found.norm = OtherStage()
             return TrunkStage(found, span.start == 0)
         causal = view(self.causal)
         setattr(causal, self.causal.base_model_prefix, found)
@@ -311,14 +311,14 @@ class Layers:
         self.layers = len(model)
 
     def costs(self) -> tuple[list[float], float, float]:
-        return [work(child) for child in self.model], 0.0, 0.0
+        return [work_per_token(child) for child in self.model], 0.0, 0.0
 
     def measured(self, inputs: Inputs) -> tuple[list[float], float, float]:
         hidden, each = inputs["x"], []
         with _gradients_put_back(self.model):
             for child in self.model:
                 taken = _leaf(hidden)
-                each.append(seconds(partial(child, taken), taken.device))
+                each.append(pass_seconds(partial(child, taken), taken.device))
                 with torch.no_grad():
                     hidden = child(hidden)
         return each, 0.0, 0.0
@@ -420,8 +420,8 @@ class TiedHead:
         )
         ends: Any = {"group": self._group, "group_peer": self._peer}
         ops = [dist.P2POp(dist.isend, mine, **ends), dist.P2POp(dist.irecv, other, **ends)]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
+        for request in dist.batch_isend_irecv(ops):
+            request.wait()
         held.grad = mine + other if self._before is None else mine + other + self._before
         self._before = None
 

@@ -61,7 +61,7 @@ class TraceRecorder:
         return time.perf_counter()
 
 
-def gathered(events: Sequence[StageEvent], group: Any = None) -> list[StageEvent]:
+def gather_events(events: Sequence[StageEvent], group: Any = None) -> list[StageEvent]:
     """The events of all ranks of a group, on each of them."""
     if group is None:
         return list(events)
@@ -70,7 +70,7 @@ def gathered(events: Sequence[StageEvent], group: Any = None) -> list[StageEvent
     return [StageEvent(*values) for of_rank in found for values in of_rank]
 
 
-def timed(
+def timed_calls(
     recorder: TraceRecorder, run: Callable[..., Any], rank: int, kind: str, stage: int
 ) -> Any:
     """``run(micro_batch, ...)`` with each call noted."""

@@ -1,0 +1,98 @@
+"""A study's files and its result, for studies of speed and of learning alike.
+
+    output/studies/KEY/
+      record.jsonl   every trial; a second start goes on from it
+      best.yaml      the best settings so far, replaced as a whole after every better trial
+      study.json, study.html   the study; history and importance drawn
+
+KEY stands for everything that decides the numbers: recipe, data, space, machine, versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hasten.data.file_lock import one_writer, replace_file
+from hasten.errors import InputError
+from hasten.measure.record import ExperimentRecord
+from hasten.progress import Audience
+from hasten.tune.report import page
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """A study's result; `str` says it in a sentence.
+
+    ``settings`` are those to use: the winner's, or the start's where nothing was better beyond
+    doubt; ``text`` is the recipe with them (of a loop: its arguments as JSON).
+    """
+
+    report: dict[str, Any]
+    settings: dict[str, Any]
+    text: str
+    folder: Path
+
+    @property
+    def better(self) -> bool:
+        """Whether something was better beyond doubt."""
+        return self.report["winner"] is not None
+
+    def __str__(self) -> str:
+        return str(self.report["said"])
+
+
+class StudyFolder:
+    """The files of one study.
+
+    Args:
+        path: the folder, made when it is opened.
+        key: of the study; a record with another key is refused.
+        audience: is told what an earlier start has left.
+    """
+
+    def __init__(self, path: Path, key: str, audience: Audience) -> None:
+        self.path, self._key, self._audience = path, key, audience
+
+    @contextlib.contextmanager
+    def opened(self, fresh: bool) -> Iterator[ExperimentRecord]:
+        """The record, for one process at a time; ``fresh`` begins a new one.
+
+        Raises:
+            InputError: the folder can't be written.
+        """
+        path = self.path / "record.jsonl"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with one_writer(self.path / "lock", self._audience.tell):
+                if fresh:
+                    path.unlink(missing_ok=True)
+                with ExperimentRecord(path, self._key) as record:
+                    yield record
+        except OSError as error:
+            raise InputError(
+                f"output: can't write into {self.path}: {error.strerror or error}; choose another "
+                "folder"
+            ) from error
+
+    def finished(self, record: ExperimentRecord) -> dict[str, Any] | None:
+        """The study's JSON, where an earlier start has finished it."""
+        path = self.path / "study.json"
+        if not record.done or not path.is_file():
+            return None
+        self._audience.tell(f"studied before: {self.path} (--fresh measures anew)")
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+    def keep_best(self, text: str) -> None:
+        """``text`` as the best recipe so far."""
+        replace_file(self.path / "best.yaml", text)
+
+    def keep(self, found: dict[str, Any]) -> None:
+        """The study as JSON and as a page."""
+        replace_file(self.path / "study.json", json.dumps(found, indent=1))
+        replace_file(self.path / "study.html", page(found, found["title"], found["said"]))
