@@ -21,6 +21,7 @@ from hasten.cli.options import app as data
 from hasten.cli.options import guard, import_, launch, monitor, plan, speedup, tune
 from hasten.errors import INTERRUPTED, InputError, SameOnAllRanksError, StoppedError
 from hasten.formatting import shown
+from hasten.machine.environment import bound_compiled_products, world
 
 STARTED = time.perf_counter()
 
@@ -275,6 +276,7 @@ def merge(
 
 def run() -> None:
     """Run the command and turn what a user got wrong into one sentence and exit code 2."""
+    bound_compiled_products()
     try:
         _refuse_other_flags(sys.argv[1:])
         app()
@@ -312,10 +314,7 @@ def _refuse_other_flags(words: list[str]) -> None:
 def _say(error: Exception) -> None:
     if _told(error):
         return
-    environment = sys.modules.get("hasten.machine.environment")
-    if not (
-        isinstance(error, SameOnAllRanksError) and environment and not environment.world().is_main
-    ):
+    if not isinstance(error, SameOnAllRanksError) or world().is_main:
         print(f"hasten: {shown(str(error))}", file=sys.stderr)
 
 

@@ -1,0 +1,57 @@
+"""A command and the processes that it starts keep few compiled products of a processor."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hasten.machine import environment
+
+NAME = "LRU_CACHE_CAPACITY"
+COUNT = (
+    "import resource, torch\n"
+    "weight, rows = (torch.randn(n, 64).bfloat16().requires_grad_() for n in (64, 1100))\n"
+    "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+    "before = peak()\n"
+    "for length in range(16, 1100):\n"
+    "    torch.nn.functional.linear(rows[:length], weight).sum().backward()\n"
+    "print(peak() - before)\n"
+)
+
+
+def _grown(variables: dict[str, str]) -> int:
+    """KiB that the products of passes with 1,084 different lengths have left behind."""
+    told = environment.child_environment(variables)
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT], env=told, capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bf16 on this processor"
+)
+@pytest.mark.cold
+def test_products_of_many_lengths_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NAME, raising=False)
+    assert _grown({}) < 0.85 * _grown({NAME: "1024"})
+
+
+def test_a_command_sets_it_before_torch_is_loaded_and_leaves_the_users_own_number() -> None:
+    code = (
+        "import os, sys; from hasten.cli.main import run\n"
+        "sys.argv = ['hasten', '--help']\n"
+        "try: run()\n"
+        "except SystemExit: pass\n"
+        f"print(os.environ[{NAME!r}], 'torch' in sys.modules)"
+    )
+    for given, expected in ((None, "128"), ("7", "7")):
+        told = {k: v for k, v in environment.child_environment({}).items() if k != NAME}
+        told |= {} if given is None else {NAME: given}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=told, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split()[-2:] == [expected, "False"]
