@@ -13,18 +13,18 @@ from hasten.machine import environment
 NAME = "LRU_CACHE_CAPACITY"
 COUNT = (
     "import resource, torch\n"
-    "weight, rows = (torch.randn(n, 64).bfloat16().requires_grad_() for n in (64, 1100))\n"
+    "weight, rows = (torch.randn(n, 64).bfloat16() for n in (64, 900))\n"
     "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
     "before = peak()\n"
-    "for length in range(16, 1100):\n"
-    "    torch.nn.functional.linear(rows[:length], weight).sum().backward()\n"
+    "for length in range(16, 900): torch.nn.functional.linear(rows[:length], weight)\n"
     "print(peak() - before)\n"
 )
+ONEDNN = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1"}  # oneDNN's own cache would keep them, too
 
 
 def _grown(variables: dict[str, str]) -> int:
-    """KiB that the products of passes with 1,084 different lengths have left behind."""
-    told = environment.child_environment(variables)
+    """KiB that products of 884 different lengths have left behind."""
+    told = environment.child_environment({**ONEDNN, **variables})
     done = subprocess.run(
         [sys.executable, "-c", COUNT], env=told, capture_output=True, text=True, check=True
     )
@@ -32,12 +32,13 @@ def _grown(variables: dict[str, str]) -> int:
 
 
 @pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bf16 on this processor"
+    not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    reason="oneDNN has no bf16 on this processor",
 )
 @pytest.mark.cold
 def test_products_of_many_lengths_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(NAME, raising=False)
-    assert _grown({}) < 0.85 * _grown({NAME: "1024"})
+    assert _grown({}) < 0.5 * _grown({NAME: "1024"})
 
 
 def test_a_command_sets_it_before_torch_is_loaded_and_leaves_the_users_own_number() -> None:
