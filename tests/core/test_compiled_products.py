@@ -12,21 +12,21 @@ from hasten.machine import environment
 
 NAME = "LRU_CACHE_CAPACITY"
 COUNT = (
-    "import resource, torch\n"
+    "import psutil, torch\n"
     "weight, rows = (torch.randn(n, 64).bfloat16() for n in (64, 900))\n"
-    "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-    "before = peak()\n"
+    "here = psutil.Process()\n"
+    "before = here.memory_info().rss\n"
     "for length in range(16, 900): torch.nn.functional.linear(rows[:length], weight)\n"
-    "print(peak() - before)\n"
+    "print(here.memory_info().rss - before)\n"
 )
 ONEDNN = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1"}  # oneDNN's own cache would keep them, too
 
 
 def _grown(variables: dict[str, str]) -> int:
-    """KiB that products of 884 different lengths have left behind."""
-    told = environment.child_environment({**ONEDNN, **variables})
+    """Bytes that products of 884 different lengths have left behind."""
+    environ = environment.child_environment({**ONEDNN, **variables})
     done = subprocess.run(
-        [sys.executable, "-c", COUNT], env=told, capture_output=True, text=True, check=True
+        [sys.executable, "-c", COUNT], env=environ, capture_output=True, text=True, check=True
     )
     return int(done.stdout)
 
@@ -50,9 +50,9 @@ def test_a_command_sets_it_before_torch_is_loaded_and_leaves_the_users_own_numbe
         f"print(os.environ[{NAME!r}], 'torch' in sys.modules)"
     )
     for given, expected in ((None, "128"), ("7", "7")):
-        told = {k: v for k, v in environment.child_environment({}).items() if k != NAME}
-        told |= {} if given is None else {NAME: given}
+        environ = {k: v for k, v in environment.child_environment({}).items() if k != NAME}
+        environ |= {} if given is None else {NAME: given}
         done = subprocess.run(
-            [sys.executable, "-c", code], env=told, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
         )
         assert done.stdout.split()[-2:] == [expected, "False"]

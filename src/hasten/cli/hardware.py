@@ -175,45 +175,45 @@ def hardware(
     """
     here = facts.seen_at_start()
     rates = read_rates(rates_file, here) if rates_file is not None else None
-    found, speed = machine_facts(), _speed(disk) if measure else "not measured"
+    machine, speed = machine_facts(), _speed(disk) if measure else "not measured"
     kernels = ways.figures_here(here.device) if measure else ways.kept_figures(here.device)
     if as_json:
-        print(json.dumps(_as_data(here, found, speed, rates, kernels), indent=1))
+        print(json.dumps(_as_data(here, machine, speed, rates, kernels), indent=1))
         return
-    _print_lines(here, found, speed, rates, kernels)
+    _print_lines(here, machine, speed, rates, kernels)
 
 
 def check_hardware() -> dict[str, Any]:
     """Print what ``hasten hardware`` prints, the disk's speed apart; what ``--json`` has."""
-    here, found, speed = facts.seen_at_start(), machine_facts(), "not measured"
+    here, machine, speed = facts.seen_at_start(), machine_facts(), "not measured"
     kernels = ways.kept_figures(here.device)
-    _print_lines(here, found, speed, None, kernels)
-    return _as_data(here, found, speed, None, kernels)
+    _print_lines(here, machine, speed, None, kernels)
+    return _as_data(here, machine, speed, None, kernels)
 
 
 def _as_data(
     here: Facts,
-    found: dict[str, Any],
+    machine: dict[str, Any],
     speed: DiskSpeed | str,
     rates: MachineRates | None,
     kernels: DeviceFigures | None,
 ) -> dict[str, Any]:
-    told = {**asdict(here.hardware), **found, "versions": host.versions()}
-    told["disk_speed"] = asdict(speed) if isinstance(speed, DiskSpeed) else None
-    told["kernels"] = None if kernels is None else asdict(kernels)
+    data = {**asdict(here.hardware), **machine, "versions": host.versions()}
+    data["disk_speed"] = asdict(speed) if isinstance(speed, DiskSpeed) else None
+    data["kernels"] = None if kernels is None else asdict(kernels)
     if rates is not None:
-        told["rates"] = rates.to_dict()
-    return told
+        data["rates"] = rates.to_dict()
+    return data
 
 
 def _print_lines(
     here: Facts,
-    found: dict[str, Any],
+    machine: dict[str, Any],
     speed: DiskSpeed | str,
     rates: MachineRates | None,
     kernels: DeviceFigures | None,
 ) -> None:
-    for name, text in _lines(here, found, speed, rates):
+    for name, text in _lines(here, machine, speed, rates):
         print(f"{name:<{WIDTH}} {text}")
     if kernels is None:
         print(f"{'kernels':<{WIDTH}} not measured: hasten bench does")
@@ -232,23 +232,23 @@ def _speed(folder: Path | None) -> DiskSpeed | str:
 
 
 def _lines(
-    here: Facts, found: dict[str, Any], speed: DiskSpeed | str, rates: MachineRates | None
+    here: Facts, machine: dict[str, Any], speed: DiskSpeed | str, rates: MachineRates | None
 ) -> Iterator[tuple[str, str]]:
     known = here.hardware
     yield "CPU", known.cpu
     yield "cores", f"{known.usable_cores} usable, {known.physical_cores} physical"
     sets = ", ".join(known.instruction_sets) or "none of those that matter"
     yield "instruction sets", sets
-    for node in found["numa"] if len(found["numa"]) > 1 else ():
+    for node in machine["numa"] if len(machine["numa"]) > 1 else ():
         distances = " ".join(map(str, node["distances"]))
         memory = "" if node["memory_bytes"] is None else f"{size(node['memory_bytes'])}, "
         yield f"NUMA node {node['number']}", f"cores {node['cpus']}, {memory}distances {distances}"
     yield "memory", f"{size(known.memory_bytes)}, limit {size(known.memory_limit_bytes)}"
-    yield from _limits(found["limits"])
+    yield from _limits(machine["limits"])
     yield "system", known.system
-    yield from _gpus(here, found, rates)
-    yield from _disks(found["disks"], speed)
-    yield from _network(found["network"])
+    yield from _gpus(here, machine, rates)
+    yield from _disks(machine["disks"], speed)
+    yield from _network(machine["network"])
     if rates is not None:
         for line in conclusions(rates):
             name, _, rest = line.partition(" ")
@@ -274,7 +274,7 @@ def _limits(limits: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _gpus(
-    here: Facts, found: dict[str, Any], rates: MachineRates | None
+    here: Facts, machine: dict[str, Any], rates: MachineRates | None
 ) -> Iterator[tuple[str, str]]:
     """As PyTorch counts them, which may see fewer than the driver; links as the driver does."""
     accelerators = here.hardware.accelerators
@@ -284,18 +284,18 @@ def _gpus(
         if row is not None and rates is None:
             yield "datasheet", f"{row.bf16 / 1e12:.4g} TFLOP/s in bf16 ({row.source})"
     if not accelerators:
-        seen = len(found["gpus"])
+        seen = len(machine["gpus"])
         yield "GPUs", f"none for PyTorch, {seen} for the driver" if seen else "none"
-    if found["driver"] is not None:
-        yield "driver", found["driver"]
-    for index, gpu in enumerate(found["gpus"]):
+    if machine["driver"] is not None:
+        yield "driver", machine["driver"]
+    for index, gpu in enumerate(machine["gpus"]):
         words = [gpu["pcie"], f"{gpu['nvlinks']} NVLinks up" if gpu["nvlinks"] else None]
         if gpu["power_limit_watts"] is not None:
             words.append(f"at most {gpu['power_limit_watts']:.0f} W")
         if gpu["mig"]:
             words.append("split by MIG")
         yield f"GPU {index}", ", ".join(word for word in words if word)
-    for index, row in enumerate(found["gpu_paths"]):
+    for index, row in enumerate(machine["gpu_paths"]):
         yield f"GPU {index} to", " ".join(row)
 
 

@@ -34,8 +34,8 @@ from hasten.machine.processes import PARENT, attempt_number, ended_by
 # An exchange that failed, told with the rank that it failed for.
 #
 # gloo and NCCL say "connection closed by peer", or that time is up, and an address. The ranks that
-# see it hold a roll call in the place where they met (:mod:`hasten.parts.comm.rank_check`), and who
-# doesn't answer is named with its host.
+# see it report it in the store where they met (:mod:`hasten.parts.comm.rank_check`), and a rank
+# without a report is named with its host.
 
 ANSWER_SECONDS = 5.0  # others see the same failure within moments, or their own time limit
 

@@ -1,4 +1,4 @@
-"""A tuning from its beginning to its end: trials, duel, the winner; files: `study_folder`."""
+"""One tuning: trials, then the best beside the start, then the winner; files: `study_folder`."""
 
 from __future__ import annotations
 

@@ -314,7 +314,7 @@ class RankMeeting:
             travel.quiet = len(hosts) == 1  # nothing is between hosts
             self.count = len(hosts) if len(hosts) < self.ranks.world else 0
             if self.count > 1:
-                self.hosts = Hosts(hosts, self._seconds, self._backend, self.ranks.roll)
+                self.hosts = Hosts(hosts, self._seconds, self._backend, self.ranks.reports)
 
     @property
     def sent_bytes(self) -> int:

@@ -48,7 +48,7 @@ class Ranks:
     """Two process groups over all ranks, or over this rank's own of ``members``; every rank builds
     one at the same moment.
 
-    ``rank`` and ``world`` are of the group. ``backend`` None: as the default group's. ``roll``
+    ``rank`` and ``world`` are of the group. ``backend`` None: as the default group's. ``reports``
     is called when an exchange fails, over all ranks; None: one is made.
     """
 
@@ -57,10 +57,10 @@ class Ranks:
         seconds: float,
         backend: str | None = None,
         members: Sequence[tuple[int, ...]] | None = None,
-        roll: RankReports | None = None,
+        reports: RankReports | None = None,
     ) -> None:
         everyone = tuple(range(dist.get_world_size()))
-        self.roll = roll or RankReports("gradients", everyone, seconds)
+        self.reports = reports or RankReports("gradients", everyone, seconds)
         every = members or [everyone]
         self._groups = [own_of(every, seconds, backend) for _ in (FIRST, SECOND)]
         self.rank: int = dist.get_rank(self._groups[FIRST])
@@ -103,7 +103,7 @@ class Ranks:
         """What to raise for an error on the way of gradients: with the rank that it is about."""
         if isinstance(error, WireError):
             return error
-        found = self.roll.failed("averaging gradients", error)
+        found = self.reports.failed("averaging gradients", error)
         return WireError(str(found), found.missing)
 
     def agree(self, settings: Mapping[str, Any]) -> None:
@@ -176,7 +176,7 @@ class Hosts:
         hosts: tuple[tuple[int, ...], ...],
         seconds: float,
         backend: str | None,
-        roll: RankReports,
+        reports: RankReports,
     ) -> None:
         sizes = [len(ranks) for ranks in hosts]
         if len(set(sizes)) > 1:
@@ -184,8 +184,8 @@ class Hosts:
                 f"scope 'hosts' needs as many ranks on each host, and there are "
                 f"{', '.join(map(str, sizes))}: start as many everywhere, or say scope='all'"
             )
-        self.within = Ranks(seconds, backend, hosts, roll)
-        self.across = Ranks(seconds, backend, list(zip(*hosts, strict=True)), roll)
+        self.within = Ranks(seconds, backend, hosts, reports)
+        self.across = Ranks(seconds, backend, list(zip(*hosts, strict=True)), reports)
 
     def owner(self, bucket: int) -> int:
         """The place within a host of the rank that takes a step's bucket to the others."""

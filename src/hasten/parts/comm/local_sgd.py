@@ -62,9 +62,7 @@ class WeightChunk:
         edges = itertools.accumulate((p.numel() for p in parts), initial=0)
         self._places = list(itertools.pairwise(edges))
         plain = all(p.is_cpu and p.dtype == torch.float32 for p in parts)
-        self._stretch = (
-            compiled.FlatWeights(parts) if plain and compiled.library().library else None
-        )
+        self._flat = compiled.FlatWeights(parts) if plain and compiled.library().library else None
 
     def note(self) -> None:
         """The weights as they are become the anchor."""
@@ -86,10 +84,10 @@ class WeightChunk:
 
         ``room`` has as many float32 numbers at least, to be used meanwhile.
         """
-        if self._stretch is not None and isinstance(codec, QuantisedCodec):
+        if self._flat is not None and isinstance(codec, QuantisedCodec):
             codes, scales = codec.parts_of(body, self.numbers)
             body[len(codes) + len(scales) :].zero_()
-            return self._stretch.encode(self._anchor, codes, scales, codec.block, codec.bits)
+            return self._flat.encode(self._anchor, codes, scales, codec.block, codec.bits)
         codec.encode(self.moved(room), body)
         return bool(codec.finite(body, self.numbers))  # waits for the device
 
@@ -107,9 +105,9 @@ class WeightChunk:
         ``own`` is this rank's place. ``outer`` makes another step of the movement. Three ``rooms``
         of as many float32 numbers at least are used meanwhile.
         """
-        if self._stretch is not None and isinstance(codec, QuantisedCodec) and outer is None:
+        if self._flat is not None and isinstance(codec, QuantisedCodec) and outer is None:
             codes, scales = codec.parts_of(messages, self.numbers)
-            self._stretch.take(self._anchor, codes, scales, shares, own, codec.block, codec.bits)
+            self._flat.take(self._anchor, codes, scales, shares, own, codec.block, codec.bits)
             return
         common, mine, others = (room[: self.numbers] for room in rooms)
         common.zero_()
@@ -215,10 +213,10 @@ class Drift:
         self.group = group
         self.size = dist.get_world_size(group) if running else 1
         self.rank = dist.get_rank(group) if running else 0
-        self._roll: RankReports | None = None
+        self._reports: RankReports | None = None
         if running:
             members = dist.get_process_group_ranks(group)
-            self._roll = RankReports("weights", members, timeout.total_seconds())
+            self._reports = RankReports("weights", members, timeout.total_seconds())
         self.parameters = list(parameters)
         self.anchor = torch.empty(
             sum(p.numel() for p in parameters), dtype=torch.float32, device=parameters[0].device
@@ -340,8 +338,8 @@ class Drift:
 
     def lost(self, error: Exception) -> DriftError:
         """A failed exchange in words, with the rank that it failed for."""
-        assert self._roll is not None  # where nothing travels nothing is lost
-        found = self._roll.failed("bringing weights together", error)
+        assert self._reports is not None  # where nothing travels nothing is lost
+        found = self._reports.failed("bringing weights together", error)
         return DriftError(
             f"{found}; this rank's own weights are whole: go on from the last checkpoint",
             found.missing,

@@ -1,10 +1,10 @@
 """Which ranks are still there after a failed collective, and whether all hold the same weights.
 
-gloo says "connection closed by peer" and an address; a user needs the rank. Whoever sees a
-collective fail writes so into the store through which the process group met, and waits for the
-others to do the same: a roll call. Who has written nothing by the end has ended, hangs, or can't be
-reached. Whose own code failed writes why and doesn't wait: the others, whose collectives fail for
-it, tell that reason as well.
+gloo says "connection closed by peer" and an address; a user needs the rank. A rank that sees a
+collective fail reports it in the store through which the process group was formed, and waits for
+the reports of the others. A rank without a report by the end has ended, hangs, or can't be reached.
+A rank whose own code failed reports why and doesn't wait; the others, whose collectives fail for
+it, name that reason.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 PAUSE = 0.05  # seconds between two looks
-LONGEST = 10.0  # seconds that a roll call may take, however long a collective may
-_built: Counter[str] = Counter()  # roll calls of this process, by kind and members
+LONGEST = 10.0  # seconds to wait for reports, however long a collective may
+_built: Counter[str] = Counter()  # RankReports of this process, by kind and members
 
 
 class CollectiveError(RuntimeError):

@@ -109,7 +109,7 @@ def depart(
     # As many as the ranks they came from have said: nobody has to count, so the host doesn't wait.
     chosen = torch.nonzero_static((places != ELSEWHERE).flatten(), size=pairs_here)[:, 0]
     homes = chosen.div(places.shape[1], rounding_mode="floor")
-    journey = RowRoutes(group, traffic, len(x), tokens, leaving, coming, homes)
+    routes = RowRoutes(group, traffic, len(x), tokens, leaving, coming, homes)
     rank = dist.get_rank(group)
     traffic.passes += 1
     traffic.kept += leaving[rank]
@@ -117,31 +117,31 @@ def depart(
     if not len(homes):
         nothing = rows.sum() + shares.sum()  # of no rows: keeps the way back in the graph
         idle = rows.new_zeros(1, rows.shape[1]) + nothing.to(rows.dtype)
-        return journey, (idle, index.new_zeros(1, 1), shares.new_zeros(1, 1))
+        return routes, (idle, index.new_zeros(1, 1), shares.new_zeros(1, 1))
     pairs = rows.index_select(0, homes)
-    return journey, (
+    return routes, (
         pairs,
         places.flatten().index_select(0, chosen).to(index.dtype).unsqueeze(1),
         shares.flatten().index_select(0, chosen).unsqueeze(1),
     )
 
 
-def come_home(journey: RowRoutes, results: Tensor) -> Tensor:
+def come_home(routes: RowRoutes, results: Tensor) -> Tensor:
     """Steps 4 and 5: (T, H), each token's results added up.
 
     Sums are taken in float32 at least. On a GPU their order is fixed only under
     ``torch.use_deterministic_algorithms``, as for every ``index_add``.
     """
     wide = torch.promote_types(results.dtype, torch.float32)
-    if len(journey.homes):
-        rows = results.new_zeros(sum(journey.coming), results.shape[1], dtype=wide)
-        rows = rows.index_add(0, journey.homes, results.to(wide)).to(results.dtype)
+    if len(routes.homes):
+        rows = results.new_zeros(sum(routes.coming), results.shape[1], dtype=wide)
+        rows = rows.index_add(0, routes.homes, results.to(wide)).to(results.dtype)
     else:
         rows = results[:0]
-    back = (journey.group, journey.traffic, journey.coming, journey.leaving)
+    back = (routes.group, routes.traffic, routes.coming, routes.leaving)
     (returned,) = _Exchange.apply(*back, rows)
-    found = results.new_zeros(journey.count, results.shape[1], dtype=wide)
-    return found.index_add(0, journey.tokens, returned.to(wide)).to(results.dtype)
+    found = results.new_zeros(routes.count, results.shape[1], dtype=wide)
+    return found.index_add(0, routes.tokens, returned.to(wide)).to(results.dtype)
 
 
 @torch.no_grad()
@@ -261,7 +261,7 @@ class ExpertLayer:
         self.first = self.here * dist.get_rank(group)
         self.traffic = TokenTraffic()
         self.alone = False  # all experts are here for the moment, and tokens stay
-        self._journey: RowRoutes | None = None  # of the pass that is under way
+        self._routes: RowRoutes | None = None  # of the pass that is under way
         for name, weight in list(module.named_parameters(recurse=False)):
             part = weight.detach()[self.first : self.first + self.here].clone()
             kept = nn.Parameter(part, requires_grad=weight.requires_grad)
@@ -275,13 +275,13 @@ class ExpertLayer:
     def _leave(self, module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> Any:
         if self.alone:
             return args
-        self._journey, pairs = depart(*args, self.here, self.group, self.traffic)
+        self._routes, pairs = depart(*args, self.here, self.group, self.traffic)
         return pairs
 
     @torch.compiler.disable
     def _return(self, module: nn.Module, args: Any, results: Tensor) -> Tensor:
-        journey, self._journey = self._journey, None
-        return results if journey is None else come_home(journey, results)
+        routes, self._routes = self._routes, None
+        return results if routes is None else come_home(routes, results)
 
     def whole(self, part: Tensor) -> Tensor | None:
         """All parts of a weight, or of what belongs to it, on the first rank of all.
