@@ -130,14 +130,14 @@ def packed_batch(batch: Any) -> dict[str, Any] | str:
         spans = [(0, end) for end in ends]
     elif not isinstance(mask, Tensor) or mask.shape != ids.shape:
         return "the data collator returns an attention_mask of another shape than input_ids"
-    elif bool((mask.bool() != mask).any()) or bool((labels[mask == 0] != IGNORED).any()):
-        return "the data collator's attention_mask is more than a mark on filler"
     else:
         lengths = mask.bool().sum(1).tolist()
         starts = mask.bool().int().argmax(1).tolist()
         spans = [(at, at + n) for at, n in zip(starts, lengths, strict=True)]
         if any(not bool(row[at:end].all()) for row, (at, end) in zip(mask, spans, strict=True)):
             return "the data collator's attention_mask has gaps"
+        if bool((mask.bool() != mask).any()) or bool((labels[mask == 0] != IGNORED).any()):
+            return "the data collator's attention_mask is more than a mark on filler"
     kept = [(row, at, end) for row, (at, end) in enumerate(spans) if end > at]
     if not kept:
         return "a batch has no token to train"

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.machine import environment, memory
 from hasten.parts.data.collate import IGNORED
@@ -310,7 +311,9 @@ class FirstStepProof:
         while differs and self.techniques:
             reason = now or Difference("a pass on another rank differs", math.inf, 0.0)
             trials = []
-            for technique in self.techniques:
+            # Packing is the last to go: where either of two would do, the other one is at fault,
+            # because a packed batch is the host's own in another layout.
+            for technique in sorted(self.techniques, key=lambda t: t.slot is Slot.COLLATE):
                 rest = [t for t in self.techniques if t is not technique]
                 trials.append(_Trial(technique, rest, *difference(rest)))
                 if not trials[-1].differs:
