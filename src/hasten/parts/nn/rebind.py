@@ -15,7 +15,8 @@ The function is one of a module, since a pickle holds its name, and is called as
 ``function(module, usual, *args, **kwargs)``; ``usual`` is the forward below it. What it knows
 beyond the module is its ``state``, which lies in the module and is copied with it. A module that
 was made from the class alone (``type(model)(config)``) has no state: a function that needs one does
-what is usual there. Several functions can be bound to one module; the last one is called first.
+what is usual there. Several functions can be bound to one module; the last one is called first. An
+attribute ``unpickled`` of a function is called where a module with it is unpickled.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +99,17 @@ def has_own_forward(module: nn.Module) -> bool:
 def state_of(module: nn.Module, function: Forward) -> Any:
     """The state that ``function`` was bound with; None without."""
     return getattr(module, _STATES, {}).get(function)
+
+
+def usual_of(module: nn.Module, function: Forward) -> Forward:
+    """The module's forward below ``function``, which is bound to it."""
+    kind = next(k for k in type(module).__mro__ if (b := _bound_by(k)) and b[0] is function)
+    covers = kind.__dict__["_hasten_bound"][1]
+    if covers:
+        own: Forward = module.__dict__[_BELOW][function]
+        return own
+    base: Any = kind.__mro__[1]
+    return types.MethodType(base.forward, module)
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -181,4 +194,11 @@ def _reduced(kind: type) -> Any:
     found = _bound_by(kind)
     if found is None:  # a subclass by another library
         return kind.__qualname__
-    return _class_of, (kind.__mro__[1], *found)
+    return _restored, (kind.__mro__[1], *found)
+
+
+def _restored(base: type[Any], function: Forward, covers: bool) -> type[Any]:
+    prepare = getattr(function, "unpickled", None)
+    if prepare is not None:
+        prepare()
+    return _class_of(base, function, covers)
