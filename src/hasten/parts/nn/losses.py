@@ -24,6 +24,7 @@ from hasten.parts.kernels import amx
 from hasten.parts.kernels import rowwise as row_kernels
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.parts.nn.fused_functions import matmul_bf16
+from hasten.parts.nn.rebind import plain_class
 
 # Cross-entropy of a linear head without its logits: a chunk at a time, gradients at once.
 #
@@ -315,7 +316,7 @@ class LabelOnlyLoss(nn.Module):
         self.chunk = chunk_rows(chunk, inner.config.vocab_size, chunk_bytes_on(here))
         self.largest_logits = 0  # rows of logits that existed at once, for whoever asks
         self.largest_slots = 0  # of a micro-batch: rows that the common way would have had
-        if type(inner.lm_head) is nn.Linear:
+        if plain_class(inner.lm_head) is nn.Linear:
             inner.lm_head = LabelOnlyHead(inner.lm_head)
 
     def forward(self, labels: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
@@ -357,7 +358,7 @@ class LabelOnlyHead(nn.Module):
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()
-        if type(head) is not nn.Linear:  # an adapter would be bypassed
+        if plain_class(head) is not nn.Linear:  # an adapter would be bypassed
             raise ValueError(
                 f"only a plain linear head can be replaced, and this one is {head}; call "
                 "head_cross_entropy with it instead"
