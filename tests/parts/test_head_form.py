@@ -40,8 +40,12 @@ SCALED: dict[str, tuple[Callable[[], Any], HeadForm]] = {
     "states divided": (
         lambda: hf.MiniCPM3Config(
             **{**HEADS, "num_key_value_heads": 4},
-            **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8},
-            **{"v_head_dim": 8, "dim_model_base": 8},
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            v_head_dim=8,
+            dim_model_base=8,
         ),
         HeadForm(state_scale=0.25),
     ),
@@ -102,7 +106,8 @@ def same_as_transformers(model: Any, loss: LanguageModelLoss, rel: float = 1e-6)
     (total / count).backward()
     assert float(total / count) == pytest.approx(float(own), rel=rel)
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert found.keys() == expected.keys() and found
+    assert found
+    assert found.keys() == expected.keys()
     scale = torch.stack([g.norm() for g in expected.values()]).norm()
     for name, gradient in found.items():
         assert (gradient - expected[name]).norm() <= 1e-5 * scale, name
@@ -283,9 +288,11 @@ def test_a_forward_that_does_more_has_a_reason(name: str) -> None:
     make, word = NOT_PLAIN[name]
     model = make()
     reason = plain_head_reason(model)
-    assert reason is not None and word in reason and "\n" not in reason
+    assert reason is not None
+    assert word in reason
+    assert "\n" not in reason
     if name != "no model":
-        with pytest.raises(ValueError, match=".") as error:
+        with pytest.raises(ValueError, match=r".") as error:
             LabelOnlyLoss(model)
         assert str(error.value) == reason
 

@@ -34,6 +34,7 @@ ROWS, TOKENS = 2, 3  # of the probe
 TINY, HUGE, ONE = 2.0**-30, 2.0**30, 1.0
 CLOSE = 1e-5  # relative; the forward may round to float32
 UNNAMED_EXPERTS = 4  # where a config doesn't say how many there are
+PEFT = ("PeftModel", "PeftModelForCausalLM")  # wrappers that only pass inputs on
 ROUTER_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -149,24 +150,26 @@ def _check_unchanged(module: nn.Module) -> None:
 
 def _check_library(model: nn.Module, inner: Any) -> None:
     """Each forward on the way is that of the library that the class comes from."""
-    code: Any = type(inner).forward
-    if not str(code.__module__).startswith("transformers.models."):
+    if not _defined(type(inner)).startswith("transformers.models."):
         raise ValueError(f"the forward of {type(inner).__name__} isn't that of transformers")
     if model is inner:
         return
-    from peft import PeftModel, PeftModelForCausalLM
-    from peft.tuners.tuners_utils import BaseTuner
-
     wrapper, tuner = type(model), model._modules.get("base_model")
-    if wrapper.forward not in (PeftModel.forward, PeftModelForCausalLM.forward):
+    if _defined(wrapper) not in {f"peft.peft_model.{name}.forward" for name in PEFT}:
         raise ValueError(f"the forward of {wrapper.__name__} isn't that of peft")
     if tuner is inner:
         raise ValueError("a prompt is learned, which the model's forward puts before the tokens")
-    if not isinstance(tuner, BaseTuner) or type(tuner).forward is not BaseTuner.forward:
+    if _defined(type(tuner)) != "peft.tuners.tuners_utils.BaseTuner.forward":
         raise ValueError(f"{type(tuner).__name__} adds a part of its own to the model's forward")
 
 
-class _Output:
+def _defined(kind: type) -> str:
+    """Where the forward of a class was written."""
+    code: Any = getattr(kind, "forward", None)
+    return f"{getattr(code, '__module__', '')}.{getattr(code, '__qualname__', '')}"
+
+
+class _TrunkOutput:
     """What a trunk returns, by name and by index; it has no other fields than these."""
 
     def __init__(self, states: Tensor, router_logits: tuple[Tensor, ...]) -> None:
@@ -198,7 +201,7 @@ class _StandIn(nn.Module):
 class _Trunk(_StandIn):
     """Returns given states and records what it is called with."""
 
-    def __init__(self, decoder: nn.Module, output: _Output) -> None:
+    def __init__(self, decoder: nn.Module, output: _TrunkOutput) -> None:
         super().__init__(decoder)
         self.output, self.hooks = output, 0
 
@@ -291,7 +294,7 @@ def _probing(model: nn.Module, inner: Any) -> Iterator[_Probe]:
     states = drawn(ROWS, TOKENS, width)
     states[0, 0, 0] = ONE
     experts = routed_experts(inner.config.get_text_config()) or UNNAMED_EXPERTS
-    output = _Output(states, tuple(drawn(ROWS * TOKENS, experts) for _ in range(2)))
+    output = _TrunkOutput(states, tuple(drawn(ROWS * TOKENS, experts) for _ in range(2)))
     mask = torch.ones(ROWS, TOKENS, dtype=torch.long, device=device)
     mask[1, -1] = 0
     inputs = {
