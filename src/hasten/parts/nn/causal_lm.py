@@ -30,9 +30,15 @@ def causal_lm(model: nn.Module) -> Any:
 
 
 def trunk(model: nn.Module) -> nn.Module:
-    """The decoder that maps token ids to hidden states."""
+    """The decoder that maps token ids to hidden states.
+
+    Raises:
+        ValueError: not a causal language model, or one whose decoder isn't named.
+    """
     inner = causal_lm(model)
-    found: nn.Module = getattr(inner, inner.base_model_prefix)
+    found: nn.Module | None = getattr(inner, inner.base_model_prefix, None)
+    if found is None:
+        raise ValueError(f"{type(inner).__name__} doesn't name its decoder")
     return found
 
 
