@@ -495,12 +495,14 @@ class ObjectiveLoss(nn.Module):
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self.returns_mean: bool | None = None  # once it was called
 
     def forward(
         self, inputs: tuple[Any, ...], named: dict[str, Any], target: Any, weight: int
     ) -> tuple[Tensor, Tensor]:
         """``inputs`` and ``named`` go to the model, ``target`` and its output to the loss."""
         found = self.loss_fn(self.model(*inputs, **named), target)
+        self.returns_mean = not isinstance(found, tuple)
         if isinstance(found, tuple):
             return found[0], torch.as_tensor(found[1])
         return found * weight, torch.tensor(weight)
