@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     DataCollatorForSeq2Seq,
+    Qwen3MoeConfig,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -24,7 +26,7 @@ import hasten
 from hasten.integrations.batches import packed_batch, padded_rows
 from hasten.integrations.transformers import TrainerTechniques
 from hosts.test_first_step import joined, left_padded, rows, weights
-from tiny import VOCABULARY, tiny_model
+from tiny import COMMON, VOCABULARY, tiny_model
 
 PLAN = ["packed", "document_attention", "labelled_token_loss"]
 
@@ -287,6 +289,18 @@ def test_a_forward_that_is_not_the_librarys_own_keeps_its_loss(build: Any, tmp_p
         hasten.speed_up(trainer_of(tmp_path, build()), ["labelled_token_loss"])
     trainer = same_as_plain(tmp_path, None, build, remove_unused_columns=False)
     assert "labelled_token_loss" not in joined(trainer)
+
+
+def test_the_routers_loss_that_a_config_asks_for_is_kept(tmp_path: Path) -> None:
+    def build() -> Any:
+        torch.manual_seed(0)
+        experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+        config = Qwen3MoeConfig(**COMMON, **experts, num_key_value_heads=2, head_dim=8)
+        config.output_router_logits, config.router_aux_loss_coef = True, 0.5
+        return AutoModelForCausalLM.from_config(config)
+
+    trainer = same_as_plain(tmp_path, ["labelled_token_loss"], build)
+    assert joined(trainer) == ["labelled_token_loss"]
 
 
 def test_an_adapters_addition_to_the_loss_is_kept(tmp_path: Path) -> None:

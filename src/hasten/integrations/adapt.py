@@ -34,6 +34,7 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.module_edits import ModuleEdits
 from hasten.parts.data.collate import IGNORED, padded
+from hasten.parts.nn import rebind
 from hasten.parts.nn.causal_lm import causal_lm, routed_experts
 from hasten.parts.nn.head_form import plain_head_reason
 from hasten.parts.nn.losses import WholeLogitsLoss
@@ -108,11 +109,6 @@ def prepare_host(
                 f"{technique.slot.value}; {instead}"
             )
     known = facts_of(model, host_run.device)
-    if Slot.LOSS in plan and getattr(_config(model), "output_router_logits", False):
-        raise InputError(
-            "this model adds a loss of its routers to the other (output_router_logits), which a "
-            "loss technique would leave out; set it to False in the config, or leave one of them"
-        )
     reasons = obstacles(plan, known)
     if reasons:
         raise InputError("; ".join(reasons))
@@ -151,20 +147,28 @@ def edit_model(
 
 @contextlib.contextmanager
 def plain_forward(model: Any) -> Iterator[None]:
-    """Inside, the model's ``forward`` is what it was before accelerate put autocast around it."""
+    """Inside, the model's ``forward`` is what it was before accelerate put autocast around it.
+
+    Hooks of hasten's own, which count tokens, are off inside.
+    """
     own = vars(model)
     wrapped, original = own.get("forward"), own.get("_original_forward")
-    if wrapped is None or original is None:
-        yield
-        return
-    if getattr(original, "__func__", None) is type(model).forward:
+    pairs = [(own[name], dict(own[name])) for name in HOOKS]
+    if wrapped is not None and original is not None:
         del own["forward"]
-    else:
-        own["forward"] = original
+        if getattr(original, "__func__", None) is not type(model).forward:
+            own["forward"] = original
+    for hooks, _ in pairs:
+        for key in [k for k, hook in hooks.items() if _library_of(hook) == "hasten"]:
+            del hooks[key]
     try:
         yield
     finally:
-        own["forward"] = wrapped
+        if wrapped is not None:
+            own["forward"] = wrapped
+        for hooks, before in pairs:
+            hooks.clear()
+            hooks.update(before)
 
 
 class HostedTechniques:
@@ -268,9 +272,13 @@ def _hooked(modules: Iterable[nn.Module]) -> str:
 
 
 def _is_known(hook: Any) -> bool:
+    return _library_of(hook) in LIBRARIES and "neftune" not in str(hook)
+
+
+def _library_of(hook: Any) -> str:
     function = getattr(hook, "__func__", getattr(hook, "func", hook))
-    module = getattr(function, "__module__", None) or type(function).__module__
-    return module.partition(".")[0] in LIBRARIES and "neftune" not in str(function)
+    module: str = getattr(function, "__module__", None) or type(function).__module__
+    return module.partition(".")[0]
 
 
 # What a caller may ask of a forward that a loss without logits can't return.
@@ -293,33 +301,32 @@ def bind_loss(
     Args:
         context: the host's autocast, within which the loss is computed.
     """
-    inner = causal_lm(model)
-    usual = inner.forward
+    rebind.bind(causal_lm(model), _loss_forward, (loss, context))
 
-    @functools.wraps(usual)  # hosts read the signature to see which columns to keep
-    def forward(*args: Any, **given: Any) -> Any:
-        asks = [key for key in (*MORE_OUTPUTS, *OTHER_LOSS) if given.get(key)]
-        if (
-            not inner.training
-            or given.get("labels") is None
-            or asks
-            or len(args) > 1
-            or given.get("return_dict") is False
-        ):
-            return usual(*args, **given)
-        from transformers.modeling_outputs import CausalLMOutputWithPast
 
-        inputs = dict(zip(("input_ids",), args, strict=False)) | given
-        labels, aligned = inputs.pop("labels"), inputs.pop("shift_labels", None)
-        items = inputs.pop("num_items_in_batch", None)
-        for name in ("use_cache", "return_dict", *MORE_OUTPUTS, *OTHER_LOSS):
-            inputs.pop(name, None)
-        with context():
-            total, count = loss(labels=_shifted(labels) if aligned is None else aligned, **inputs)
-            mean = total / (count.clamp(min=1) if items is None else items)
-        return CausalLMOutputWithPast(loss=mean)
+def _loss_forward(module: Any, usual: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    asks = [key for key in (*MORE_OUTPUTS, *OTHER_LOSS) if given.get(key)]
+    state = rebind.state_of(module, _loss_forward)
+    if (
+        state is None
+        or not module.training
+        or given.get("labels") is None
+        or asks
+        or len(args) > 1
+        or given.get("return_dict") is False
+    ):
+        return usual(*args, **given)
+    from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    inner.forward = forward  # this instance alone
+    loss, context = state
+    inputs = dict(zip(("input_ids",), args, strict=False)) | given
+    labels, aligned = inputs.pop("labels"), inputs.pop("shift_labels", None)
+    items = inputs.pop("num_items_in_batch", None)
+    for name in ("use_cache", "return_dict", *MORE_OUTPUTS, *OTHER_LOSS):
+        inputs.pop(name, None)
+    with context():
+        mean = loss.mean(_shifted(labels) if aligned is None else aligned, items, **inputs)
+    return CausalLMOutputWithPast(loss=mean)
 
 
 def optimizer_of(setup: Setup, model: nn.Module, usual: Optimizer) -> Optimizer:
