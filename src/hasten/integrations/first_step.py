@@ -343,7 +343,7 @@ class FirstStepProof:
             scale = max(norm, GRADIENT_FLOOR * host.norm, 1e-30)
             size, limit = distance / scale, slack / scale
             if distance <= slack:
-                if distance > GRADIENT_FLOOR * host.norm:
+                if norm > 1e-3 * host.norm:  # smaller ones are rounding for a good part
                     self.largest = max(self.largest, size)
             elif worst is None or _number(size) > worst.size:
                 worst = Difference(f"the gradient of {name}", _number(size), limit)
