@@ -56,8 +56,8 @@ from hasten.integrations.checkpoints import (
     step_log,
     take_wire,
 )
-from hasten.integrations.first_step import FirstStepProof, proof_is_on
 from hasten.machine import environment
+from hasten.measure.quality.first_step import FirstStepProof, proof_is_on
 from hasten.parts.nn.causal_lm import causal_lm
 
 _LOG = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def with_techniques(
 
     They join each time it trains, and hold for its training passes alone: evaluation, prediction
     and generation, copies and saved files are those of the plain trainer. Before the first update
-    they are compared with the trainer's own passes (:mod:`hasten.integrations.first_step`); one
+    they are compared with the trainer's own passes (:mod:`hasten.measure.quality.first_step`); one
     that differs is taken away, and a warning says so. Techniques that were given before are
     replaced. Checkpoints without a folder go to ``hasten`` under the trainer's ``output_dir``.
 
