@@ -29,6 +29,7 @@ class ModelFacts:
     sliding_window: bool = False
     heads: int = 0
     key_value_heads: int = 0
+    attention: str = ""  # transformers' name of it, where the model is somebody's and built already
 
 
 @dataclass(frozen=True)
