@@ -623,8 +623,11 @@ def _home(folder: Path) -> Path:
 
 def _about_job(known: Facts) -> dict[str, Any]:
     """What another program must share to use a choice, as it is after a way through JSON."""
+    model = asdict(known.model)
+    for key in ("attention", "head_reason"):  # of one instance, which another program builds anew
+        del model[key]
     told = {
-        "model": asdict(known.model),
+        "model": model,
         "records": asdict(known.records),
         "hardware": {**asdict(known.hardware), "device": known.device},
         "ranks": known.world.size,
