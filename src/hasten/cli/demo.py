@@ -26,7 +26,6 @@ from typing import Any
 from hasten.cli.speedup import design_line
 from hasten.cli.terminal import Display, print_table
 from hasten.cli.train import StepLine
-from hasten.core.facts import Facts
 from hasten.core.loop import ask_to_leave
 from hasten.core.plan import Plan
 from hasten.core.session import Session
@@ -43,14 +42,15 @@ from hasten.measure.experiment import Measured
 from hasten.measure.quality.guard import GuardDesign, Rows, guarded
 from hasten.measure.quality.requirements import FAILED
 from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared
+from hasten.measure.workers import WorkerPool
 from hasten.progress import Audience
 from hasten.recipe.schema import Recipe
 from hasten.recipe.shorthands import catalogue
-from hasten.report.gains import effect_words, fastest_of_equal_quality, ladder_of, on_the_whole
+from hasten.report.gains import fastest_of_equal_quality, ladder_of, on_the_whole
 from hasten.report.page import recipe_plan, write_report
 from hasten.report.schema import read_report
 from hasten.report.speedup import experiment_report
-from hasten.report.verdicts import verdict_word
+from hasten.report.verdicts import MARGIN, verdict_word
 from hasten.training.chosen_plan import TrainingSpeed
 from hasten.training.run import train
 
@@ -63,9 +63,9 @@ TECHNIQUES = (
 SPARES = ("prefetched", "allocator")  # in place of those that can't work on a machine
 
 # Seconds since the command began. On a quiet machine nothing comes near them.
-MEASURED_BY = 205.0  # rounds that end later aren't begun; a first one may take a quarter more
-VERIFIED_BY = 280.0
-TRAINED_BY = 320.0  # the last step: the rest is for the eval loss, a sample and saving
+MEASURED_BY = 225.0  # rounds that end later aren't begun; a first one may take a quarter more
+VERIFIED_BY = 285.0
+TRAINED_BY = 325.0  # the last step: the rest is for the eval loss, a sample and saving
 LEAST_TRAINING = 20.0
 LEAST_VERIFICATION = 25.0  # less isn't worth the start of its processes
 
@@ -84,7 +84,9 @@ TRAINING_STEPS = 160
 BUSY_LATER = 1.3  # a training that is foretold to fit has so much time for each step
 TOO_SLOW = 0.6  # of the measured speed: a training below it is named, with the cause
 BUSY = 0.2  # of the processor: others that use more are named, and get a share of the threads
+SAMPLE_SECONDS = 1.0  # for which they are looked at
 PHASES = {"data": 45.0, "measuring": 160.0, "verification": 40.0, "training": 80.0}
+NEARLY = 0.99  # of a phase, or of all: done is what has ended
 SAMPLE_LINES = 12
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
 
@@ -130,7 +132,7 @@ class PhasedProgress:
         seconds = self._phases[self._name]
         done = max(share, (self._clock() - self._began) / seconds)
         width = seconds / sum(self._phases.values())
-        self._share = max(self._share, self._from + width * min(max(done, 0.0), 1.0))
+        self._share = max(self._share, self._from + width * min(max(done, 0.0), NEARLY))
         self._display.show(f"{self._name}: {text}" if text else self._name, self._share)
 
     def end(self) -> None:
@@ -143,7 +145,7 @@ class Neighbours:
 
     Args:
         cores: of the machine that this process may use.
-        share: of their time (0 to 1) that others used while the data was prepared.
+        share: of their time (0 to 1) that others used in the demo's first second.
         load_average: of the last minute before the demo began.
     """
 
@@ -204,19 +206,23 @@ def demo(
         load: makes the meter of what others take of so many cores.
     """
     clock = _Clock(time.perf_counter() if started is None else started)
-    cores, load_average = host.usable_cores(), _load_average()
-    meter = load(cores)
-    recipe = recipe_for(output, min((g.memory_bytes for g in _accelerators()), default=0))
+    hardware = host.hardware()
+    gpus = hardware.accelerators
+    recipe = recipe_for(output, min((gpu.memory_bytes for gpu in gpus), default=0))
+    print(
+        f"hasten demo: {recipe.model} on Python's standard library, {hardware.short}\n"
+        "seven variants of one training take turns, then the fastest trains; it ends within 6 min",
+        flush=True,
+    )
+    neighbours = look_at_neighbours(load)
     with Display() as display, contextlib.ExitStack() as stack:
         progress = PhasedProgress(display, PHASES)
-        subject = prepared(recipe, progress)
-        _introduce(subject.known, recipe)
-        meter.lap(Neighbours)
-        neighbours = Neighbours(cores, meter.share(Neighbours), load_average)
-        _share_cores(neighbours, subject.known, stack)
-        subject = with_usable_techniques(subject, progress.tell)
-        progress.enter("measuring")
-        found = _measured(subject, progress, clock)
+        if not gpus:
+            _share_cores(neighbours, stack)
+        with _warm_pool(recipe, "cuda" if gpus else "cpu") as pool:
+            subject = with_usable_techniques(prepared(recipe, progress), progress.tell)
+            progress.enter("measuring")
+            found = _measured(subject, pool, progress, clock)
         report = None
         if found is not None and found.arms[0].rounds:
             progress.enter("verification")
@@ -224,7 +230,8 @@ def demo(
             report = experiment_report(subject, found, DESIGN, "hasten demo", "hasten demo", proofs)
         chosen = plan_to_train(report, subject.recipe.plan)
         progress.enter("training")
-        summary, speed = _trained(subject.recipe, chosen, progress, clock, load(cores))
+        meter = load(hardware.usable_cores)
+        summary, speed = _trained(subject.recipe, chosen, progress, clock, meter)
         progress.end()
     if report is None:
         print(f"nothing could be measured: {_why_nothing(found)}; {neighbours}")
@@ -321,37 +328,41 @@ def _choice_words(arm: Mapping[str, Any], read: Mapping[str, Any]) -> str:
         gain += f", which is {word}"
     rows = ladder_of(read["arms"])
     inside = rows[1 : next((i for i, row in enumerate(rows) if row is arm), 0) + 1]
-    open_rows = [r for r in inside if verdict_word(r["verdict"]) not in ("helped", "together")]
     words = f"chosen: {', '.join(arm['techniques'])} (row {arm['name']!r}): {gain}"
-    if open_rows and len(arm["rounds"]) > 1:
-        named = (f"{row['name']} {effect_words(row)}" for row in open_rows)
-        words += f"; in it, but not shown to help by themselves: {', '.join(named)}"
+    found: dict[str, list[str]] = {}
+    for row in inside if len(arm["rounds"]) > 1 else ():
+        found.setdefault(verdict_word(row["verdict"]), []).append(row["name"].removeprefix("+ "))
+    for word in ("undecided", "no effect", "hurt", "failed"):
+        if word in found:
+            words += f"; {word} by itself in it: {', '.join(found[word])}"
     return words
 
 
-def _accelerators() -> Sequence[Any]:
-    return host.hardware().accelerators
+def look_at_neighbours(load: Callable[[int], LoadMeter] = LoadMeter) -> Neighbours:
+    """What others take of this machine now."""
+    cores = host.usable_cores()
+    average = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    meter = load(cores)
+    time.sleep(SAMPLE_SECONDS)
+    meter.lap(Neighbours)
+    return Neighbours(cores, meter.share(Neighbours), average)
 
 
-def _load_average() -> float:
-    """Processes that ran or waited in the last minute; 0 where the system doesn't say."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+def _warm_pool(recipe: Recipe, device: str) -> WorkerPool:
+    """The variants' processes, of which one imports everything while the data is prepared."""
+    folder = Path(recipe.output) / "experiments" / "demo"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "recipe.yaml"
+    path.write_text(recipe.to_yaml())
+    pool = WorkerPool(folder, device, fork=True, recipe=path)
+    pool.warm_up({})
+    return pool
 
 
-def _introduce(known: Facts, recipe: Recipe) -> None:
-    parameters = f"{known.model.parameters / 1e6:,.1f} M parameters, random weights"
-    print(
-        f"hasten demo: {recipe.model} ({parameters}) on Python's standard library, "
-        f"{known.hardware.short}\n"
-        "seven variants of one training take turns, then the fastest trains; it ends within 6 min",
-        flush=True,
-    )
-
-
-def _share_cores(neighbours: Neighbours, known: Facts, stack: contextlib.ExitStack) -> None:
+def _share_cores(neighbours: Neighbours, stack: contextlib.ExitStack) -> None:
     """Compute with fewer threads where others use the processor, unless the user set a number."""
     chosen = environment.variable("OMP_NUM_THREADS")
-    if known.on_gpu or chosen is not None or neighbours.threads == neighbours.cores:
+    if chosen is not None or neighbours.threads == neighbours.cores:
         return
     count = neighbours.threads
     stack.enter_context(with_threads(count))
@@ -360,7 +371,7 @@ def _share_cores(neighbours: Neighbours, known: Facts, stack: contextlib.ExitSta
 
 
 def _measured(
-    subject: ExperimentSubject, progress: PhasedProgress, clock: _Clock
+    subject: ExperimentSubject, pool: WorkerPool, progress: PhasedProgress, clock: _Clock
 ) -> Measured | None:
     """All variants; None where another measurement had this machine all the time."""
     plans, kinds = plans_of(subject.plan, "ladder")
@@ -369,7 +380,16 @@ def _measured(
             machine.enter_context(one_measurement(progress.tell, MEASURED_BY - clock.spent))
         except InputError:
             return None
-        return measured(subject, plans, kinds, DESIGN, True, progress, began=clock.began)
+        return measured(
+            subject,
+            plans,
+            kinds,
+            DESIGN,
+            fresh=True,
+            audience=progress,
+            pool=pool,
+            began=clock.began,
+        )
 
 
 def _why_nothing(found: Measured | None) -> str:
@@ -464,8 +484,23 @@ class TimedStop:
 def _show_measured(report: dict[str, Any]) -> None:
     print_table(report)
     print(design_line(report["design"]))
-    print(f"quality: {report['quality']['text']}")
+    print(quality_words(read_report(report)))
     print(verification_words(report["guard"]))
+
+
+def quality_words(read: Mapping[str, Any]) -> str:
+    """What was compared of the models, and how far apart they are."""
+    base, *rows = read["arms"]
+    losses = [row["held_out_loss"] for row in rows if row["held_out_loss"] is not None]
+    if base["held_out_loss"] is None or not losses:
+        return "quality: there was no time to compare eval losses"
+    apart = max(abs(loss / base["held_out_loss"] - 1) for loss in losses)
+    tokens = base["held_out_curve"][-1][0]
+    return (
+        f"quality: the eval losses of {len(losses)} variants lie within {apart:.2g} of the "
+        f"baseline's {base['held_out_loss']:.4f} (relative; {MARGIN:g} is allowed), after the same "
+        f"{tokens:,.0f} tokens from random weights, one seed"
+    )
 
 
 def verification_words(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -475,7 +510,10 @@ def verification_words(rows: Sequence[Mapping[str, Any]]) -> str:
         by_verdict.setdefault(row["verdict"], []).append(row["technique"])
     words = []
     if equal := by_verdict.pop("equal", []):
-        words.append(f"{len(equal)} of {len(rows)} techniques compute what their reference does")
+        words.append(
+            f"{len(equal)} of {len(rows)} techniques equal their reference (gradients in float64, "
+            "updates of the weights, or losses bit by bit)"
+        )
     for row in rows:
         if row["verdict"] in FAILED:
             words.append(f"{row['technique']} {row['verdict']}: {row['text']}")
