@@ -373,10 +373,10 @@ def machine(hardware: Mapping[str, Any]) -> str:
 
 def lead_of(report: Mapping[str, Any]) -> Arm:
     """The arm of the headline: the fastest of equal quality if it helped, else the result."""
-    final, best = result_of(report["arms"]), fastest_of_equal_quality(report)
+    best = fastest_of_equal_quality(report)
     if best is None or on_the_whole(best, report) != "helped":
-        return final
-    return best if (best["ratio"]["median"] or 0) > (final["ratio"]["median"] or 0) else final
+        return result_of(report["arms"])
+    return best
 
 
 def proofs(arms: Sequence[Arm]) -> list[dict[str, Any]]:
