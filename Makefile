@@ -48,13 +48,13 @@ quick: install
 	$(BIN)/python scripts/quick.py $(if $(SINCE),--since $(SINCE))
 
 lint: install
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests tools
+	$(BIN)/ruff format --check src tests tools
 	$(BIN)/mypy
 
 format: install
-	$(BIN)/ruff check --fix src tests
-	$(BIN)/ruff format src tests
+	$(BIN)/ruff check --fix src tests tools
+	$(BIN)/ruff format src tests tools
 
 calibrate: install
 	$(BIN)/python benchmarks/planner/calibrate.py
