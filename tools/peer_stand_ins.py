@@ -1,7 +1,7 @@
 """Local stand-ins for the models and data sets that other projects' tests take from a hub.
 
 A stand-in has the architecture and the size of the tiny model that a test asks for, random weights
-from a fixed seed, and a tokenizer with one token per byte. It lies in a folder laid out as the
+from a fixed seed, and a tokenizer trained on a few sentences. It lies in a folder laid out as the
 hub's own cache, so that `from_pretrained(name)` finds it offline. Nothing is downloaded.
 
 The sizes of TRL's tiny models, its chat templates and the rows of its data sets are read from its
@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +41,21 @@ OTHERS: dict[str, str] = {
     "bert-base-uncased": "BertForSequenceClassification",
     "google-bert/bert-base-cased": "BertForSequenceClassification",
 }
+SENTENCES = ["The cat sat on the mat and then it ran home."]
+VOCABULARY = 700
 MARKS = ("<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>")
 TEMPLATE = "qwen2_5"  # for a family without a chat template of its own
 
 
 def build(hub: Path, trl: Path | None) -> None:
     """Writes the stand-ins that aren't in the folder yet."""
+    sentences = SENTENCES if trl is None else _sentences(trl)
     for name, architecture in OTHERS.items():
         sizes = {} if architecture == "GPT2LMHeadModel" else SMALL
-        _add_model(hub, name, architecture, sizes, None)
+        _add_model(hub, name, architecture, sizes, sentences)
     if trl is not None:
         for script in sorted((trl / "scripts/generate_tiny_models/for_causal_lm").glob("*.py")):
-            _add_trl_model(hub, trl, script)
+            _add_trl_model(hub, trl, script, sentences)
 
 
 def install(hub: Path, trl: Path | None) -> None:
@@ -61,14 +64,14 @@ def install(hub: Path, trl: Path | None) -> None:
     if importlib.util.find_spec("datasets") is None:
         return
     datasets: Any = importlib.import_module("datasets")
-    usual, tables = datasets.load_dataset, {} if trl is None else _trl_tables(trl)
-    sentences = next(iter(tables.values()), {}).get("text", ["a b c", "d e f g"])
-    texts = {"text": [sentence for sentence in sentences for _ in range(4)]}
+    usual = datasets.load_dataset
+    tables = {} if trl is None else {f"{TRL}/{n}": _trl_tables(trl, n) for n in ("zen", "harmony")}
+    texts = {"text": 4 * (SENTENCES if trl is None else _sentences(trl))}
 
     def load_dataset(path: str, name: str | None = None, **named: Any) -> Any:
         split, stream = named.get("split"), named.get("streaming", False)
-        if path == f"{TRL}/zen" and name in tables:
-            rows = datasets.Dataset.from_dict(tables[name])
+        if path in tables and name in tables[path]:
+            rows = datasets.Dataset.from_dict(tables[path][name])
             parts = rows.train_test_split(test_size=0.1, shuffle=False)
         elif path in ("wikitext", "Salesforce/wikitext", "stanfordnlp/imdb"):
             rows = datasets.Dataset.from_dict(texts)
@@ -104,7 +107,12 @@ def _split(datasets: Any, parts: Any, split: str | None, stream: bool) -> Any:
 
 
 def _add_model(
-    hub: Path, name: str, architecture: str, sizes: Mapping[str, Any], template: str | None
+    hub: Path,
+    name: str,
+    architecture: str,
+    sizes: Mapping[str, Any],
+    sentences: Sequence[str],
+    template: str | None = None,
 ) -> None:
     """Writes a model and its tokenizer, as a snapshot of one revision."""
     folder = hub / f"models--{name.replace('/', '--')}"
@@ -113,7 +121,7 @@ def _add_model(
         return
     torch: Any = importlib.import_module("torch")
     transformers: Any = importlib.import_module("transformers")
-    tokenizer = _byte_tokenizer(template)
+    tokenizer = _tokenizer(sentences, template)
     kind = getattr(transformers, architecture)
     marks = {
         "pad_token_id": tokenizer.pad_token_id,
@@ -132,17 +140,22 @@ def _add_model(
     (folder / "refs" / "main").write_text(REVISION)
 
 
-def _byte_tokenizer(template: str | None) -> Any:
-    """One token per byte, and the marks of chats."""
+def _tokenizer(sentences: Sequence[str], template: str | None) -> Any:
+    """Pairs of bytes that the sentences have, all bytes, and the marks of chats."""
     tokenizers: Any = importlib.import_module("tokenizers")
     transformers: Any = importlib.import_module("transformers")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {mark: index for index, mark in enumerate([*MARKS, *alphabet])}
-    bytes_alone = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    bytes_alone.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_alone.decoder = tokenizers.decoders.ByteLevel()
+    pairs = tokenizers.Tokenizer(tokenizers.models.BPE())
+    pairs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pairs.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(MARKS),
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    pairs.train_from_iterator(sentences, trainer)
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bytes_alone,
+        tokenizer_object=pairs,
         eos_token="<|im_end|>",
         pad_token="<|pad|>",
         additional_special_tokens=list(MARKS),
@@ -154,7 +167,7 @@ def _byte_tokenizer(template: str | None) -> Any:
 # What TRL's checkout says.
 
 
-def _add_trl_model(hub: Path, trl: Path, script: Path) -> None:
+def _add_trl_model(hub: Path, trl: Path, script: Path, sentences: Sequence[str]) -> None:
     """The model that one of TRL's scripts would push, from the literals in it."""
     calls = [node for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.Call)]
     by_name = {node.func.id: node for node in calls if isinstance(node.func, ast.Name)}
@@ -173,14 +186,22 @@ def _add_trl_model(hub: Path, trl: Path, script: Path) -> None:
     chosen = [templates / f"{family.lower()}.jinja", templates / f"{TEMPLATE}.jinja"]
     template = next((path.read_text() for path in chosen if path.exists()), None)
     try:
-        _add_model(hub, f"{TRL}/{name}", architecture, sizes, template)
+        _add_model(hub, f"{TRL}/{name}", architecture, sizes, sentences, template)
     except Exception as error:  # of any kind: a size that this version doesn't have
         print(f"no stand-in for {name}: {error}", file=sys.stderr)
 
 
-def _trl_tables(trl: Path) -> dict[str, dict[str, Any]]:
-    """The rows of TRL's data set of proverbs, by configuration."""
-    script = trl / "scripts" / "generate_zen_dataset.py"
+def _sentences(trl: Path) -> list[str]:
+    """TRL's proverbs."""
+    rows = _trl_tables(trl, "zen").get("standard_language_modeling", {})
+    return list(rows.get("text", SENTENCES))
+
+
+def _trl_tables(trl: Path, name: str) -> dict[str, dict[str, Any]]:
+    """The rows of one of TRL's data sets, by configuration."""
+    script = trl / "scripts" / f"generate_{name}_dataset.py"
+    if not script.exists():
+        return {}
     tables = {}
     for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
         if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):

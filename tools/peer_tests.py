@@ -354,6 +354,8 @@ def installed_version(python: str, package: str) -> str:
     """The version of a package in another environment; empty if it isn't installed."""
     code = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
     command = [python, "-c", code, package]
+    if shutil.which(python) is None:
+        return ""
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     return answer.stdout.strip()
 
