@@ -1,8 +1,10 @@
 # Everything sets itself up in .venv: Python >= 3.11, git and make are all a machine needs.
 PYTHON ?= python3
 VENV := .venv
-BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Tools are started as modules: the first line of a script such as $(VENV)/bin/mypy names its Python,
+# and systems refuse such a line with a space in a path or more than 127 characters.
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
 MINUTES ?= 600
 JOBS ?= 1
 
@@ -25,7 +27,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "hasten needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..."; exit 2; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || \
 	  { echo "$(PYTHON) can't make a virtual environment; install its venv module"; exit 2; }
 	@echo "installing hasten and its pinned dependencies into $(VENV) ..."
 	@began=$$(date +%s); $(PIP) install --quiet --constraint constraints.txt --editable '.[dev]' && \
@@ -33,38 +35,38 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 demo: install
-	@$(BIN)/hasten demo
+	@$(PY) -m hasten demo
 
 test: install
-	$(BIN)/python scripts/run_tests.py
+	$(PY) scripts/run_tests.py
 
 test-data: install
-	$(BIN)/python scripts/run_tests.py --data
+	$(PY) scripts/run_tests.py --data
 
 test-long: install
-	$(BIN)/python scripts/run_tests.py --long
+	$(PY) scripts/run_tests.py --long
 
 quick: install
-	$(BIN)/python scripts/quick.py $(if $(SINCE),--since $(SINCE))
+	$(PY) scripts/quick.py $(if $(SINCE),--since $(SINCE))
 
 lint: install
-	$(BIN)/ruff check src tests tools
-	$(BIN)/ruff format --check src tests tools
-	$(BIN)/mypy
+	$(PY) -m ruff check src tests tools
+	$(PY) -m ruff format --check src tests tools
+	$(PY) -m mypy
 
 format: install
-	$(BIN)/ruff check --fix src tests tools
-	$(BIN)/ruff format src tests tools
+	$(PY) -m ruff check --fix src tests tools
+	$(PY) -m ruff format src tests tools
 
 calibrate: install
-	$(BIN)/python benchmarks/planner/calibrate.py
+	$(PY) benchmarks/planner/calibrate.py
 
 campaign: install
-	$(BIN)/python benchmarks/campaign/run.py --minutes $(MINUTES) --jobs $(JOBS) $(if $(PEERS),--peers $(PEERS))
+	$(PY) benchmarks/campaign/run.py --minutes $(MINUTES) --jobs $(JOBS) $(if $(PEERS),--peers '$(PEERS)')
 
 docs: install
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info

@@ -8,6 +8,7 @@ import tempfile
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from hasten.integrations.batches import padded_rows
 from hasten.integrations.transformers import with_techniques
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
@@ -49,7 +50,7 @@ def main(steps=20):
             use_cpu=True,
         )
         trainer = with_techniques(
-            Trainer(model, arguments, train_dataset=counting(256)),
+            Trainer(model, arguments, data_collator=padded_rows, train_dataset=counting(256)),
             [LengthGrouped(), Packed(), DocumentAttention(), LabelledTokenLoss()],
         )
         trainer.train()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import hasten
+
+PACKAGE = Path(hasten.__file__).parent  # the checkout's folder may be called hasten, too
 READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
 COPIES = {Tensor.tolist, Tensor.numpy, Tensor.cpu}
 
@@ -47,9 +51,13 @@ class HostWaits(TorchDispatchMode):
 
     def note(self) -> None:
         """A wait, at the innermost line of the package."""
-        lines = [f for f in traceback.extract_stack() if "/hasten/" in f.filename]
-        where = lines[-1] if lines else traceback.extract_stack()[0]
-        self.places.append(f"{where.filename.rpartition('/hasten/')[2]}: {where.line}")
+        stack = traceback.extract_stack()
+        lines = [f for f in stack if Path(f.filename).is_relative_to(PACKAGE)]
+        if lines:
+            place = Path(lines[-1].filename).relative_to(PACKAGE).as_posix()
+            self.places.append(f"{place}: {lines[-1].line}")
+        else:
+            self.places.append(f"{stack[0].filename}: {stack[0].line}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]

@@ -77,6 +77,41 @@ def with_reads(loader: DataLoader[Any], **how: Any) -> dict[str, Any]:
     return {**found, "epochs": [data.read[:half], data.read[half:]]}
 
 
+class Tagger(nn.Module):
+    """Scores of three classes for each position of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = model().double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(x).transpose(1, 2)
+        return found
+
+
+def unlike_labels() -> TensorDataset:
+    """Rows of six positions, of which some carry many labels, some one, and some none."""
+    draw = torch.Generator().manual_seed(4)
+    x = torch.randn(10, 6, 5, generator=draw, dtype=torch.float64)
+    y = torch.randint(0, 3, (10, 6), generator=draw)
+    for row, labels in enumerate([6, 1, 0, 0, 2, 6, 5, 3, 1, 6]):
+        y[row, labels:] = -100
+    return TensorDataset(x, y)
+
+
+def labelled_mean(world: World) -> dict[str, Any]:
+    """Weights and losses after training on rows with unlike numbers of labels."""
+    network = Tagger()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.5, 0.5]).double())
+    loader = DataLoader(unlike_labels(), batch_size=1)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        summary = OptimizedTrainer(network, optimizer, loss, accum_steps=2).train(loader, 2)
+    weights = [p.tolist() for p in network.parameters()]
+    losses = [*summary["epoch_losses"].values()]
+    return {"weights": weights, "losses": losses, "said": said.getvalue()}
+
+
 def everything(world: World) -> dict[str, Any]:
     data = Seen(64)
     sampler = DynamicBatchSampler(data, 8, lengths=[1] * 64, rank=world.rank, world_size=world.size)
@@ -104,4 +139,5 @@ def everything(world: World) -> dict[str, Any]:
             "still": type(wrapped).__name__,
         },
         "hook": trained(DataLoader(Seen(), batch_size=SIZE), hooked),
+        "unlike labels": labelled_mean(world),
     }

@@ -10,7 +10,8 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "hasten"
 # From the ground up: a room may import the rooms of earlier lines, and itself.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "formatting", "progress"),
+    ("errors", "formatting"),
+    ("progress",),
     ("machine",),
     ("parts",),
     ("core",),
@@ -48,7 +49,7 @@ PARTS = ("kernels", "data", "nn", "optim", "checkpoint", "comm", "distributed") 
 MAY_USE: dict[str, set[str]] = {
     "errors": set(),
     "formatting": set(),
-    "progress": set(),
+    "progress": {"rich"},
     "machine": {"torch", "psutil", "numpy"},
     "parts": {
         *("torch", "triton", "numpy", "transformers", "safetensors", "xxhash", "pyarrow"),

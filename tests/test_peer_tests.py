@@ -199,10 +199,10 @@ def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
 def test_every_counted_part_is_where_the_table_says() -> None:
     import transformers
 
-    usual = transformers.Trainer.training_step
+    usual = transformers.Trainer.compute_loss
     with counted():
-        assert transformers.Trainer.training_step is not usual
-    assert transformers.Trainer.training_step is usual
+        assert transformers.Trainer.compute_loss is not usual
+    assert transformers.Trainer.compute_loss is usual
     assert set(COUNTED) == {part.technique for part in PARTS}
 
 
@@ -211,12 +211,12 @@ def test_a_part_that_moved_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
     import technique_counts
 
-    usual = transformers.Trainer.training_step
+    usual = transformers.Trainer.compute_loss
     gone = (*PARTS, Part("packed", "hasten.parts.data.collate:no_such_part"))
     monkeypatch.setattr(technique_counts, "PARTS", gone)
     with pytest.raises(AttributeError, match="no_such_part"), counted():
         pass
-    assert transformers.Trainer.training_step is usual
+    assert transformers.Trainer.compute_loss is usual
 
 
 def test_nothing_is_counted_while_counting_is_paused() -> None:

@@ -157,6 +157,7 @@ def job_facts(job: Job, architecture: str = "llama", world: World | None = None)
         model=ModelFacts(
             *(architecture, 50_000, 32, 2, VOCABULARY),
             experts=MLA["n_routed_experts"] if "deepseek_v" in architecture else 0,
+            head_reason="",
         ),
         records=RecordFacts(len(lengths), sum(lengths), max(lengths, default=0), 0.6),
     )

@@ -11,6 +11,7 @@ A part that was renamed raises an error, so that a count can't become zero unnot
 
     (1) `counted` wraps the parts; models that are edited afterwards bind the wrapped functions.
     (2) A call in training adds one to its technique. Packed rows count where the model gets them.
+        The passes of the proof on the first step aren't training: they don't count.
     (3) At the end of the block the parts are as before.
 """
 
@@ -48,8 +49,8 @@ def _apart(arguments: Arguments, named: Named) -> bool:
 
 
 def _packed(arguments: Arguments, named: Named) -> bool:
-    """True if the batch of a `training_step(trainer, model, inputs, ...)` holds a packed row."""
-    return len(arguments[2].get("document_lengths") or ()) > 1
+    """True if `compute_loss(trainer, model, inputs, ...)` trains on rows that hasten packed."""
+    return bool(arguments[1].training) and len(arguments[2].get("document_lengths") or ()) > 1
 
 
 def _always(arguments: Arguments, named: Named) -> bool:
@@ -68,9 +69,9 @@ class Part:
 NN, OPTIM = "hasten.parts.nn", "hasten.parts.optim"
 FUSED = ("_RMSNorm", "_NormBeside", "_SwiGLU", "_Rotate", "_FusedLinear", "_Joined")
 PARTS = (
-    Part("packed", "transformers:Trainer.training_step", _packed),
+    Part("packed", "transformers:Trainer.compute_loss", _packed),
     Part("document_attention", f"{NN}.attention:attend", _apart),
-    Part("labelled_token_loss", f"{NN}.losses:LabelOnlyLoss.forward", _in_training),
+    Part("labelled_token_loss", f"{NN}.losses:LabelOnlyLoss.cross_entropy", _in_training),
     *(Part("fused_layers", f"{NN}.fused_functions:{name}.forward") for name in FUSED),
     Part("experts_implementation", f"{NN}.fused_experts:run", _with_gradient),
     Part("fused_adamw", f"{OPTIM}.fused_adamw:FusedAdamW.step"),
@@ -78,6 +79,7 @@ PARTS = (
     Part("muon", f"{OPTIM}.muon:MuonAdamW.step"),
     Part("recompute", f"{NN}.recompute:BlockRecompute._region", _with_gradient),
 )
+PROOF = "hasten.integrations.first_step:FirstStepProof.check"
 COUNTED = tuple(dict.fromkeys(part.technique for part in PARTS))
 
 
@@ -104,6 +106,16 @@ class TechniqueCounts:
         finally:
             self._paused = before
 
+    def pausing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, in which nothing is counted."""
+
+        @functools.wraps(function)
+        def uncounted(*arguments: Any, **named: Any) -> Any:
+            with self.paused():
+                return function(*arguments, **named)
+
+        return uncounted
+
     def wrapper(self, part: Part, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, whose calls are counted."""
 
@@ -124,14 +136,15 @@ def counted(counts: TechniqueCounts | None = None) -> Iterator[TechniqueCounts]:
         AttributeError: a part isn't where `PARTS` says.
     """
     counts = counts or TechniqueCounts()
+    wrappers = [(part.place, functools.partial(counts.wrapper, part)) for part in PARTS]
     before: list[tuple[Any, str, Any]] = []
     try:
-        for part in PARTS:
-            owner, name = _owner(part.place)
+        for place, wrap in [*wrappers, (PROOF, counts.pausing)]:
+            owner, name = _owner(place)
             function = inspect.getattr_static(owner, name)
             before.append((owner, name, function))
             static = isinstance(function, staticmethod)
-            wrapped = counts.wrapper(part, function.__func__ if static else function)
+            wrapped = wrap(function.__func__ if static else function)
             setattr(owner, name, staticmethod(wrapped) if static else wrapped)
         yield counts
     finally:

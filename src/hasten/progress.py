@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import sys
+import time
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hasten.formatting import duration, shown
+
+PLAIN_EVERY_SECONDS = 10.0
+DRAWN_EVERY_SECONDS = 0.1
 
 
 class Audience(Protocol):
-    """Whoever is told how an experiment goes on; `hasten.cli.terminal.Display` is one.
+    """Whoever is told how an experiment goes on; `Display` is one.
 
     ``tell``: a line that stays; ``begin``: a new piece of work; ``show``: its state, and which
     share (0 to 1) of it is done.
@@ -23,3 +33,71 @@ class SilentProgress:
     def tell(self, text: str) -> None: ...
     def begin(self) -> None: ...
     def show(self, text: str, share: float) -> None: ...
+
+
+class Display:
+    """Tells what happens and how long the rest will take.
+
+    On a terminal one line is redrawn; elsewhere a line is printed every ten seconds at most.
+
+    Args:
+        by_thread: a thread redraws the line, so that its clock runs while nothing is shown. False
+            where processes may be forked meanwhile, which could inherit a lock of that thread.
+    """
+
+    def __init__(self, by_thread: bool = True) -> None:
+        self._by_thread = by_thread
+        self.console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._began = time.monotonic()
+        self._printed = 0.0
+
+    def __enter__(self) -> Display:
+        if self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.percentage:>3.0f} %"),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[eta]}"),
+                console=self.console,
+                transient=True,
+                auto_refresh=self._by_thread,
+            )
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def tell(self, text: str) -> None:
+        """One line that stays."""
+        self.console.print(shown(text), markup=False)
+
+    def begin(self) -> None:
+        """What is shown from now on is a new piece of work, with an ETA of its own."""
+        self._began = time.monotonic()
+        if self._bar is not None and self._task is not None:
+            self._bar.remove_task(self._task)
+        self._task = None
+
+    def show(self, text: str, share: float) -> None:
+        """The state of a work of which ``share`` (0 to 1) is done."""
+        eta = self._eta(share)
+        if self._bar is not None:
+            if self._task is None:
+                self._task = self._bar.add_task(text, total=1.0, eta=eta)
+            self._bar.update(self._task, description=text, completed=share, eta=eta)
+            if not self._by_thread and time.monotonic() - self._printed >= DRAWN_EVERY_SECONDS:
+                self._printed = time.monotonic()
+                self._bar.refresh()
+        elif share >= 1 or time.monotonic() - self._printed >= PLAIN_EVERY_SECONDS:
+            self._printed = time.monotonic()
+            self.tell(f"{share:4.0%}  {text}  {eta}")
+
+    def _eta(self, share: float) -> str:
+        if share <= 0:
+            return ""
+        return "ETA " + duration((time.monotonic() - self._began) * (1 - share) / share)

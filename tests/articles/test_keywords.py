@@ -34,6 +34,7 @@ KEYWORDS: dict[str, dict[str, tuple[str, ...]]] = {
         "articles/test_keywords.py::test_a_gradient_is_clipped_to_the_norm_that_was_given": (
             "max_grad_norm",
         ),
+        "hosts/test_epoch_progress.py::test_quiet_is_quiet": ("progress",),
     },
     "OptimizedTrainer.train": {
         "hosts/test_given_loader.py::test_a_plain_loader_is_dealt_out_and_every_record_trained": (

@@ -13,14 +13,13 @@ from typer.testing import CliRunner
 
 from hasten.cli.guard import beforehand
 from hasten.cli.main import app
-from hasten.cli.terminal import Display
 from hasten.core.facts import RecordFacts
 from hasten.core.plan import Plan
 from hasten.errors import FAILED, InputError
 from hasten.measure.quality import runner
 from hasten.measure.quality.guard import tokens_of
 from hasten.measure.recipe_experiment import prepared
-from hasten.progress import SilentProgress
+from hasten.progress import Display, SilentProgress
 from hasten.recipe.build import facts_of
 from hasten.recipe.schema import load_recipe
 from hasten.techniques.loss import LabelledTokenLoss

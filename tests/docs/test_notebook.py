@@ -27,6 +27,20 @@ def test_a_notebook_is_kept_without_outputs_and_each_cell_has_a_name(path: Path)
             assert cell["execution_count"] is None
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_the_first_cell_says_what_to_install(path: Path) -> None:
+    """README's environment has no Jupyter; the code itself needs nothing else, as it runs below."""
+    text = "".join(cells(path)[0]["source"])
+    packages = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert "jupyter" not in packages
+    commands = text.split("```bash\n")[1].split("```")[0].splitlines()
+    assert commands == [
+        "make install",
+        ".venv/bin/python -m pip install --constraint constraints.txt jupyterlab",
+        f".venv/bin/python -m jupyter lab {path.relative_to(ROOT).as_posix()}",
+    ]
+
+
 def fewer(code: str) -> str:
     """The same with fewer rounds and records; measured figures are not what is tested here."""
     smaller = {

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from loader_rank_jobs import COUNT
+from loader_rank_jobs import COUNT, Tagger, unlike_labels
 from ranks import on_ranks
 
 
@@ -84,3 +86,28 @@ def test_a_hook_that_would_be_lost_is_refused(found: list[Any]) -> None:
 
 def test_the_size_of_buckets_is_the_layout_s(found: list[Any]) -> None:
     assert of(found, "in order", "bucket") == [[1], [1]]
+
+
+def test_ranks_with_unlike_numbers_of_labels_train_as_one_that_has_all(found: list[Any]) -> None:
+    """Steps of four rows, as two ranks take them; torch's sampler repeats two rows at the end."""
+    model, data = Tagger(), unlike_labels()
+    x, y = data.tensors
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.5, 0.5]).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    steps = [torch.arange(i, min(i + 4, 10)) for i in range(0, 10, 4)]
+    losses = []
+    for _ in range(2):
+        sums = []
+        for rows in steps:
+            optimizer.zero_grad()
+            mean = loss(model(x[rows]), y[rows])
+            mean.backward()
+            optimizer.step()
+            weight = sum(loss.weight[label] for label in y[rows].flatten() if label >= 0)
+            sums.append((mean.item() * float(weight), float(weight)))
+        losses.append(sum(s for s, _ in sums) / sum(w for _, w in sums))
+    for rank in found:
+        assert rank["unlike labels"]["losses"] == pytest.approx(losses)
+        for one, p in zip(rank["unlike labels"]["weights"], model.parameters(), strict=True):
+            torch.testing.assert_close(torch.tensor(one).double(), p.detach())
+    assert "weighted" not in found[0]["unlike labels"]["said"]

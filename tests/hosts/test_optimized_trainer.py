@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import platform
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from hasten.integrations import optimized_trainer
 from hasten.machine import host
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.precision import Autocast, BF16MasterWeights
+from loader_rank_jobs import Tagger, unlike_labels
 
 IN_BF16 = (Autocast(emulate=True), BF16MasterWeights(emulate=True))
 
@@ -326,6 +328,70 @@ def test_accumulated_batches_are_the_step_of_their_records() -> None:
     same(model, plain_loop(F.cross_entropy, 3, 12))
     assert summary["steps"] == 6
     assert summary["records_per_step"] == {"least": 10, "mean": 11, "most": 12}
+
+
+LABELLED: dict[str, Any] = {
+    "module": nn.CrossEntropyLoss(),
+    "another label is ignored": nn.CrossEntropyLoss(ignore_index=2),
+    "class weights": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.5, 0.5]).double()),
+    "smoothing": nn.CrossEntropyLoss(label_smoothing=0.1),
+    "function": F.cross_entropy,
+    "partial": functools.partial(F.cross_entropy, ignore_index=1),
+    "nll": nn.NLLLoss(ignore_index=0),
+}
+
+
+@pytest.mark.parametrize("batches", [{"accum_steps": 4}, {**ACCUMULATE}], ids=["joined", "cut"])
+@pytest.mark.parametrize("loss", LABELLED.values(), ids=LABELLED)
+def test_a_step_is_the_mean_over_its_labels_however_they_lie_in_batches(
+    loss: Any, batches: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    x, y = unlike_labels().tensors
+    named = loss.keywords if isinstance(loss, functools.partial) else vars(loss)
+    y = y.where(y >= 0, named.get("ignore_index", -100))
+    model, reference = (
+        nn.Sequential(Tagger(), nn.LogSoftmax(1) if isinstance(loss, nn.NLLLoss) else nn.Identity())
+        for _ in range(2)
+    )
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5, momentum=0.9)
+    losses = []
+    for rows in [range(4), range(4, 8), range(8, 10)] * 2:
+        optimizer.zero_grad()
+        losses.append(loss(reference(x[rows]), y[rows]))
+        losses[-1].backward()
+        optimizer.step()
+    theirs = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    size = 4 // batches.get("accum_steps", 1)
+    loader = DataLoader(TensorDataset(x, y), batch_size=size)
+    summary = OptimizedTrainer(model, theirs, loss, **batches).train(loader, epochs=2)
+    same(model, reference)
+    assert min(losses) <= summary["epoch_losses"][1] <= max(losses)
+    assert "weighted" not in capsys.readouterr().out
+
+
+def test_the_loss_of_an_epoch_is_the_mean_over_its_labels() -> None:
+    model, (x, y) = Tagger(), unlike_labels().tensors
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader = DataLoader(TensorDataset(x, y), batch_size=2)
+    losses = OptimizedTrainer(model, optimizer, F.cross_entropy).train(loader)["epoch_losses"]
+    assert losses[0] == pytest.approx(F.cross_entropy(model(x), y).item())
+
+
+def test_an_unknown_mean_is_weighted_by_examples_and_that_is_printed_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trained(mean_of_some, 2, 4, accum_steps=3)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("loss_fn mean_of_some isn't one of torch's own means: each batch of a ")
+    assert "give count=" in line
+    for settings in (
+        {"loss": mean_of_some},  # a batch is a step
+        {"loss": mean_of_some, "count": lambda batch: 1, "accum_steps": 3},
+        {"loss": only_some_count, "accum_steps": 3},
+        {"loss": F.cross_entropy, "accum_steps": 3},
+    ):
+        trained(**{"epochs": 1, "size": 4, **settings})
+        assert capsys.readouterr().out == ""
 
 
 def test_the_same_batch_given_again_counts_again() -> None:

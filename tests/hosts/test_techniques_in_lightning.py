@@ -196,13 +196,17 @@ def test_techniques_are_told_the_device_that_lightning_will_train_on(tmp_path: P
     assert (host_run.steps, host_run.epochs, host_run.batch) == (None, 3, 2 * BATCH)
 
 
-def test_a_mask_by_its_place_is_refused_and_not_dropped() -> None:
+def test_a_mask_by_its_place_is_not_dropped() -> None:
     model: Any = tiny_model()
     in_loop(model, [LabelledTokenLoss(chunk=128)], records=DATA, batch=BATCH, steps=STEPS)
     ids = torch.arange(3, 11).view(1, 8)
-    with pytest.raises(InputError, match="takes its inputs by name"):
-        model(ids, torch.ones_like(ids), labels=ids)
-    model(ids, labels=ids).loss.backward()
+    mask = torch.ones_like(ids)
+    mask[:, 5:] = 0
+    own = model(ids, mask, labels=ids)  # the model's own forward, with logits
+    assert own.loss.item() == tiny_model()(ids, mask, labels=ids).loss.item()
+    fused = model(ids, labels=ids)
+    assert fused.logits is None
+    fused.loss.backward()
 
 
 def test_experts_of_qwen3_are_seen_too() -> None:

@@ -253,10 +253,6 @@ def test_what_can_not_work_here_is_said(tmp_path: Path) -> None:
     unread.train_dataset = texts
     with pytest.raises(InputError, match="input_ids"):
         with_techniques(unread, [GROUPED])
-    routed = trainer_of(tmp_path)
-    routed.model.config.output_router_logits = True  # type: ignore[union-attr]
-    with pytest.raises(InputError, match="routers"):
-        with_techniques(routed, [LabelledTokenLoss()])
     with pytest.raises(InputError, match="activation_checkpointing"):
         with_techniques(trainer_of(tmp_path, activation_checkpointing=True), [Recompute()])
 

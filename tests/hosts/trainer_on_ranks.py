@@ -42,7 +42,7 @@ def trained(folder: Path, wire: Technique | None, checkpoint: str | None = None)
     assert isinstance(trainer.model_wrapped, DistributedDataParallel)
     seams: Any = trainer.callback_handler.callbacks[-1]
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    compressor: Any = seams._setup.wire.compressor if wire else None
+    compressor: Any = seams.setup.wire.compressor if wire else None
     return [losses, compressor and compressor.sent_bytes, compressor and compressor.steps]
 
 

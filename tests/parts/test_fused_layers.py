@@ -18,6 +18,7 @@ from hasten.parts.kernels import amx, rowwise
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.fused_layers import ARCHITECTURES, fuse_layers, fused
 from hasten.parts.nn.quantised import Float8Layers
+from hasten.parts.nn.rebind import plain_class
 from tiny import COMMON
 
 pytestmark = [
@@ -89,7 +90,9 @@ def test_names_classes_and_parameters_stay(architecture: str) -> None:
     bound = fuse_layers(model)
     assert {name: id(p) for name, p in model.named_parameters()} == before
     assert list(model.state_dict()) == keys
-    assert [type(m) for m in model.modules()] == classes
+    assert [plain_class(m) for m in model.modules()] == classes
+    assert all(isinstance(m, c) for m, c in zip(model.modules(), classes, strict=True))
+    assert [type(m).__name__ for m in model.modules()] == [c.__name__ for c in classes]
     assert fused(model) == bound
     layers = COMMON["num_hidden_layers"]
     assert bound["latent attention" if "deepseek" in architecture else "attention"] == layers

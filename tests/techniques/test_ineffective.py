@@ -14,7 +14,7 @@ from hasten.core.session import Session
 from hasten.core.technique import Technique
 from hasten.parts.data.collate import token_record
 from hasten.parts.kernels import rowwise
-from hasten.parts.nn import fused_layers
+from hasten.parts.nn import fused_layers, rebind
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.techniques import probes
 from hasten.techniques.adapter import LoRA
@@ -104,7 +104,8 @@ def test_experts_that_fall_back_are_found_out() -> None:
     run(session)
     assert seen(session, ExpertsImplementation())[0] is True
     for module in session.model.modules():
-        vars(module).pop("forward", None)  # the fused code is gone, the plan remains
+        for function in rebind.bound(module):  # the fused code is gone, the plan remains
+            rebind.unbind(module, function)
     acted, evidence = seen(session, ExpertsImplementation())
     assert not acted, evidence
 

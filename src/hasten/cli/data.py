@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hasten.cli.terminal import Display
 from hasten.data.chat_template import split_tools, template_turns
 from hasten.data.conversation import Conversation
 from hasten.data.packed_file import COLUMNS, check_name, write_packed
@@ -23,6 +22,7 @@ from hasten.data.statistics import (
 from hasten.data.token_store import inspect as rendered
 from hasten.errors import InputError
 from hasten.formatting import shown
+from hasten.progress import Display
 from hasten.recipe.build import DEFAULT_BATCH, facts_of
 from hasten.recipe.candidates import first_plan_sentence
 from hasten.recipe.prepared_data import PreparedData, prepare_data

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.cli.speedup import design_line
-from hasten.cli.terminal import Display, print_table
+from hasten.cli.terminal import print_table
 from hasten.cli.train import StepLine
 from hasten.core.loop import ask_to_leave
 from hasten.core.session import Session
@@ -27,6 +27,7 @@ from hasten.machine import host
 from hasten.measure.ablation import Design, Which
 from hasten.measure.budget import GRACE
 from hasten.measure.choose import Choice
+from hasten.progress import Display
 from hasten.recipe.schema import AutoPlan, Recipe
 from hasten.report.gains import fastest_of_equal_quality
 from hasten.report.page import recipe_plan, write_report

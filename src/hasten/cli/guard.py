@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from hasten.cli.arguments import writable
-from hasten.cli.terminal import Display
 from hasten.errors import FAILED, InputError
 from hasten.measure.quality.guard import GuardDesign, Rows, guarded
 from hasten.measure.quality.requirements import failures
 from hasten.measure.recipe_experiment import ExperimentSubject, prepared
+from hasten.progress import Display
 from hasten.recipe.schema import load_recipe
 from hasten.recipe.yaml_reader import read_duration
 

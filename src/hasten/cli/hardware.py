@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from hasten.cli.arguments import writable
-from hasten.cli.terminal import Display
 from hasten.core import facts
 from hasten.core.facts import Facts
 from hasten.errors import InputError
@@ -28,6 +27,7 @@ from hasten.machine.benchmark import (
     measure_disk,
 )
 from hasten.machine.ways import DeviceFigures
+from hasten.progress import Display
 from hasten.recipe.peak_flops import device_name, read_rates, write_rates
 from hasten.training.recording import machine_facts
 

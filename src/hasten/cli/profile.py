@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hasten.cli.terminal import Display
 from hasten.cli.train import as_ranks, lacking
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
@@ -21,6 +20,7 @@ from hasten.core.setup import prepare
 from hasten.launch.ranks import process_group, restart_with
 from hasten.machine import environment, host
 from hasten.measure.profile import measure, steps_needed
+from hasten.progress import Display
 from hasten.recipe.build import job_of
 from hasten.recipe.peak_flops import meter_of, mfu_words
 from hasten.recipe.prepare import prepare_run

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hasten.cli.terminal import Display
 from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.formatting import aligned, duration, size, span
@@ -16,6 +15,7 @@ from hasten.machine import host
 from hasten.measure.recipe_experiment import measured, prepared
 from hasten.measure.statistics import Interval
 from hasten.planner.inputs import predicted_lines, predicted_section
+from hasten.progress import Display
 from hasten.recipe.build import requested_plan
 from hasten.recipe.prepared_data import data_files
 from hasten.recipe.schema import Recipe, load_recipe, recipe_from

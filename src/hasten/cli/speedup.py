@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 from hasten.cli.arguments import WriteBack, copied, writable
 from hasten.cli.guard import beforehand
-from hasten.cli.terminal import Display, print_table
+from hasten.cli.terminal import print_table
 from hasten.cli.train import warn_of_idle
 from hasten.core.plan import name_of
 from hasten.errors import FAILED, InputError
 from hasten.formatting import duration
 from hasten.measure.ablation import Design, Grouping
+from hasten.progress import Display
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.write_back import plain_entry
 from hasten.recipe.yaml_reader import read_duration

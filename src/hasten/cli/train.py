@@ -15,7 +15,6 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from hasten.cli.terminal import Display
 from hasten.core.plan import name_of
 from hasten.core.session import Session
 from hasten.core.timing import StepMetrics
@@ -27,6 +26,7 @@ from hasten.machine import environment, host
 from hasten.machine.environment import World
 from hasten.machine.processes import attempt_folder, on_a_leash
 from hasten.measure.choose import Choice
+from hasten.progress import Display
 from hasten.recipe.build import facts_of, plan_of, saves, supervision_of
 from hasten.recipe.prepare import prepare_run
 from hasten.recipe.schema import Recipe, load_recipe

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from hasten.cli.arguments import WriteBack, copied, writable
-from hasten.cli.terminal import Display
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.data.file_lock import replace_file
@@ -18,6 +17,7 @@ from hasten.formatting import duration, size
 from hasten.measure.quality.guard import GuardDesign, Rows, guarded
 from hasten.measure.quality.requirements import failures
 from hasten.measure.recipe_experiment import ExperimentSubject
+from hasten.progress import Display
 from hasten.recipe.price import Price
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.write_back import plain_entry

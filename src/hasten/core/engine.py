@@ -72,6 +72,7 @@ class PlainEngine:
         self.module = assembly.module
         self.optimizer = assembly.optimizer
         self.max_norm = assembly.setup.job.max_grad_norm
+        self.loss_count: float | None = None  # of the last step, all ranks; None: batches say it
         self._norm = torch.tensor(0.0)
         self.sum_loads = assembly.setup.agreement.sum  # of experts, over all ranks
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -134,6 +135,7 @@ class PlainEngine:
     def _recount(self, denominator: float, count: Tensor) -> float:
         """Divide by what the forward passes counted in the place of what was said before them."""
         true_count: float = self.setup.agreement.sum(count.double().cpu()).item()
+        self.loss_count = true_count
         factor = denominator / true_count if true_count else 0.0
         torch._foreach_mul_(gradients_of(self.setup.precision.parameters()), factor)
         return factor

@@ -29,6 +29,9 @@ class ModelFacts:
     sliding_window: bool = False
     heads: int = 0
     key_value_heads: int = 0
+    # Why a loss may not call trunk and head by itself; empty: it may.
+    head_reason: str = "the model's forward hasn't been looked at"
+    router_loss: bool = False  # the model's own loss has a part for the balance of its routers
 
 
 @dataclass(frozen=True)

@@ -324,6 +324,7 @@ class Job:
         counted: the loss divides by the counts that ``collate`` found; False: only the forward
             pass tells the loss's own count, and gradients are scaled once it is known.
         adapter: part of the job itself (a run that asks for LoRA has it in every arm).
+        routing: makes what runs the forward passes; None: they are run as they are.
         held_out: records for the held-out loss; ``metrics`` are the user's own measures.
         terms: what else decides the training, as JSON: checkpoints note it
             (:mod:`hasten.core.job_record`).
@@ -340,6 +341,7 @@ class Job:
     counted: bool = True
     batch: GlobalBatch = field(default_factory=GlobalBatch)
     adapter: Callable[[nn.Module], nn.Module] = lambda model: model
+    routing: Callable[[], Any] | None = None  # of hasten.core.contracts.Routing
     held_out: Indexed = ()
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     schedule: Schedule = field(default_factory=Schedule)

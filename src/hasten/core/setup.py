@@ -133,6 +133,8 @@ def prepare(job: Job, plan: Plan, facts: Facts, folder: Path | None = None) -> S
     setup = Setup(job, plan, facts, folder)
     setup.collate = job.collate
     setup.adapter = job.adapter
+    if job.routing is not None:
+        setup.routing = job.routing()
     setup.loss = job.loss
     setup.optimizer = job.optimizer
     if len(job.records):

@@ -8,17 +8,21 @@ refused before anything is edited, because a technique that silently does nothin
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from hasten.core import facts
 from hasten.core.facts import Facts, ModelFacts
@@ -28,14 +32,21 @@ from hasten.core.setup import Setup, obstacles, prepare
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.integrations.module_edits import ModuleEdits
 from hasten.parts.data.collate import IGNORED, padded
+from hasten.parts.nn import rebind
 from hasten.parts.nn.causal_lm import causal_lm, routed_experts
+from hasten.parts.nn.head_form import plain_head_reason
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.optimizer import FusedAdamW
 from hasten.techniques.wire.compressed_wire import Compressed
 
 EDITS = (Slot.EXPERTS, Slot.ATTENTION, Slot.LAYERS, Slot.LOSS, Slot.RECOMPUTE, Slot.THREADS)
+PROVEN = tuple(slot for slot in EDITS if slot is not Slot.THREADS)  # what changes a pass
 HERE = "train with `hasten train` for it"
+NoContext = contextlib.nullcontext
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,14 +109,9 @@ def prepare_host(
                 f"{technique.slot.value}; {instead}"
             )
     known = facts_of(model, host_run.device)
-    if Slot.LOSS in plan and getattr(_config(model), "output_router_logits", False):
-        raise InputError(
-            "this model adds a loss of its routers to the other (output_router_logits), which a "
-            "loss technique would leave out; set it to False in the config, or leave one of them"
-        )
     reasons = obstacles(plan, known)
     if reasons:
-        raise InputError("this model can't use " + "; ".join(reasons))
+        raise InputError("; ".join(reasons))
     whole = plan.with_(DDP()) if known.world.size > 1 and Slot.LAYOUT not in plan else plan
     setup = prepare(_job(model, host_run, known), whole, known, host_run.folder)
     if Slot.WIRE in plan and known.world.size > 1 and not isinstance(setup.wire, Compressed):
@@ -122,66 +128,251 @@ def facts_of(model: nn.Module, device: str) -> Facts:
     return replace(facts.seen_at_start(), device=device, model=_model_facts(model))
 
 
-def edit_model(model: nn.Module, setup: Setup) -> None:
+def edit_model(
+    model: nn.Module,
+    setup: Setup,
+    context: Callable[[], AbstractContextManager[Any]] = NoContext,
+) -> None:
     """Replace what the setup says on this model instance, in the order of ``assemble``."""
     setup.threads()
     for change in (setup.experts, setup.attention, setup.layers):
         change(model)
     if Slot.LOSS in setup.plan:
         assert setup.loss is not None  # prepare() put the job's there
-        bind_loss(model, setup.loss(model))
+        with plain_forward(model):
+            loss = setup.loss(model)
+        bind_loss(model, loss, context)
     setup.recompute(model)
 
 
-def bind_loss(model: nn.Module, loss: nn.Module) -> None:
-    """Let the model's ``forward`` return ``loss``'s mean where it trains and labels are given.
+@contextlib.contextmanager
+def plain_forward(model: Any) -> Iterator[None]:
+    """Inside, the model's ``forward`` is what it was before accelerate put autocast around it.
 
-    The loss is then computed inside what DDP wraps, so that its hooks see every parameter. There
-    are no logits in the answer: not to have them is what the loss is for. In ``eval`` mode, and
-    without labels, the model does what it always did.
+    Hooks of hasten's own, which count tokens, are off inside.
     """
-    usual = model.forward
+    own = vars(model)
+    wrapped, original = own.get("forward"), own.get("_original_forward")
+    pairs = [(own[name], dict(own[name])) for name in HOOKS]
+    if wrapped is not None and original is not None:
+        del own["forward"]
+        if getattr(original, "__func__", None) is not type(model).forward:
+            own["forward"] = original
+    for hooks, _ in pairs:
+        for key in [k for k, hook in hooks.items() if _library_of(hook) == "hasten"]:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        if wrapped is not None:
+            own["forward"] = wrapped
+        for hooks, before in pairs:
+            hooks.clear()
+            hooks.update(before)
 
-    @functools.wraps(usual)  # the Trainer reads the signature to know which columns to keep
-    def forward(*args: Any, **given: Any) -> Any:
-        if not model.training or given.get("labels") is None:
-            return usual(*args, **given)
-        if len(args) > 1:
+
+class HostedTechniques:
+    """Techniques that edit a host's model, for its training passes alone.
+
+    Args:
+        host: the trainer's slots and advice.
+        model: plain now, and between passes.
+        context: the host's autocast, within which a loss is computed.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        model: nn.Module,
+        host_run: HostRun,
+        context: Callable[[], AbstractContextManager[Any]] = NoContext,
+    ) -> None:
+        self.model, self.context = model, context
+        self._host, self._host_run = host, replace(host_run, records=(), lengths=())
+        self._edits: dict[tuple[Technique, ...], ModuleEdits] = {}
+
+    def edits(self, techniques: Sequence[Technique]) -> ModuleEdits:
+        """What these techniques change, in the model as it is now.
+
+        Raises:
+            InputError: one of them can't work here.
+        """
+        chosen = tuple(t for t in techniques if t.slot in EDITS)
+        edits = self._edits.get(chosen)
+        if edits is None or not edits.fits:
+            with plain_forward(self.model):  # which facts of the model are read from
+                setup = prepare_host(self._host, self.model, chosen, self._host_run)
+            edit = functools.partial(edit_model, setup=setup, context=lambda: self.context())
+            edits = self._edits[chosen] = ModuleEdits(self.model, edit)
+        return edits
+
+    def active(self, techniques: Sequence[Technique]) -> AbstractContextManager[None]:
+        """The techniques' edits hold inside."""
+        return self.edits(techniques).active()
+
+    def require_recognised(self, technique: Technique) -> None:
+        """Refuse to replace code that isn't the library's own.
+
+        Raises:
+            InputError: a module whose class or ``forward`` is somebody else's, or that has hooks
+                which the technique's code would not call.
+        """
+        if technique.slot not in EDITS:
+            return
+        with plain_forward(self.model):
+            edits = self.edits([technique])
+            reasons = [_foreign(module) for module in edits.modules]
+        for reason in reasons:
+            if reason:
+                raise InputError(f"{technique.name()}: {reason}; it is left as it is")
+        hooked = _hooked(edits.modules) if technique.slot in BYPASSES else ""
+        if hooked:
+            raise InputError(f"{technique.name()}: {hooked}, which its code would not call")
+        implementation = getattr(_config(self.model), "_attn_implementation", None)
+        if technique.slot is Slot.ATTENTION and implementation not in REPLACEABLE:
             raise InputError(
-                "a model with a technique for its loss takes its inputs by name: give "
-                "attention_mask=..., and so on, in place of the second argument"
+                f"{technique.name()}: the model's attention is {implementation}; set it to sdpa "
+                "or eager"
             )
-        inputs = dict(zip(("input_ids",), args, strict=False)) | given
-        labels, aligned = inputs.pop("labels"), inputs.pop("shift_labels", None)
-        items = inputs.pop("num_items_in_batch", None)
-        for name in ("use_cache", "return_dict"):
-            inputs.pop(name, None)
-        total, count = loss(labels=_shifted(labels) if aligned is None else aligned, **inputs)
-        return _Output(loss=total / (count.clamp(min=1) if items is None else items))
-
-    model.forward = forward  # this instance alone
 
 
-class _Output(dict[str, Any]):
-    """What a model returns, by key as the Trainer reads it and by name as people do."""
+BYPASSES = (Slot.EXPERTS, Slot.LAYERS, Slot.LOSS)  # their code reads weights of modules inside
+REPLACEABLE = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", None)
+LIBRARIES = ("transformers", "torch", "peft", "accelerate", "hasten")
 
-    def __init__(self, loss: Tensor) -> None:
-        super().__init__(loss=loss)
-        self.loss = loss
+
+def _foreign(module: nn.Module) -> str:
+    """Why a module isn't what the technique takes it for; empty if it is."""
+    kind = type(module)
+    if "forward" in vars(module):
+        return f"the forward of a {kind.__name__} was replaced by somebody"
+    library = kind.__module__.partition(".")[0]
+    own = getattr(kind.forward, "__module__", None) or kind.__module__
+    if library not in LIBRARIES or own.partition(".")[0] not in LIBRARIES:
+        return f"{kind.__name__} of {kind.__module__} is no class of the libraries it knows"
+    return ""
+
+
+HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks"),
+    *("_backward_hooks", "_backward_pre_hooks"),
+)
+
+
+def _hooked(modules: Iterable[nn.Module]) -> str:
+    """Somebody's hook on one of these modules or inside it; empty if there is none."""
+    for outer in modules:
+        for name, module in outer.named_modules():
+            for hooks in HOOKS:
+                for hook in getattr(module, hooks).values():
+                    if not _is_known(hook):
+                        where = f"{type(outer).__name__}.{name}" if name else type(outer).__name__
+                        return f"{where} has a hook"
+    return ""
+
+
+def _is_known(hook: Any) -> bool:
+    return _library_of(hook) in LIBRARIES and "neftune" not in str(hook)
+
+
+def _library_of(hook: Any) -> str:
+    function = getattr(hook, "__func__", getattr(hook, "func", hook))
+    module: str = getattr(function, "__module__", None) or type(function).__module__
+    return module.partition(".")[0]
+
+
+# What a caller may ask of a forward that a loss without logits can't return.
+MORE_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+OTHER_LOSS = ("logits_to_keep", "ignore_index", "label_smoothing")
+
+
+def bind_loss(
+    model: nn.Module,
+    loss: nn.Module,
+    context: Callable[[], AbstractContextManager[Any]] = NoContext,
+) -> None:
+    """Let the causal LM's ``forward`` return ``loss``'s mean where it trains and labels are given.
+
+    The loss is then computed inside what wraps the model (adapters, DDP), so that their hooks see
+    every parameter and what they add to the loss is kept. The output has no logits: to avoid them
+    is the purpose. In ``eval`` mode, without labels, and where a caller asks for other outputs or
+    another loss, the model's own ``forward`` runs.
+
+    Args:
+        context: the host's autocast, within which the loss is computed.
+    """
+    rebind.bind(causal_lm(model), _loss_forward, (loss, context))
+
+
+def _loss_forward(module: Any, usual: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    asks = [key for key in (*MORE_OUTPUTS, *OTHER_LOSS) if given.get(key)]
+    state = rebind.state_of(module, _loss_forward)
+    if (
+        state is None
+        or not module.training
+        or given.get("labels") is None
+        or asks
+        or len(args) > 1
+        or given.get("return_dict") is False
+    ):
+        return usual(*args, **given)
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    loss, context = state
+    inputs = dict(zip(("input_ids",), args, strict=False)) | given
+    labels, aligned = inputs.pop("labels"), inputs.pop("shift_labels", None)
+    items = inputs.pop("num_items_in_batch", None)
+    for name in ("use_cache", "return_dict", *MORE_OUTPUTS, *OTHER_LOSS):
+        inputs.pop(name, None)
+    with context():
+        mean = loss.mean(_shifted(labels) if aligned is None else aligned, items, **inputs)
+    return CausalLMOutputWithPast(loss=mean)
 
 
 def optimizer_of(setup: Setup, model: nn.Module, usual: Optimizer) -> Optimizer:
     """OPTIMIZER: the technique's with the usual one's settings; without a technique, the usual.
 
-    Raises:
-        InputError: the technique reads an AdamW, and this is another, or has been stepped.
+    An optimizer that the technique doesn't recognise is kept, and a warning names it.
     """
     handed = setup.job.optimizer
     if Slot.OPTIMIZER not in setup.plan or not isinstance(handed, HostOptimizer):
         return usual
-    handed.optimizer = usual
-    assert setup.optimizer is not None  # prepare() put the job's there
-    return setup.optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
+    technique = next(t for t in setup.plan if t.slot is Slot.OPTIMIZER)
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    reason = optimizer_reason(technique, usual, [p for _, p in named])
+    if not reason:
+        handed.optimizer = usual
+        assert setup.optimizer is not None  # prepare() put the job's there
+        try:
+            return setup.optimizer(named)
+        except (InputError, ValueError, RuntimeError) as error:
+            reason = str(error)
+    _LOG.warning("speed_up: %s is left out: %s", technique.name(), reason)
+    return usual
+
+
+PLAIN_ADAMW = {"amsgrad": False, "maximize": False, "capturable": False, "differentiable": False}
+
+
+def optimizer_reason(
+    technique: Technique, usual: Optimizer | None, parameters: Iterable[nn.Parameter]
+) -> str:
+    """Why an optimizer technique must not take the place of ``usual``; empty if it may.
+
+    Techniques read the settings of torch's own AdamW, not of a class that is derived from it.
+    """
+    if usual is not None and type(usual) is not AdamW:
+        return f"the optimizer is {type(usual).__name__}, and the technique reads torch's AdamW"
+    if usual is not None:
+        groups = usual.param_groups
+        other = [k for k, v in PLAIN_ADAMW.items() if any(g.get(k, v) != v for g in groups)]
+        if other:
+            return f"the AdamW has {' and '.join(other)} set, which the technique doesn't have"
+    kinds = {p.dtype for p in parameters if p.requires_grad} - {torch.float32}
+    if kinds and isinstance(technique, FusedAdamW):
+        names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        return f"the weights are {names}, and it updates float32 weights"
+    return ""
 
 
 def attach_wire(setup: Setup, module: nn.Module) -> None:
@@ -239,6 +430,7 @@ def _model_facts(model: nn.Module) -> ModelFacts:
         sliding_window=bool(getattr(config, "use_sliding_window", False)),
         heads=getattr(config, "num_attention_heads", 0) or 0,
         key_value_heads=getattr(config, "num_key_value_heads", 0) or 0,
+        head_reason=plain_head_reason(model) or "",
     )
 
 

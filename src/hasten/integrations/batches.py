@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from hasten.core.job import Collate, Sampler
+from hasten.core.job import Sampler
 from hasten.errors import InputError
-from hasten.parts.data.collate import TokenRecord, token_record
+from hasten.parts.data.collate import IGNORED, TokenRecord, end_to_end, token_record
 
 
 def record_of(row: Any) -> TokenRecord:
@@ -60,29 +63,167 @@ def row_sizes(rows: Any) -> tuple[list[int], list[int]]:
     return lengths, trained
 
 
-def collator(lay_out: Collate) -> Callable[[Sequence[Any]], dict[str, Any]]:
-    """A ``collate_fn`` that returns what the model is called with.
+def padded_rows(rows: Sequence[Any]) -> dict[str, Any]:
+    """Rows as a padding collator of Transformers lays them out: ``input_ids``, ``labels`` (B, T).
 
-    ``shift_labels`` tell Transformers that these labels are at the position that predicts them.
-    ``use_cache`` is off because its models tell packed records apart by their positions only where
-    no cache is made; with one, attention would cross from record to record. Rows that know what
-    their loss is divided by say so as Transformers' losses take it.
+    Labels stand at their own token, -100 at filler and where a token carries no loss. Rows of a
+    :class:`Pass` also have ``num_items_in_batch``, by which Transformers' losses divide.
+    """
+    records = [record_of(row) for row in rows]
+    ids = [torch.from_numpy(r.input_ids.astype(np.int64)) for r in records]
+    labels = [
+        own.masked_fill(~torch.from_numpy(r.trained), IGNORED)
+        for own, r in zip(ids, records, strict=True)
+    ]
+    batch = {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+    }
+    return _weighted(batch, rows) if isinstance(rows, Pass) else batch
+
+
+def _weighted(batch: Any, rows: Pass) -> dict[str, Any]:
+    """The batch of a pass with what its loss is divided by.
+
+    Raises:
+        InputError: a collator that labels other tokens than the rows do.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    found = int((labels[..., 1:] != IGNORED).sum()) if isinstance(labels, Tensor) else 0
+    if found != rows.trained:
+        raise InputError(
+            f"the data collator labels {found} tokens of a batch whose rows label {rows.trained}; "
+            "with a sampler, give the loader a collator that only pads"
+        )
+    return {**batch, "num_items_in_batch": rows.items}
+
+
+# Packing what somebody's own collator returns.
+#
+# The collator of a host stays in use: it tokenises, masks, truncates, adds noise as before, and its
+# padded batch is then laid out end to end. So no label and no token can differ from the host's own.
+# A packed batch has the form that padding-free collators of others have: ``labels`` at their own
+# token, -100 at the first token of each document, and positions that restart. ``use_cache`` is off
+# because Transformers' models tell documents apart by their positions only without a cache.
+
+PLAIN_KEYS = {"input_ids", "labels", "attention_mask", "num_items_in_batch"}
+
+
+def packed_batch(batch: Any) -> dict[str, Any] | str:
+    """A padded batch as one row of documents, longest first; or one clause why it stays.
+
+    Rows may be padded on either side. Without an ``attention_mask``, tokens behind the last label
+    of a row are left out too: no loss depends on them in a causal model.
+    """
+    if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
+        return "the data collator returns no mapping with input_ids"
+    more = sorted(str(k) for k, v in batch.items() if v is not None and k not in PLAIN_KEYS)
+    if more:
+        return f"the data collator also returns {', '.join(more)}"
+    ids, labels, mask = batch["input_ids"], batch.get("labels"), batch.get("attention_mask")
+    if not isinstance(labels, Tensor):
+        return "the data collator returns no labels"
+    if ids.dim() != 2 or ids.shape != labels.shape:
+        return f"input_ids and labels have shapes {tuple(ids.shape)} and {tuple(labels.shape)}"
+    if mask is None:
+        ends = [int(last) + 1 for last in _last_label(labels)]
+        spans = [(0, end) for end in ends]
+    elif not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        return "the data collator returns an attention_mask of another shape than input_ids"
+    else:
+        lengths = mask.bool().sum(1).tolist()
+        starts = mask.bool().int().argmax(1).tolist()
+        spans = [(at, at + n) for at, n in zip(starts, lengths, strict=True)]
+        if any(not bool(row[at:end].all()) for row, (at, end) in zip(mask, spans, strict=True)):
+            return "the data collator's attention_mask has gaps"
+        if bool((mask.bool() != mask).any()) or bool((labels[mask == 0] != IGNORED).any()):
+            return "the data collator's attention_mask is more than a mark on filler"
+    kept = [(row, at, end) for row, (at, end) in enumerate(spans) if end > at]
+    if not kept:
+        return "a batch has no token to train"
+    kept.sort(key=lambda span: span[1] - span[2])
+    documents = [labels[row, at:end].clone() for row, at, end in kept]
+    for document in documents:
+        document[0] = IGNORED  # nothing predicts it; the token before it is another document's
+    laid_out = end_to_end([ids[row, at:end] for row, at, end in kept], documents)
+    items = batch.get("num_items_in_batch")
+    return {
+        **laid_out,
+        "use_cache": False,
+        **({} if items is None else {"num_items_in_batch": items}),
+    }
+
+
+def _last_label(labels: Tensor) -> list[int]:
+    """Of each row the position of its last label, -1 without any."""
+    at = torch.arange(1, labels.shape[1] + 1).expand_as(labels)
+    last: list[int] = (torch.where(labels != IGNORED, at, 0).amax(1) - 1).tolist()
+    return last
+
+
+class PackedBatch(dict[str, Any]):
+    """A packed batch that still has at hand the batch it was made of, ``host``."""
+
+    def __init__(self, inputs: Mapping[str, Any], host: Any = None) -> None:
+        super().__init__(inputs)
+        self.host = host
+
+
+_HOST, _PACKED, _REASON = "hasten_host", "hasten_packed", "hasten_reason"
+UNDECIDED, PACK, KEEP = 0, 1, 2
+
+
+class PackedCollator:
+    """A ``collate_fn`` that packs what ``usual`` returns; also in the processes of a loader.
+
+    As long as nothing is decided a batch carries both layouts, so that no batch that a loader has
+    read ahead is lost; :meth:`chosen` takes the one that was decided for.
     """
 
-    def collate(rows: Sequence[Any]) -> dict[str, Any]:
-        inputs = dict(lay_out([record_of(row) for row in rows]).inputs)
-        weighed = {"num_items_in_batch": rows.items} if isinstance(rows, Pass) else {}
-        return {**inputs, "shift_labels": inputs["labels"], "use_cache": False, **weighed}
+    def __init__(self, usual: Callable[[Any], Any], decided: int = UNDECIDED) -> None:
+        self.usual = usual
+        self._decision = torch.tensor([decided]).share_memory_()
 
-    return collate
+    @property
+    def decision(self) -> int:
+        return int(self._decision.item())
+
+    def decide(self, decision: int) -> None:
+        """Hold for all batches from now on, in every process of the loader."""
+        self._decision[0] = decision
+
+    def __call__(self, rows: Sequence[Any]) -> Any:
+        batch = self.usual(rows)
+        if isinstance(rows, Pass):
+            batch = _weighted(batch, rows)
+        decision = self.decision
+        if decision == KEEP:
+            return batch
+        packed = packed_batch(batch)
+        if isinstance(packed, str):
+            return {_HOST: batch, _REASON: packed}
+        return packed if decision == PACK else {_HOST: batch, _PACKED: packed}
+
+    def chosen(self, batch: Any) -> tuple[Any, str]:
+        """The batch in the layout that was decided for, and why it couldn't be packed, if so."""
+        if not isinstance(batch, Mapping) or _HOST not in batch:
+            return batch, ""
+        host, packed = batch[_HOST], batch.get(_PACKED)
+        if packed is None or self.decision == KEEP:
+            return host, batch.get(_REASON, "")
+        return PackedBatch(packed, host), ""
 
 
 class Pass(list[Any]):
-    """The records of a pass, as positions or as rows, and what its loss sum is divided by."""
+    """The records of a pass, as positions or as rows, and what its loss sum is divided by.
 
-    def __init__(self, records: Sequence[Any], items: float) -> None:
+    Args:
+        trained: labels that the rows have; a collator that makes others would be weighted wrongly.
+    """
+
+    def __init__(self, records: Sequence[Any], items: float, trained: int) -> None:
         super().__init__(records)
-        self.items = items
+        self.items, self.trained = items, trained
 
 
 class WeightedBatches:
@@ -100,7 +241,7 @@ class WeightedBatches:
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
         """All rows of a batch, as ``DataLoader`` asks for them."""
         rows = [self.rows[index] for index in indices]
-        return Pass(rows, indices.items) if isinstance(indices, Pass) else rows
+        return Pass(rows, indices.items, indices.trained) if isinstance(indices, Pass) else rows
 
 
 class StepBatches:
@@ -162,13 +303,12 @@ class StepBatches:
 
     def _weighed(self, of_ranks: Sequence[list[list[int]]]) -> list[list[int]]:
         """This rank's passes of a step."""
-        mine = of_ranks[self.rank]
-        if self._trained is None:
+        mine, trained = of_ranks[self.rank], self._trained
+        if trained is None:
             return mine
-        records = (i for batches in of_ranks for batch in batches for i in batch)
-        total = sum(self._trained[i] for i in records)
+        total = sum(trained[i] for batches in of_ranks for batch in batches for i in batch)
         items = max(total, 1) / (self.passes * self.ranks)
-        return [Pass(batch, items) for batch in mine]
+        return [Pass(batch, items, sum(trained[i] for i in batch)) for batch in mine]
 
 
 def spread(pieces: list[list[int]], passes: int) -> list[list[int]]:

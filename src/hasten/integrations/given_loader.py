@@ -68,6 +68,16 @@ class GivenLoader:
             self._share_out(loader)
         self._told = _with_set_epoch(self._loader)
 
+    @property
+    def steps(self) -> int | None:
+        """Steps of an epoch; None where the loader can't say how many."""
+        if self.growing is not None:
+            return None
+        try:
+            return -(-len(self._loader) // self._accum_steps)  # type: ignore[arg-type]
+        except TypeError:  # also a DataLoader over a stream
+            return None
+
     def epoch(self, number: int) -> Iterator[list[BatchRow]]:
         """The rows of each step of an epoch.
 

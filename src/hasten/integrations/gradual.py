@@ -37,6 +37,7 @@ from hasten.integrations.throughput import loss_of, moved
 from hasten.launch.ranks import process_group
 from hasten.measure.ablation import Arm
 from hasten.parts.distributed.pipeline.runtime import usual_loss
+from hasten.parts.nn.torch_means import with_sum
 from hasten.report.speedup import Climb, LadderStep, by_gain, climb
 from hasten.report.speedup import gradual_optimize as of_recipe
 
@@ -269,9 +270,9 @@ class _Copy:
         return done / seconds
 
     def loss(self, batches: Sequence[Any], loss_fn: Loss) -> float:
-        """The mean over held-out records, of all ranks."""
+        """The mean over what carries loss in held-out batches, of all ranks."""
         model, device = self.session.model, torch.device(self.session.setup.job.device)
-        sums = torch.zeros(2, dtype=torch.float64)
+        sums, loss_fn = torch.zeros(2, dtype=torch.float64), with_sum(loss_fn)
         was_training = model.training
         model.eval()
         with torch.no_grad():

@@ -8,8 +8,12 @@ Of several processes each calls this; they are started by torchrun, with strateg
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import importlib
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +28,24 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.adapt import (
     EDITS,
+    PROVEN,
     Host,
+    HostedTechniques,
     HostRun,
     attach_wire,
-    edit_model,
     optimizer_of,
     prepare_host,
 )
 from hasten.integrations.batches import (
+    KEEP,
+    PACK,
+    UNDECIDED,
+    PackedBatch,
+    PackedCollator,
     StepBatches,
     StepLoader,
     WeightedBatches,
-    collator,
+    packed_batch,
     row_sizes,
 )
 from hasten.integrations.checkpoints import (
@@ -45,8 +55,11 @@ from hasten.integrations.checkpoints import (
     has_wire_memory,
     step_log,
 )
+from hasten.integrations.first_step import FirstStepProof, proof_is_on
 from hasten.machine import environment
 from hasten.parts.nn.causal_lm import causal_lm
+
+_LOG = logging.getLogger(__name__)
 
 # The moments of a Lightning training at which WIRE and CHECKPOINT are called, as a callback.
 #
@@ -72,7 +85,9 @@ def callback_class() -> Any:
     raise InputError("Lightning is not installed here: pip install lightning")
 
 
-def seams(setup: Setup, model: nn.Module, saves: CheckpointSchedule | None) -> Any:
+def seams(
+    setup: Setup, model: nn.Module, saves: CheckpointSchedule | None, passes: ModulePasses
+) -> Any:
     """A callback that calls them for the model of one training."""
     base = callback_class()
     remembers = has_wire_memory(setup)
@@ -96,13 +111,16 @@ def seams(setup: Setup, model: nn.Module, saves: CheckpointSchedule | None) -> A
                 self._remembered = None
             if saves is not None:
                 saves.begin(model=model, optimizer=trainer.optimizers[0])
+            passes.begin()
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            passes.end_first_step()
             setup.wire.before_update(self._parameters())
 
         def on_train_batch_end(
             self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
         ) -> None:
+            passes.close()
             if trainer.global_step > self._step:
                 self._step = trainer.global_step
                 setup.wire.after_update(self._parameters())
@@ -114,8 +132,12 @@ def seams(setup: Setup, model: nn.Module, saves: CheckpointSchedule | None) -> A
                 saves.after_epoch(trainer.global_step)
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            passes.close()
             if saves is not None:
                 saves.close()
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            passes.close()
 
         def state_dict(self) -> dict[str, Any]:
             """Of all ranks; Lightning calls it on each, and the first one writes."""
@@ -172,25 +194,157 @@ def with_techniques(
             that can't work on this job.
     """
     model, plan = model_of(module), list(techniques)
-    _check(trainer, loader, plan)
-    host_run, trained = _host_run(trainer, loader, plan, seed)
-    setup = prepare_host(HOST, model, plan, host_run)
+    setup, trained = _require_fitting(trainer, module, loader, plan, seed)
     saves = CheckpointSchedule.of(setup)
-    edit_model(model, setup)
     if Slot.OPTIMIZER in setup.plan:
         usual = module.configure_optimizers
         module.configure_optimizers = lambda: _optimizers(setup, model, usual())
-    trainer.callbacks.insert(0, seams(setup, model, saves))  # before those that save
-    return module, _loader(trainer, setup, loader, trained)
+    passes = ModulePasses(trainer, module, model, setup)
+    trainer.callbacks.insert(0, seams(setup, model, saves, passes))  # before those that save
+    return module, _loader(trainer, setup, loader, trained, passes)
 
 
 def check(
     trainer: Any, module: Any, loader: DataLoader[Any], techniques: Sequence[Technique]
 ) -> None:
     """Raise InputError where `with_techniques` would; nothing is changed."""
-    _check(trainer, loader, techniques)
-    host_run, _ = _host_run(trainer, loader, techniques, seed=0)
-    prepare_host(HOST, model_of(module), techniques, host_run)
+    _require_fitting(trainer, module, loader, techniques)
+
+
+def _require_fitting(
+    trainer: Any, module: Any, loader: Any, plan: Sequence[Technique], seed: int = 0
+) -> tuple[Setup, list[int]]:
+    _check(trainer, loader, plan)
+    model = model_of(module)
+    host_run, trained = _host_run(trainer, loader, plan, seed)
+    setup = prepare_host(HOST, model, plan, host_run)
+    hosted = HostedTechniques(HOST, model, host_run)
+    for technique in setup.plan:
+        hosted.require_recognised(technique)
+    return setup, trained
+
+
+class ModulePasses:
+    """A module's training passes with techniques, and the proof on its first step.
+
+    The edits hold from the call of the model in ``training_step`` until the batch ends, since the
+    backward pass runs between them.
+    """
+
+    def __init__(self, trainer: Any, module: Any, model: nn.Module, setup: Setup) -> None:
+        self.packing: PackedCollator | None = None
+        self._trainer, self._module, self._model, self._setup = trainer, module, model, setup
+        self._techniques = [t for t in setup.plan if t.slot in (*PROVEN, Slot.COLLATE)]
+        host_run = HostRun(device=str(trainer.strategy.root_device))
+        self._hosted = HostedTechniques(HOST, model, host_run)
+        self._window = contextlib.ExitStack()
+        self._proof: FirstStepProof | None = None
+        self._index: tuple[Any, ...] = ()
+        self._usual, self._transferred = module.training_step, module.on_after_batch_transfer
+        module.training_step = self._training_step
+        module.on_after_batch_transfer = self._on_after_batch_transfer
+
+    # Moments of a training.
+
+    def begin(self) -> None:
+        """The model is on its device."""
+        if self._techniques and proof_is_on():
+            pad_id = getattr(getattr(self._model, "config", None), "pad_token_id", None) or 0
+            self._proof = FirstStepProof(self, self._techniques, "Lightning", pad_id)
+        else:
+            self._decide()
+
+    def end_first_step(self) -> None:
+        """The passes of a step are done."""
+        if self._proof is not None:
+            _LOG.info("%s", self._proof)
+            self._proof = None
+            self._decide()
+
+    def close(self) -> None:
+        """The model is plain again."""
+        self._window.close()
+
+    def _decide(self) -> None:
+        if self.packing is not None and self.packing.decision == UNDECIDED:
+            packs = any(t.slot is Slot.COLLATE for t in self._techniques)
+            self.packing.decide(PACK if packs else KEEP)
+
+    # Passes.
+
+    def _on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.packing is not None:
+            batch, _ = self.packing.chosen(batch)
+        return self._transferred(batch, dataloader_idx)
+
+    def _training_step(self, batch: Any, *index: Any, **more: Any) -> Any:
+        self.close()  # of a pass that ended early
+        if self._proof is not None:
+            batch = self._proven(batch, index)
+        self._window.enter_context(self._hosted.active(self._techniques))
+        return self._usual(batch, *index, **more)
+
+    def _proven(self, batch: Any, index: tuple[Any, ...]) -> Any:
+        assert self._proof is not None
+        host_batch = batch.host if isinstance(batch, PackedBatch) else batch
+        self._index = index
+        removed = self._proof.check(host_batch, self._module)
+        self._techniques = self._proof.techniques
+        for removal in removed:
+            _LOG.warning(
+                "speed_up: %s was taken out: %s", removal.technique.name(), removal.difference
+            )
+        if any(t.slot is Slot.COLLATE for t in self._techniques):
+            return batch
+        if self.packing is not None:
+            self.packing.decide(KEEP)
+        return host_batch
+
+    # What the proof runs.
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model
+
+    @property
+    def is_mixed(self) -> bool:
+        return bool(torch.is_autocast_enabled(self._trainer.strategy.root_device.type))
+
+    def loss(self, batch: Any) -> Tensor:
+        own = {name: vars(self._module).get(name) for name in ("log", "log_dict")}
+        for name in own:  # the passes of the proof are no steps of the training
+            vars(self._module)[name] = _nothing
+        try:
+            returned = self._usual(batch, *self._index)
+        finally:
+            for name, value in own.items():
+                if value is None:
+                    del vars(self._module)[name]
+                else:
+                    vars(self._module)[name] = value
+        losses = _loss(returned, attached=True)
+        if not losses:
+            raise ValueError("training_step returns no loss")
+        return losses[0].sum()
+
+    def batch(self, host_batch: Any, techniques: Sequence[Technique]) -> Any:
+        if not any(t.slot is Slot.COLLATE for t in techniques):
+            return host_batch
+        packed = packed_batch(host_batch)
+        return host_batch if isinstance(packed, str) else packed
+
+    def active(self, techniques: Sequence[Technique]) -> AbstractContextManager[None]:
+        return self._hosted.active(techniques)
+
+    def in_float32(self) -> AbstractContextManager[Any]:
+        off: AbstractContextManager[Any] = torch.autocast(
+            self._trainer.strategy.root_device.type, enabled=False
+        )
+        return off
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
 
 
 def model_of(module: nn.Module) -> nn.Module:
@@ -260,19 +414,22 @@ def _host_run(
 
 
 def _loader(
-    trainer: Any, setup: Setup, loader: DataLoader[Any], trained: list[int]
+    trainer: Any, setup: Setup, loader: DataLoader[Any], trained: list[int], passes: ModulePasses
 ) -> DataLoader[Any]:
-    assert setup.collate is not None  # prepare() put the job's there
-    laid_out, world = Slot.COLLATE in setup.plan, setup.facts.world
-    collate = collator(setup.collate) if laid_out else loader.collate_fn
+    packs, world = Slot.COLLATE in setup.plan, setup.facts.world
+    collate: Any = loader.collate_fn
+    if packs:
+        collate = passes.packing = PackedCollator(collate)
     if Slot.SAMPLER not in setup.plan:
-        loader.collate_fn = collate
-        return loader
-    assert setup.sampler is not None  # there are records
-    passes = trainer.accumulate_grad_batches
-    # Somebody else's collator may train other tokens than the records say.
-    known = trained if laid_out else None
-    order = StepBatches(setup.sampler, passes, world.rank, world.size, known)
+        if not packs:
+            return loader
+        changed = copy.copy(loader)  # the user's own stays as it is
+        changed.collate_fn = collate
+        return changed
+    assert setup.sampler is not None  # there are examples
+    parts = trainer.accumulate_grad_batches
+    # Without packing a loss is weighted as Lightning does.
+    order = StepBatches(setup.sampler, parts, world.rank, world.size, trained if packs else None)
     return StepLoader(
         WeightedBatches(loader.dataset), order, collate, num_workers=loader.num_workers
     )
@@ -342,9 +499,9 @@ def step_evidence(folder: str | Path | StepLog) -> Any:
     return LightningEvidence()
 
 
-def _loss(outputs: Any) -> list[Tensor]:
+def _loss(outputs: Any, attached: bool = False) -> list[Tensor]:
     """The loss in what ``training_step`` returned, a tensor or a mapping; nothing without one."""
     value = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(value, Tensor) or value.numel() != 1:
         return []
-    return [value.detach().flatten()]
+    return [value if attached else value.detach().flatten()]

@@ -29,10 +29,12 @@ from hasten.integrations.adapt import (
     prepare_host,
 )
 from hasten.integrations.batches import (
+    PACK,
+    PackedCollator,
     StepBatches,
     StepLoader,
     WeightedBatches,
-    collator,
+    padded_rows,
     row_sizes,
 )
 from hasten.machine import host
@@ -66,11 +68,12 @@ class LoopParts:
         """
         setup = self.setup
         assert setup.sampler is not None  # there are records
-        assert setup.collate is not None  # prepare() put the job's there
         world = setup.facts.world
         order = StepBatches(setup.sampler, passes, world.rank, world.size, self._trained)
         order.set_epoch(epoch)
-        return StepLoader(WeightedBatches(self.records), order, collator(setup.collate))
+        packs = Slot.COLLATE in setup.plan
+        collate = PackedCollator(padded_rows, PACK) if packs else padded_rows
+        return StepLoader(WeightedBatches(self.records), order, collate)
 
     def optimizer(self, usual: Optimizer) -> Optimizer:
         """The technique's optimizer with the settings of the usual one, which wasn't stepped."""

@@ -4,10 +4,15 @@ Each switch is off (False), on with its usual technique (True), or a technique o
 choice. A usual technique that can't work on this machine is left out, and said to be; one of the
 caller's choice is refused. Gradients travel between ranks only: with one rank, compressing them is
 said to do nothing.
+
+A step of several batches has the gradient of the one batch that they make together. For that the
+loss function's sum and count are taken where it is a mean of torch's own (labels that are ignored
+and weights of classes don't count); any other mean is weighted by ``count`` or by examples.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -21,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hasten.core import facts
+from hasten.core.engine import PlainEngine
 from hasten.core.facts import Facts, ModelFacts
 from hasten.core.job import Job, Stop
 from hasten.core.loop import Outcome, Watch, fit
@@ -31,6 +37,7 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.core.timing import StepMetrics
 from hasten.errors import InputError
+from hasten.integrations.epoch_progress import EpochProgress
 from hasten.integrations.given_loader import GivenLoader, by_batch, micro_batch
 from hasten.launch.cluster import CloudConfig
 from hasten.launch.ranks import process_group
@@ -38,6 +45,8 @@ from hasten.parts.checkpoint import checkpoints
 from hasten.parts.comm.gradient_compressor import GradientCompressor
 from hasten.parts.data.dynamic_batch import DynamicBatcher
 from hasten.parts.nn.losses import ObjectiveLoss
+from hasten.parts.nn.torch_means import with_sum
+from hasten.progress import Audience, Display, SilentProgress
 from hasten.techniques.batch import AdaptiveBatch, AdaptiveCut
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.ddp import DDP
@@ -59,14 +68,18 @@ class OptimizedTrainer:
     Args:
         model: trained in place, on the device it is on.
         optimizer: over the model's parameters; not stepped before.
-        loss_fn: ``loss_fn(output, target)`` returns the mean over the batch, or (sum, count).
+        loss_fn: ``loss_fn(output, target)`` returns the mean over the batch, or (sum, count). What
+            a mean of torch's own divides by is known: the labels that aren't ignored, the weights
+            of their classes, or the elements.
         compress_gradients, mixed_precision, dynamic_batch: the articles' switches. With
             ``dynamic_batch=True`` a step takes as many batches of the loader as memory allows.
-        count: weight of a batch in the mean, from the batch; its number of records if left out.
+        count: weight of a batch in the mean, from the batch. If it is left out, a mean that isn't
+            torch's own is weighted by the number of examples, which is printed once.
         max_grad_norm: clip gradients to this norm; no clipping if left out.
         bucket_cap_mb: size of DDP's gradient buckets on several ranks; 0: by the link, measured.
-        accum_steps: batches of the loader that a step takes; its gradient is the mean over their
-            records, also in the shorter step at the end of an epoch.
+        accum_steps: batches of the loader that a step takes; its gradient is that of their
+            examples in one batch, also in the shorter step at the end of an epoch.
+        progress: show epoch, loss and speed on stderr: a bar on a terminal, else plain lines.
 
     A model in ``DistributedDataParallel`` is trained as its ``module`` and replicated once.
 
@@ -88,9 +101,10 @@ class OptimizedTrainer:
         max_grad_norm: float | None = None,
         bucket_cap_mb: int = 25,
         accum_steps: int = 1,
+        progress: bool = True,
     ) -> None:
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
-        self.count, self.max_grad_norm = count, max_grad_norm
+        self.count, self.max_grad_norm, self.progress = count, max_grad_norm, progress
         self.replicated = DDP(bucket_cap_mb)
         asked = {
             "compress_gradients": compress_gradients,
@@ -184,19 +198,48 @@ class OptimizedTrainer:
             print(f"going on from {found}: {'; '.join(session.changes)}")
         steps: list[StepMetrics] = []
         before = replace(session.progress)  # of the run that is resumed
-        outcome = fit(session, Watch(on_step=steps.append))
+        with self._audience(setup.facts) as audience:
+            epochs = EpochProgress(audience, setup.job.stop.epochs or 1, loader.steps)
+
+            def after_step(metrics: StepMetrics) -> None:
+                if not steps and self._weighs_by_examples(session) and setup.facts.world.is_main:
+                    _say_how_means_are_weighted(self.loss_fn)
+                steps.append(metrics)
+                epochs.after_step(metrics, _loss_count(session), session.progress.step_in_epoch)
+
+            outcome = fit(session, Watch(on_step=after_step))
+            epochs.finish()
         acted = self._acted(session)
         session.finish()
         now = session.progress
         records = loader.of_the_data(now.records - before.records, now.epoch - before.epoch)
         if loader.growing is not None and setup.facts.world.is_main:
             _say_what_grew(loader.first_size * setup.facts.world.size, steps)
-        return {**self._summary(outcome, records, steps, found, setup), "acted": acted}
+        summary = self._summary(outcome, records, steps, found, setup)
+        return {**summary, "epoch_losses": epochs.losses, "acted": acted}
+
+    def _weighs_by_examples(self, session: Session) -> bool:
+        """Whether several batches make a step, and only their examples say what each counts."""
+        several = (
+            self.accum_steps > 1
+            or session.setup.facts.world.size > 1
+            or any(t.slot is Slot.BATCH for t in session.setup.plan)
+        )
+        loss = session.loss_module
+        unknown = isinstance(loss, ObjectiveLoss) and loss.returns_mean
+        return several and self.count is None and bool(unknown)
+
+    def _audience(self, known: Facts) -> contextlib.AbstractContextManager[Audience]:
+        # Loaders fork their workers meanwhile.
+        shows = self.progress and known.world.is_main
+        return Display(by_thread=False) if shows else contextlib.nullcontext(SilentProgress())
 
     def _job(self, model: nn.Module, loader: GivenLoader, epochs: int, known: Facts) -> Job:
         return Job(
             model=model,
-            loss=lambda model: ObjectiveLoss(model, self.loss_fn),
+            loss=lambda model: ObjectiveLoss(
+                model, with_sum(self.loss_fn) if self.count is None else self.loss_fn
+            ),
             optimizer=lambda named: self.optimizer,
             stop=Stop(epochs=epochs),
             collate=lambda rows: micro_batch(rows, self.count),
@@ -267,7 +310,6 @@ class OptimizedTrainer:
                 "mean": sum(sizes) / len(sizes) if sizes else None,
                 "most": max(sizes, default=None),
             },
-            "epoch_losses": _epoch_losses(steps),
             "peak_memory_bytes": outcome.peak_memory_bytes,
             "switches": dict(self.switches),
             "plan": setup.plan.to_list(),
@@ -289,13 +331,11 @@ def facts_of(model: nn.Module) -> Facts:
     return replace(known, world=joined)
 
 
-def _epoch_losses(steps: Sequence[StepMetrics]) -> dict[int, float]:
-    """The mean loss of each epoch's records, as each step found them."""
-    sums: dict[int, tuple[float, int]] = {}
-    for step in steps:
-        total, count = sums.get(step.epoch, (0.0, 0))
-        sums[step.epoch] = total + step.loss * step.trained_tokens, count + step.trained_tokens
-    return {epoch: total / (count or 1) for epoch, (total, count) in sums.items()}
+def _loss_count(session: Session) -> float:
+    """What the last step's loss is the mean over, on all ranks."""
+    assert isinstance(session.engine, PlainEngine)  # no switch brings another
+    assert session.engine.loss_count is not None  # the job isn't counted before its passes
+    return session.engine.loss_count
 
 
 def _terms(optimizer: Optimizer) -> dict[str, Any]:
@@ -336,6 +376,15 @@ def _bare(model: nn.Module, says: bool) -> nn.Module:
     if says:
         print("the model is in DistributedDataParallel: its module is trained, and replicated once")
     return model.module
+
+
+def _say_how_means_are_weighted(loss_fn: Any) -> None:
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    print(
+        f"loss_fn {name} isn't one of torch's own means: each batch of a step is weighted by its "
+        "number of examples. If it is a mean over labels, give count=, their number in a batch, or "
+        "let it return (sum, count)"
+    )
 
 
 def _say_what_grew(given: int, steps: Sequence[StepMetrics]) -> None:

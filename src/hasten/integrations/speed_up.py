@@ -22,6 +22,7 @@ from torch import nn
 
 from hasten.core.facts import Facts, RecordFacts
 from hasten.core.plan import Plan
+from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.adapt import facts_of
@@ -47,9 +48,13 @@ def speed_up(trainer: AnyTrainer, plan: Iterable[Any] | None = None) -> AnyTrain
     Without a plan these are the ones that ``plan: auto`` chose for this model and data on this
     machine; where it wasn't asked, those that usually help and keep the mathematics, as far as
     nothing stands in their way on this model, machine and trainer. A warning of the logger
-    ``hasten`` names them, what is expected of them, and what ``hasten train`` would have beside
-    them; another one tells the speed of the first 50 steps. In Lightning they join when ``fit`` is
-    called.
+    ``hasten`` names them and what is expected of them, with one line for each technique that is
+    left out; another one gives the speed of the first 50 steps. In Lightning they join when ``fit``
+    is called.
+
+    They hold for training passes alone. On the first step their losses and gradients are compared
+    with the trainer's own (``HASTEN_PROOF=off`` skips that), and a technique that differs is taken
+    away. Calling this again replaces the techniques of the first call.
 
     Args:
         trainer: of transformers, TRL or Lightning.
@@ -90,7 +95,7 @@ def _techniques(plan: Iterable[Any]) -> Iterable[Technique]:
 
 
 def _chosen(known: Facts, rows: Any, check: Carry) -> tuple[list[Technique], SpeedNote]:
-    """The techniques that a trainer can carry together; what they are and aren't is told, once."""
+    """The techniques that a trainer can carry together; a warning names them and the others."""
     agreeing = known.world.size == 1 or dist.is_initialized()  # else each rank is by itself
     kept = _kept(known, rows) if agreeing else None
     if kept is None:
@@ -104,6 +109,8 @@ def _chosen(known: Facts, rows: Any, check: Carry) -> tuple[list[Technique], Spe
         packs = any(isinstance(t, Packed) for t in found)
         if isinstance(technique, DocumentAttention) and not packs:
             continue  # rows that aren't packed have one document each
+        if technique.slot is Slot.EXPERTS and not known.model.experts:
+            continue  # nothing to gain
         try:
             check([*found, technique])
         except InputError as error:
@@ -122,8 +129,8 @@ def _chosen(known: Facts, rows: Any, check: Carry) -> tuple[list[Technique], Spe
     if not known.world.is_main:
         return found, note
     names = ", ".join(t.name() for t in found) or "no technique"
-    rest = "" if not left else f"; not here: {'; '.join(left.values())}"
-    _LOG.warning("speed_up: %s joined%s%s", names, note.promise, rest)
+    lines = "".join(f"\n  left out: {reason}" for reason in left.values())
+    _LOG.warning("speed_up: %s joined%s%s", names, note.promise, lines)
     return found, note
 
 

@@ -9,11 +9,15 @@ logging and saving between two steps are not. Tokens are counted where the model
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from hasten.core.setup import Setup
@@ -22,14 +26,28 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.adapt import (
     EDITS,
+    PROVEN,
     Host,
+    HostedTechniques,
     HostRun,
+    NoContext,
     attach_wire,
-    edit_model,
     optimizer_of,
+    optimizer_reason,
+    plain_forward,
     prepare_host,
 )
-from hasten.integrations.batches import StepBatches, StepLoader, collator, record_of
+from hasten.integrations.batches import (
+    KEEP,
+    PACK,
+    UNDECIDED,
+    PackedBatch,
+    PackedCollator,
+    StepBatches,
+    StepLoader,
+    packed_batch,
+    record_of,
+)
 from hasten.integrations.checkpoints import (
     CheckpointSchedule,
     StepLog,
@@ -38,8 +56,11 @@ from hasten.integrations.checkpoints import (
     step_log,
     take_wire,
 )
+from hasten.integrations.first_step import FirstStepProof, proof_is_on
 from hasten.machine import environment
+from hasten.parts.nn.causal_lm import causal_lm
 
+_LOG = logging.getLogger(__name__)
 HOST = Host(
     "the Trainer",
     frozenset((*EDITS, Slot.SAMPLER, Slot.COLLATE, Slot.WIRE, Slot.OPTIMIZER, Slot.CHECKPOINT)),
@@ -57,15 +78,19 @@ HOST = Host(
     },
 )
 Theirs = TypeVar("Theirs", bound=Trainer)
+JOINED = "_hasten_techniques"  # the attribute of a trainer that has some
 
 
 def with_techniques(
     trainer: Theirs, techniques: Iterable[Technique], *, evidence: str | Path | None = None
 ) -> Theirs:
-    """The same trainer, in which the techniques have taken their slots; call it before ``train``.
+    """The same trainer with the techniques; call it before ``train``.
 
-    The model, the loader, the collator and the optimizer of this trainer are changed, classes are
-    not. Checkpoints without a folder go to ``hasten`` under the trainer's ``output_dir``.
+    They join each time it trains, and hold for its training passes alone: evaluation, prediction
+    and generation, copies and saved files are those of the plain trainer. Before the first update
+    they are compared with the trainer's own passes (:mod:`hasten.integrations.first_step`); one
+    that differs is taken away, and a warning says so. Techniques that were given before are
+    replaced. Checkpoints without a folder go to ``hasten`` under the trainer's ``output_dir``.
 
     Args:
         evidence: a folder of its own for ``metrics.jsonl``, see :class:`StepEvidence`.
@@ -74,20 +99,10 @@ def with_techniques(
         InputError: a technique whose slot this trainer doesn't offer, with what to do instead, or
             one that can't work on this job.
     """
-    model: Any = trainer.model
-    setup = _fitted(trainer, list(techniques))
-    saves = CheckpointSchedule.of(setup)
-    edit_model(model, setup)
-    if Slot.COLLATE in setup.plan:
-        assert setup.collate is not None  # prepare() put the job's there
-        trainer.data_collator = collator(setup.collate)
-    if Slot.SAMPLER in setup.plan:
-        _take_loader(trainer, setup)
-    if Slot.OPTIMIZER in setup.plan:
-        _take_optimizer(trainer, setup)
-    seams = _TechniqueCallback(trainer, setup, saves)
-    trainer.add_callback(seams)
-    _tell_resumed(trainer, seams)
+    former = vars(trainer).get(JOINED)
+    if former is not None:
+        former.leave()
+    TrainerTechniques(trainer, list(techniques)).join()
     if evidence is not None:
         trainer.add_callback(StepEvidence(evidence))
     return trainer
@@ -95,14 +110,19 @@ def with_techniques(
 
 def check(trainer: Trainer, techniques: Sequence[Technique]) -> None:
     """Raise InputError where `with_techniques` would; nothing is changed."""
-    _fitted(trainer, techniques)
+    _require_fitting(trainer, techniques)
 
 
-def _fitted(trainer: Trainer, plan: Sequence[Technique]) -> Setup:
+def _require_fitting(trainer: Trainer, plan: Sequence[Technique]) -> Setup:
     for technique in plan:
         _check(trainer, technique)
     model: Any = trainer.model
-    return prepare_host(HOST, model, plan, _host_run(trainer, plan))
+    host_run = _host_run(trainer, plan)
+    setup = prepare_host(HOST, model, plan, host_run)
+    hosted = HostedTechniques(HOST, model, host_run)
+    for technique in setup.plan:
+        hosted.require_recognised(technique)
+    return setup
 
 
 def _check(trainer: Trainer, technique: Technique) -> None:
@@ -113,27 +133,30 @@ def _check(trainer: Trainer, technique: Technique) -> None:
             f"{name}: this trainer shards the model or runs several GPUs in one process; start "
             "one process per GPU with torchrun, without fsdp and deepspeed"
         )
-    if slot in (Slot.LOSS, Slot.COLLATE) and (
-        kind.compute_loss is not Trainer.compute_loss
-        or trainer.compute_loss_func is not None
-        or trainer.label_smoother is not None
-    ):
+    if slot in EDITS and args.torch_compile:
         raise InputError(
-            f"{name}: {kind.__name__} computes its own loss from logits and batches of its own, "
-            "which leaves no room for another; with TRL's SFT say packing=True or "
-            "use_liger_kernel=True in its settings"
+            f"{name}: torch_compile compiles the model once, for training and evaluation; leave "
+            "one of them out"
         )
+    if slot is Slot.LOSS:
+        reason = _own_loss(trainer)
+        if reason:
+            raise InputError(f"{name}: {reason}; it is left as it is")
+    if slot is Slot.COLLATE:
+        reason = _needs_rows(trainer)
+        if reason:
+            raise InputError(f"{name}: {reason}; its batches are left as they are")
     own_loader = (
         kind.get_train_dataloader is not Trainer.get_train_dataloader
         or kind._get_train_sampler is not Trainer._get_train_sampler
     )
     if slot is Slot.SAMPLER and own_loader:
-        raise InputError(f"{name}: {kind.__name__} draws its records itself; leave it out")
+        raise InputError(f"{name}: {kind.__name__} draws its examples itself; leave it out")
     twice = args.gradient_checkpointing or args.activation_checkpointing
     if slot is Slot.RECOMPUTE and twice:
         raise InputError(
             f"{name}: TrainingArguments' activation_checkpointing (gradient_checkpointing) "
-            "recomputes the same blocks; say False, or leave the technique out"
+            "recomputes the same blocks; set it to False, or leave the technique out"
         )
     if slot is Slot.ATTENTION and getattr(args, "num_generations", None) is not None:
         raise InputError(
@@ -141,9 +164,82 @@ def _check(trainer: Trainer, technique: Technique) -> None:
             "it out"
         )
     if slot is Slot.WIRE and args.fp16:
-        raise InputError(f"{name}: with fp16 the Trainer scales gradients; say bf16=True instead")
-    if slot is Slot.OPTIMIZER and trainer.optimizer is not None:
-        raise InputError(f"{name}: this trainer was given its optimizer; leave one of them out")
+        raise InputError(f"{name}: with fp16 the Trainer scales gradients; use bf16=True instead")
+    if slot is Slot.OPTIMIZER:
+        reason = _own_optimizer(trainer, technique)
+        if reason:
+            raise InputError(f"{name}: {reason}; it is left as it is")
+
+
+def _own_loss(trainer: Trainer) -> str:
+    """Why the trainer's loss can't come without logits; empty if it can."""
+    kind = type(trainer)
+    if trainer.compute_loss_func is not None:
+        return "compute_loss_func reads the logits"
+    if trainer.label_smoother is not None:
+        return "label_smoothing_factor reads the logits"
+    if kind.compute_loss is not Trainer.compute_loss:
+        return f"{kind.__name__} has a compute_loss of its own"
+    inner: Any = _causal_lm_of(trainer)
+    function = getattr(inner, "loss_function", None)
+    if function is not None and getattr(function, "__name__", "") != "ForCausalLMLoss":
+        return f"the model's loss function is {getattr(function, '__name__', function)}"
+    return ""
+
+
+def _needs_rows(trainer: Trainer) -> str:
+    """Why the trainer needs one example a row; empty if documents may share one."""
+    kind, args = type(trainer), trainer.args
+    if trainer.compute_loss_func is not None:
+        return "compute_loss_func may need one example a row"
+    if kind.compute_loss is not Trainer.compute_loss and not _is_sft(kind):
+        return f"{kind.__name__} has a compute_loss of its own"
+    if getattr(args, "neftune_noise_alpha", None) is not None:
+        return "NEFTune's noise depends on the length of a row"
+    if getattr(args, "include_num_input_tokens_seen", "no") == "non_padding":
+        return "include_num_input_tokens_seen counts by the attention_mask"
+    adapters = getattr(trainer.model, "peft_config", None) or {}
+    if any(getattr(one, "is_prompt_learning", False) for one in adapters.values()):
+        return "a learned prompt stands before each row"
+    dispatched = trainer.accelerator.dispatch_batches
+    streamed = not hasattr(trainer.train_dataset, "__len__")
+    if args.world_size > 1 and (dispatched or (dispatched is None and streamed)):
+        return "one rank reads the batches and deals out their rows"
+    if getattr(trainer.accelerator, "split_batches", False) and args.world_size > 1:
+        return "split_batches deals out the rows of a batch"
+    return ""
+
+
+def _is_sft(kind: type[Trainer]) -> bool:
+    """TRL's SFTTrainer, whose loss is a mean over labelled tokens of whatever rows."""
+    owner = next(c for c in kind.__mro__ if "compute_loss" in vars(c))
+    return owner.__module__.startswith("trl.") and owner.__name__ == "SFTTrainer"
+
+
+def _own_optimizer(trainer: Trainer, technique: Technique) -> str:
+    """Why the trainer's optimizer isn't torch's AdamW, built by the trainer; empty if it is."""
+    args = trainer.args
+    if trainer.optimizer is not None and trainer.optimizer is not _built_before(trainer):
+        return "this trainer was given its optimizer"
+    if trainer.optimizer_cls_and_kwargs is not None:
+        return "this trainer was given a class of optimizer"
+    name = str(getattr(args.optim, "value", args.optim))
+    if name not in ("adamw_torch", "adamw_torch_fused"):
+        return f"optim is {name}, and the technique reads torch's AdamW"
+    model: Any = trainer.model
+    return optimizer_reason(technique, None, model.parameters())
+
+
+def _built_before(trainer: Trainer) -> Any:
+    joined = vars(trainer).get(JOINED)
+    return None if joined is None else joined.built
+
+
+def _causal_lm_of(trainer: Trainer) -> Any:
+    try:
+        return causal_lm(trainer.model)
+    except ValueError:
+        return None
 
 
 def _host_run(trainer: Trainer, plan: Iterable[Technique]) -> HostRun:
@@ -166,75 +262,222 @@ def _host_run(trainer: Trainer, plan: Iterable[Technique]) -> HostRun:
     )
 
 
-def _take_loader(trainer: Trainer, setup: Setup) -> None:
-    """The loader isn't prepared by accelerate: its batches are this rank's already."""
-    args, world = trainer.args, setup.facts.world
-    assert setup.sampler is not None  # there are records
-    order = StepBatches(setup.sampler, args.gradient_accumulation_steps, world.rank, world.size)
+class TrainerTechniques(TrainerCallback):
+    """The techniques of one trainer, through all its trainings.
 
-    def loader() -> StepLoader:
+    A step's way through it:
+
+        1. get_train_dataloader  the trainer's own loader, whose collator packs as well
+        2. get_batch_samples     takes the layout that was decided for; both are at hand at first
+        3. training_step         opens a window that ends with the pass
+        4. compute_loss          in that window: the proof while it is the first step, then the
+                                 model's edits are switched on until the window ends
+        5. callbacks             the wire and checkpoints of hasten
+    """
+
+    def __init__(self, trainer: Trainer, plan: Sequence[Technique]) -> None:
+        self.setup = _require_fitting(trainer, plan)
+        self.built: Any = None  # the technique's optimizer
+        self.proof: FirstStepProof | None = None
+        self.resumed: Path | None = None  # the Trainer's checkpoint from which it resumes
+        self._trainer = trainer
+        self._usual: dict[str, Any] = {}
+        self._saves = CheckpointSchedule.of(self.setup)
+        self._attached: Any = None
+        self._hosted: HostedTechniques | None = None
+        self._passes: _TrainerPasses
+        self._techniques: list[Technique] = []  # that change the training passes
+        self._packing: PackedCollator | None = None
+        self._window: contextlib.ExitStack | None = None
+        self._host_batch: Any = None
+        self._reported: set[str] = set()
+
+    # Joining a trainer and leaving it. These attributes are the instance's alone.
+
+    def join(self) -> None:
+        """Take the places in the trainer that the plan needs."""
+        plan = self.setup.plan
+        places: dict[str, Any] = {}
+        places["training_step"], places["compute_loss"] = self._training_step, self._compute_loss
+        places["_load_optimizer_and_scheduler"] = self._load_optimizer_and_scheduler
+        if Slot.COLLATE in plan or Slot.SAMPLER in plan:
+            places["get_train_dataloader"] = self._get_train_dataloader
+        if Slot.COLLATE in plan:
+            places["get_batch_samples"] = self._get_batch_samples
+        if Slot.OPTIMIZER in plan:
+            places["create_optimizer"] = self._create_optimizer
+        for name, method in places.items():
+            self._usual[name] = getattr(self._trainer, name)
+            setattr(self._trainer, name, method)
+        vars(self._trainer)[JOINED] = self
+        self._trainer.add_callback(self)
+
+    def leave(self) -> None:
+        """Give the trainer its own places back."""
+        for name, usual in self._usual.items():
+            if getattr(usual, "__self__", None) is self._trainer:
+                vars(self._trainer).pop(name, None)
+            else:  # somebody else's, of this instance
+                setattr(self._trainer, name, usual)
+        vars(self._trainer).pop(JOINED, None)
+        self._trainer.remove_callback(self)
+
+    # Data.
+
+    def _get_train_dataloader(self) -> Any:
+        trainer, usual = self._trainer, self._trainer.data_collator
+        if Slot.COLLATE in self.setup.plan:
+            self._packing = PackedCollator(usual)
+            trainer.data_collator = self._packing
+        try:
+            if Slot.SAMPLER in self.setup.plan:
+                return self._ordered_loader()
+            return self._usual["get_train_dataloader"]()
+        finally:
+            trainer.data_collator = usual  # evaluation and prediction use it
+
+    def _ordered_loader(self) -> StepLoader:
+        """It isn't prepared by accelerate: its batches are this rank's already."""
+        trainer, args, world = self._trainer, self._trainer.args, self.setup.facts.world
+        assert self.setup.sampler is not None  # there are examples
+        passes = args.gradient_accumulation_steps
         return StepLoader(
             trainer.train_dataset,
-            order,
+            StepBatches(self.setup.sampler, passes, world.rank, world.size),
             trainer._get_collator_with_removed_columns(trainer.data_collator, "training"),
             num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory and setup.facts.on_gpu,
+            pin_memory=args.dataloader_pin_memory and self.setup.facts.on_gpu,
         )
 
-    trainer.get_train_dataloader = loader  # this instance alone
+    def _get_batch_samples(self, iterator: Any, count: int, device: Any) -> Any:
+        batches = list(itertools.islice(iterator, count))
+        if self._packing is not None:
+            chosen = [self._packing.chosen(batch) for batch in batches]
+            for _, reason in chosen:
+                if reason:
+                    self._report(f"packed: left out for some batches: {reason}")
+            batches = [batch for batch, _ in chosen]
+        return self._usual["get_batch_samples"](iter(batches), count, device)
 
+    # Passes.
 
-def _take_optimizer(trainer: Trainer, setup: Setup) -> None:
-    """Its own AdamW is built as ever and read; the technique's has the same groups and rates."""
-    usual = trainer.create_optimizer
+    def _training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self._host_batch = inputs.host if isinstance(inputs, PackedBatch) else None
+        with contextlib.ExitStack() as window:
+            self._window = window
+            try:
+                return self._usual["training_step"](model, inputs, *args, **kwargs)
+            finally:
+                self._window = None
 
-    def create(model: Any = None) -> Any:
+    def _compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        usual = self._usual["compute_loss"]
+        if self._window is None or self._hosted is None:  # evaluation, or somebody's own call
+            return usual(model, inputs, *args, **kwargs)
+        if self.proof is not None:
+            inputs = self._proven(inputs, kwargs.get("num_items_in_batch"))
+        self._window.enter_context(self._hosted.active(self._techniques))
+        return usual(model, inputs, *args, **kwargs)
+
+    def _proven(self, inputs: Any, items: Any) -> Any:
+        """The inputs in the layout that is proven for them."""
+        assert self.proof is not None
+        host_inputs = inputs
+        if self._host_batch is not None:
+            host_inputs = Trainer._prepare_inputs(self._trainer, self._host_batch)
+        self._passes.items, self._passes.real = items, host_inputs
+        callbacks = self._trainer.callback_handler.callbacks
+        counts = [one.count for one in callbacks if isinstance(one, StepEvidence)]
+        removed = self.proof.check(host_inputs, self._trainer, *counts)
+        self._techniques = self.proof.techniques
+        for removal in removed:
+            self._report(f"{removal.technique.name()} was taken out: {removal.difference}")
+        if any(r.technique.slot is Slot.COLLATE for r in removed) and self._packing is not None:
+            self._packing.decide(KEEP)
+            return host_inputs
+        packs = any(t.slot is Slot.COLLATE for t in self._techniques)
+        return inputs if packs else host_inputs
+
+    def _report(self, text: str) -> None:
+        if text not in self._reported and self.setup.facts.world.is_main:
+            _LOG.warning("speed_up: %s", text)
+        self._reported.add(text)
+
+    # Optimizer.
+
+    def _create_optimizer(self, model: Any = None) -> Any:
+        """Read the trainer's own AdamW; the technique's has the same groups and rates."""
+        trainer = self._trainer
         if trainer.optimizer is None:
-            built: Any = usual(model)
+            own: Any = self._usual["create_optimizer"](model)
             trained: Any = trainer.model if model is None else model
-            trainer.optimizer = optimizer_of(setup, trained, built)
+            trainer.optimizer = self.built = optimizer_of(self.setup, trained, own)
         return trainer.optimizer
 
-    trainer.create_optimizer = create  # this instance alone
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        """The one place where the Trainer has the name of the checkpoint from which it resumes."""
+        self._usual["_load_optimizer_and_scheduler"](checkpoint)
+        self.resumed = Path(checkpoint) if checkpoint else None
 
-
-def _tell_resumed(trainer: Trainer, seams: _TechniqueCallback) -> None:
-    """The one place where the Trainer has the name of the checkpoint that it goes on from."""
-    usual = trainer._load_optimizer_and_scheduler
-
-    def load(checkpoint: Any) -> None:
-        usual(checkpoint)
-        seams.resumed = Path(checkpoint) if checkpoint else None
-
-    trainer._load_optimizer_and_scheduler = load  # this instance alone
-
-
-class _TechniqueCallback(TrainerCallback):
-    """The moments at which WIRE and CHECKPOINT are called."""
-
-    def __init__(self, trainer: Trainer, setup: Setup, saves: CheckpointSchedule | None) -> None:
-        self._trainer, self._setup, self._saves = trainer, setup, saves
-        self._attached: Any = None
-        self.resumed: Path | None = None  # the Trainer's checkpoint that it goes on from
+    # Moments of a training.
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         module: Any = self._trainer.model_wrapped
         if module is not self._attached:  # DDP takes one hook in its life
-            attach_wire(self._setup, module)
+            attach_wire(self.setup, module)
             self._attached = module
         if self.resumed is not None:
-            take_wire(self._setup, self.resumed)
+            take_wire(self.setup, self.resumed)
             self.resumed = None
         if self._saves is not None:
             self._saves.begin(
                 model=given["model"], optimizer=given["optimizer"], schedule=given["lr_scheduler"]
             )
+        self._begin_passes()
+
+    def _begin_passes(self) -> None:
+        """Recognise this training's model, which may be new, and begin the proof."""
+        trainer = self._trainer
+        model: Any = trainer.model
+        is_new = self._hosted is None or self._hosted.model is not model
+        if is_new:
+            autocast = trainer.accelerator.autocast if trainer.accelerator.native_amp else NoContext
+            hosted = HostedTechniques(HOST, model, _host_run(trainer, ()), autocast)
+            self._passes = _TrainerPasses(trainer, hosted, self._usual["compute_loss"])
+            self._hosted = hosted
+            self._techniques = [t for t in self.setup.plan if t.slot in (*PROVEN, Slot.COLLATE)]
+            for technique in list(self._techniques):
+                try:
+                    hosted.require_recognised(technique)
+                except InputError as error:
+                    self._techniques.remove(technique)
+                    self._report(str(error))
+        if is_new and proof_is_on() and self._techniques:
+            pad_id = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
+            self.proof = FirstStepProof(self._passes, self._techniques, "the Trainer", pad_id)
+        else:
+            self._decide()
+
+    def _decide(self) -> None:
+        if self._packing is not None and self._packing.decision == UNDECIDED:
+            packs = any(t.slot is Slot.COLLATE for t in self._techniques)
+            self._packing.decide(PACK if packs else KEEP)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self._setup.wire.before_update(self._parameters())
+        if self.proof is not None:  # the first step's passes are done
+            if self.proof.batches:
+                _LOG.info("%s", self.proof)
+            elif self._techniques:
+                self._report(
+                    "this trainer's steps don't call compute_loss; techniques of the "
+                    "model and its batches are left out"
+                )
+            self.proof = None
+            self._decide()
+        self.setup.wire.before_update(self._parameters())
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self._setup.wire.after_update(self._parameters())
+        self.setup.wire.after_update(self._parameters())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self._saves is not None:
@@ -243,7 +486,7 @@ class _TechniqueCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if not args.save_only_model:
             folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-            keep_wire(self._setup, folder)
+            keep_wire(self.setup, folder)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self._saves is not None:
@@ -258,6 +501,52 @@ class _TechniqueCallback(TrainerCallback):
         return [p for p in model.parameters() if p.requires_grad]
 
 
+class _TrainerPasses:
+    """What the proof runs: the trainer's own ``compute_loss`` on its unwrapped model."""
+
+    def __init__(self, trainer: Trainer, hosted: HostedTechniques, compute_loss: Any) -> None:
+        self._trainer, self._hosted, self._compute_loss = trainer, hosted, compute_loss
+        self.items: Any = None  # labels of the whole step, for a batch of it
+        self.real: Any = None  # that batch, as the trainer's collator made it
+        self._is_real = False
+
+    @property
+    def model(self) -> nn.Module:
+        return self._hosted.model
+
+    @property
+    def is_mixed(self) -> bool:
+        return bool(self._trainer.accelerator.native_amp)
+
+    def loss(self, batch: Any) -> Tensor:
+        trainer = self._trainer
+        model: Any = trainer.model
+        model.train()
+        items = self.items if self._is_real else None
+        with trainer.compute_loss_context_manager():
+            loss: Tensor = self._compute_loss(model, batch, num_items_in_batch=items)
+        return loss
+
+    def batch(self, host_batch: Any, techniques: Sequence[Technique]) -> Any:
+        self._is_real = host_batch is self.real
+        if not any(t.slot is Slot.COLLATE for t in techniques):
+            return host_batch
+        packed = packed_batch(host_batch)
+        return host_batch if isinstance(packed, str) else packed
+
+    def active(self, techniques: Sequence[Technique]) -> AbstractContextManager[None]:
+        return self._hosted.active(techniques)
+
+    @contextlib.contextmanager
+    def in_float32(self) -> Iterator[None]:
+        usual, self._hosted.context = self._hosted.context, NoContext
+        try:
+            with plain_forward(self.model):
+                yield
+        finally:
+            self._hosted.context = usual
+
+
 class StepEvidence(TrainerCallback):
     """Writes ``metrics.jsonl``; of several ranks the first writes, about its own share.
 
@@ -270,7 +559,7 @@ class StepEvidence(TrainerCallback):
 
     def __init__(self, folder: str | Path | StepLog) -> None:
         self._file = step_log(folder)
-        self._count = TokenCount()
+        self.count = TokenCount()
         self._hook: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -282,11 +571,11 @@ class StepEvidence(TrainerCallback):
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training:  # an evaluation's tokens are nobody's step
             given = {"input_ids": args[0]} if args else {}
-            self._count.add({**given, **kwargs})
+            self.count.add({**given, **kwargs})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._file is not None:
-            self._file.step(state.global_step, self._count)
+            self._file.step(state.global_step, self.count)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self._file is not None and isinstance(logs, dict):

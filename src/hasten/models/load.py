@@ -288,11 +288,16 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
 
 def count_parameters(config: PreTrainedConfig) -> int:
     """Parameters of a model with this config, tied ones once; no memory is taken."""
+    return sum(p.numel() for p in skeleton_of(config).parameters())
+
+
+def skeleton_of(config: PreTrainedConfig) -> PreTrainedModel:
+    """The modules of a model with this config, with no memory for its weights."""
     from transformers import AutoModelForCausalLM
 
     with quiet(), _advice(_cant_build(config)), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(p.numel() for p in model.parameters())
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
 
 
 def take_own_attention(model: Any) -> None:

@@ -39,14 +39,15 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.launch.supervisor import RankTimeouts, Supervision
 from hasten.models.load import (
-    count_parameters,
     load_model,
     read_config,
+    skeleton_of,
     take_own_attention,
 )
 from hasten.parts.data.collate import padded
 from hasten.parts.kernels.refused import is_refused
 from hasten.parts.nn.causal_lm import routed_experts
+from hasten.parts.nn.head_form import asks_router_loss, head_form
 from hasten.parts.nn.losses import LossTerms, WholeLogitsLoss, token_accuracy
 from hasten.parts.optim.weight_average import decayed_groups
 from hasten.recipe.prepared_data import PreparedData
@@ -55,6 +56,7 @@ from hasten.recipe.shorthands import catalogue
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.hybrid import Hybrid
+from hasten.techniques.routing import RealTokens
 
 # Every way to deal ranks out to two or three layouts at once, for those who choose among them.
 
@@ -183,9 +185,20 @@ def model_facts(recipe: Recipe, data: PreparedData | None) -> ModelFacts:
     """The model's shape from its config; nothing is loaded."""
     rows = len(data.tokenizer) if data else None
     config = read_config(recipe.model, needs_weights=not recipe.from_scratch, vocab_size=rows)
+    skeleton = skeleton_of(config)
+    reason, router_loss = "", False
+    try:
+        router_loss = head_form(skeleton).router_weight != 0
+    except ValueError as error:
+        reason = str(error)
+    if reason and asks_router_loss(skeleton):
+        raise InputError(
+            f"model: the config of {recipe.model} asks for a loss of its routers "
+            f"(output_router_logits), which can't be added here: {reason}; set it to false"
+        )
     return ModelFacts(
         architecture=config.model_type,
-        parameters=count_parameters(config),
+        parameters=sum(p.numel() for p in skeleton.parameters()),
         hidden_size=config.hidden_size,
         layers=config.num_hidden_layers,
         vocabulary=config.vocab_size,
@@ -194,6 +207,8 @@ def model_facts(recipe: Recipe, data: PreparedData | None) -> ModelFacts:
         sliding_window=bool(getattr(config, "use_sliding_window", False)),
         heads=getattr(config, "num_attention_heads", 0) or 0,
         key_value_heads=getattr(config, "num_key_value_heads", 0) or 0,
+        head_reason=reason,
+        router_loss=router_loss,
     )
 
 
@@ -250,6 +265,7 @@ def job_of(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> Job:
         collate=with_language_counts(partial(padded, pad_id=data.tokenizer.pad_token_id or 0)),
         batch=batch_of(recipe),
         adapter=_adapter(recipe),
+        routing=RealTokens if known.model.router_loss else None,
         held_out=data.held_out,
         metrics={name: partial(METRICS[name], records=data.held_out) for name in _asked(recipe)},
         max_grad_norm=recipe.max_grad_norm,

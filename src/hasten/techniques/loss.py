@@ -23,12 +23,6 @@ from hasten.parts.nn.losses import (
 )
 from hasten.techniques import batch, kernel_figures
 
-# Architectures whose logits are head x hidden state, capped or not: no scaling.
-PLAIN_HEADS = (
-    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2"),
-    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4"),
-)
-
 
 @dataclass(frozen=True)
 class LabelledTokenLoss(Technique):
@@ -66,7 +60,10 @@ class LabelledTokenLoss(Technique):
                 )
             vocabulary = causal_lm(whole.model).config.vocab_size
             rows = chunk_rows(self.chunk, vocabulary, chunk_bytes_on(setup.job.device))
-            return LabelOnlyLoss(whole.model, rows, whole.terms)
+            try:
+                return LabelOnlyLoss(whole.model, rows, whole.terms)
+            except ValueError as error:
+                raise InputError(f"labelled_token_loss: {error}; leave it out") from error
 
         setup.loss = loss_of
 
@@ -86,11 +83,11 @@ class LabelledTokenLoss(Technique):
         return (Switch(name, (*values, rows, *more), lambda: loss.chunk, change),)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        if facts.model.architecture in PLAIN_HEADS:
+        if not facts.model.head_reason:
             return kernel_figures.faults(facts, kernel_ways.LOSSES)
         return (
-            f"the head of {facts.model.architecture} isn't known to be a linear layer and no more; "
-            f"it is for {', '.join(PLAIN_HEADS)}",
+            f"the loss of {facts.model.architecture} is not only its head and cross-entropy: "
+            f"{facts.model.head_reason}",
         )
 
     def forecast(self, facts: Facts) -> Forecast:

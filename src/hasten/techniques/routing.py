@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from hasten.core.contracts import ModelRouting, Routing
 from hasten.core.facts import Facts
 from hasten.core.job import MicroBatch
 from hasten.core.session import Session
@@ -18,6 +19,7 @@ from hasten.errors import InputError
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.router_balance import (
     BIASED,
+    FILLER,
     UNBIASED,
     RouterBalance,
     load_ratios,
@@ -50,7 +52,7 @@ class BalancedRouting(Technique):
         return Fidelity.LOSSY if self.speed or self.sequence_loss else Fidelity.EXACT
 
     def apply(self, setup: Setup) -> None:
-        setup.routing = RouterBalancing(self.speed, self.sequence_loss)
+        setup.routing = RouterBalancing(self.speed, self.sequence_loss, setup.routing)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         architecture = facts.model.architecture
@@ -80,11 +82,27 @@ class BalancedRouting(Technique):
         )
 
 
-class RouterBalancing:
-    """ROUTING's seam, filled by a RouterBalance of the run's own."""
+class RealTokens(ModelRouting):
+    """Gives a loss of the model's routers the places where the micro-batch holds tokens.
 
-    def __init__(self, speed: float, sequence_loss: float) -> None:
-        self.speed, self.sequence_loss = speed, sequence_loss
+    Rows are padded without a mask: attention needs none, and the routers choose for filler too.
+    """
+
+    def forward(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        labels = micro_batch.inputs["labels"]
+        real = (_sequences(micro_batch) != FILLER).to(labels.device, non_blocking=True)
+        loss, count = module(**micro_batch.inputs, real_tokens=real)
+        return loss, count
+
+
+class RouterBalancing:
+    """ROUTING's seam, filled by a RouterBalance of the run's own.
+
+    ``passes`` runs the forward passes that are watched.
+    """
+
+    def __init__(self, speed: float, sequence_loss: float, passes: Routing) -> None:
+        self.speed, self.sequence_loss, self.passes = speed, sequence_loss, passes
         self.balance: RouterBalance | None = None
 
     def prepare(self, model: nn.Module) -> None:
@@ -102,11 +120,10 @@ class RouterBalancing:
     def forward(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         balance = self.balance
         if balance is None or not module.training:
-            loss, count = module(**micro_batch.inputs)
-            return loss, count
+            return self.passes.forward(module, micro_batch)
         labels = micro_batch.inputs["labels"]
         with balance.watching(_sequences(micro_batch)):
-            loss, count = module(**micro_batch.inputs)
+            loss, count = self.passes.forward(module, micro_batch)
         return loss + balance.loss(labels), count
 
     def after_update(self, total: Callable[[Tensor], Tensor]) -> None:

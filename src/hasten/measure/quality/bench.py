@@ -21,6 +21,7 @@ from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.parts.data.collate import TokenRecord
 from hasten.parts.nn.causal_lm import causal_lm, trunk
+from hasten.parts.nn.losses import LanguageModelLoss
 
 FEWEST = 4  # records, so that there is something to cut, to pack and to keep apart
 MOST_TOKENS = 4096
@@ -153,8 +154,13 @@ def shortened(model: nn.Module, layers: int | None) -> nn.Module:
 
 
 def still(module: nn.Module) -> None:
-    """Without dropout, whose draws depend on the layout: what is left must agree."""
+    """Without dropout, whose draws depend on the layout: what is left must agree.
+
+    The loss of the model's routers is left out too: it depends on which examples share a pass.
+    """
     for inner in module.modules():
+        if isinstance(inner, LanguageModelLoss):
+            inner.form = replace(inner.form, router_weight=0.0)
         if isinstance(inner, nn.Dropout):
             inner.p = 0.0
         if isinstance(getattr(inner, "attention_dropout", None), float):

@@ -87,18 +87,25 @@ def packed(records: Sequence[TokenRecord]) -> dict[str, Any]:
     if not records:
         raise ValueError("there are no records to lay out")
     ordered = sorted(records, key=lambda r: -r.length)
-    lengths = [r.length for r in ordered]
+    return end_to_end(
+        [torch.from_numpy(r.input_ids.astype(np.int64)) for r in ordered],
+        [torch.from_numpy(aligned_labels(r)) for r in ordered],
+    )
+
+
+def end_to_end(input_ids: Sequence[Tensor], labels: Sequence[Tensor]) -> dict[str, Any]:
+    """One row of documents in the order given, as :func:`packed` returns it.
+
+    ``input_ids`` and ``labels`` hold one tensor (tokens,) of each document.
+    """
+    lengths = tuple(len(ids) for ids in input_ids)
     return {
-        "input_ids": _row([r.input_ids.astype(np.int64) for r in ordered]),
-        "labels": _row([aligned_labels(r) for r in ordered]),
-        "position_ids": _row([np.arange(n, dtype=np.int64) for n in lengths]),
-        "document_lengths": tuple(lengths),
+        "input_ids": torch.cat(tuple(input_ids)).unsqueeze(0),
+        "labels": torch.cat(tuple(labels)).unsqueeze(0),
+        "position_ids": torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0),
+        "document_lengths": lengths,
         "boundaries": torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
     }
-
-
-def _row(pieces: Sequence[NDArray[np.int64]]) -> Tensor:
-    return torch.from_numpy(np.concatenate(pieces)).unsqueeze(0)
 
 
 # Records of the articles' form, {'input', 'target'} or pairs of tensors of uneven length.

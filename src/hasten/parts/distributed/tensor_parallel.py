@@ -43,6 +43,7 @@ from hasten.parts.distributed.tensor_plans import TensorPlan
 from hasten.parts.distributed.vocabulary_parallel import VocabularyParallelHead
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.parts.nn.fused_layers import is_fused
+from hasten.parts.nn.rebind import has_own_forward, plain_class
 from hasten.parts.nn.recompute import decoder_blocks
 
 # Low-rank adapters beside layers that are cut over ranks: cut along with them, their rank whole.
@@ -121,7 +122,7 @@ def _adapters(layer: nn.Module) -> list[tuple[Any, Any, Any]]:
 def _linears(layer: nn.Module, name: str) -> list[nn.Linear]:
     held = layer._modules.get(name)
     found = [] if held is None else list(held.children())
-    return [m for m in found if type(m) is nn.Linear]
+    return [m for m in found if plain_class(m) is nn.Linear]
 
 
 def _place(linear: nn.Linear, mesh: DeviceMesh, placement: Placement) -> None:
@@ -353,7 +354,7 @@ def _check_plain(inner: nn.Module, patterns: tuple[str, ...]) -> None:
         reason, base = why_not(module), base_of(module)
         if reason:
             raise ValueError(f"{name} {reason}; take fsdp2 as the layout")
-        if type(base) is not nn.Linear or ("forward" in vars(base) and not is_fused(base)):
+        if plain_class(base) is not nn.Linear or (has_own_forward(base) and not is_fused(base)):
             raise ValueError(
                 f"{name} is {type(base).__name__} with code of its own, and only plain linear "
                 "layers can be cut; leave out what replaces them"

@@ -25,6 +25,7 @@ from hasten.parts.nn.losses import (
     at_least_float32,
     chunk_rows,
     label_only_cross_entropy,
+    scores_of,
 )
 
 
@@ -151,11 +152,7 @@ def _loss_and_gradient(
 
     The formulas are those at the head of :mod:`hasten.parts.nn.losses`.
     """
-    scores, slope = logits, None
-    if terms.softcap is not None:
-        scores = torch.tanh(logits / terms.softcap)
-        slope = 1 - scores.square()
-        scores = scores * terms.softcap
+    scores, slope = scores_of(logits, terms)
     kept = (labels != IGNORED).unsqueeze(1)
     here = kept & (labels >= first).unsqueeze(1) & (labels < first + scores.shape[1]).unsqueeze(1)
     wanted = (labels.unsqueeze(1) - first).masked_fill(~here, 0)
@@ -179,8 +176,7 @@ def _loss_and_gradient(
     if smoothing:
         grad = grad - smoothing / vocabulary
     grad = grad.scatter_add(1, wanted, here.to(grad.dtype) * (smoothing - 1))
-    if slope is not None:
-        grad = grad * slope
+    grad = grad * slope
     return losses.masked_fill(~kept, 0.0).sum(), grad.masked_fill(~kept, 0.0)
 
 

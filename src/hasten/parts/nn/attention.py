@@ -1,4 +1,4 @@
-"""Causal attention inside each document of a packed row, with no work spent between documents.
+"""Causal attention inside each document of a row, with no work spent between documents.
 
 A packed row under plain SDPA needs a dense block mask: right, but it computes every pair of tokens
 of the row. Here each document attends to itself alone: one variable-length kernel call where the
@@ -6,9 +6,15 @@ device has one (``torch.nn.attention.varlen``; on processors with AMX hasten's o
 one causal SDPA call per document.
 
 The function is registered with Transformers under ``hasten_documents``, its public way to add an
-attention; a model instance that selects it stays the only one affected. Models hand unknown keyword
-arguments down to their attention, which is how ``document_lengths`` and ``boundaries`` of
-:func:`hasten.parts.data.collate.packed` arrive.
+attention; a model instance that selects it stays the only one affected. What a call gets:
+
+1. the decoder's forward (`_by_documents`) finds out which documents the rows hold, as Transformers
+   itself would for ``sdpa`` and ``eager``, and hands ``document_lengths`` down; models hand unknown
+   keyword arguments to their attention. Rows of hasten's own collation bring them along
+   (:func:`hasten.parts.data.collate.packed`), so that nobody has to wait for a GPU;
+2. where it can't tell, or there is a cache, a mask that hides tokens, or no training, the call
+   has the model's former attention, with the mask that Transformers builds for that one;
+3. `attend` is called by each layer, and goes by ``document_lengths`` alone.
 
 DeepSeek-V3.2 attends to the ``index_topk`` keys that an indexer chooses for each query. Here the
 indexer sees one document at a time, so that it chooses among the keys of that document alone. A
@@ -21,7 +27,9 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,33 +38,63 @@ from torch import Tensor, nn
 
 from hasten.parts.kernels import amx
 from hasten.parts.kernels.refused import LEAST_CAPABILITY, is_refused
-from hasten.parts.nn import fused_functions
+from hasten.parts.nn import fused_functions, rebind
+from hasten.parts.nn.causal_lm import holds_cache
 
 NAME = "hasten_documents"
 APART = f"{NAME}_apart"  # the same outside of compiled graphs
+USUAL = ("sdpa", "eager")  # attentions whose place it takes
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "deepseek_v32")
-NO_MASK = (
-    "document attention takes neither a mask nor a sliding window; call "
-    'model.set_attn_implementation("sdpa")'
-)
 VARLEN = "varlen_attention"  # the kernel's name where it is checked
 WIDEST_HEAD = 256  # of the variable-length kernel (FlashAttention-2)
 
 
 def use_document_attention(model: Any) -> None:
-    """Make a Hugging Face causal LM attend document by document; ``model`` alone is changed.
+    """Make a Hugging Face causal LM train document by document; ``model`` alone is changed.
 
-    Transformers builds no mask for such an attention: a two-dimensional ``attention_mask`` never
-    arrives, so that filler must stand on the right, where a causal token doesn't see it.
+    ``model.set_attn_implementation`` with the former attention's name takes it off again.
+
+    Raises:
+        ValueError: see `why_not`.
     """
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, attend)
-    model.set_attn_implementation(NAME)
+    reason = why_not(model.config)
+    if reason:
+        raise ValueError(f"document attention isn't used: {reason}")
+    _register()
+    model.set_attn_implementation(_name(NAME, usual_of(model.config)))
+    rebind.bind(getattr(model, model.base_model_prefix, model), _by_documents)
     for module in model.modules():
         if has_indexer(module):
-            module.forward = functools.partial(_without_mask, module)
-            module.indexer.forward = functools.partial(_later, module.indexer)
+            rebind.bind(module.indexer, _later)
+
+
+def why_not(config: Any) -> str:
+    """Why a model with this config can't attend by documents, in one sentence; empty: it can."""
+    usual = usual_of(config)
+    if usual in USUAL:
+        return ""
+    return (
+        f"the model attends with {usual}, which isn't sdpa or eager and may keep documents apart "
+        'itself; call model.set_attn_implementation("sdpa") first, or leave document_attention out'
+    )
+
+
+def by_documents(config: Any) -> bool:
+    """Whether a model with this config attends document by document."""
+    return str(config._attn_implementation).startswith(NAME)
+
+
+def usual_of(config: Any) -> str:
+    """The attention that the model has, or had before `use_document_attention`."""
+    name = config._attn_implementation or "eager"
+    if not by_documents(config):
+        return str(name)
+    return next((usual for usual in USUAL if name.endswith(f"_over_{usual}")), USUAL[0])
+
+
+def outside_graphs(config: Any) -> None:
+    """From now on the attention of a model with this config runs outside of compiled graphs."""
+    config._attn_implementation = _name(APART, usual_of(config))
 
 
 def attend(
@@ -69,57 +107,81 @@ def attend(
     dropout: float = 0.0,
     document_lengths: tuple[int, ...] | None = None,
     boundaries: Tensor | None = None,
-    indices: tuple[Any, ...] | None = None,
+    indices: Any = None,
     **other: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention of ``query`` (B, heads, T, d) over ``key``, ``value`` (B, kv heads, T, d).
 
-    Without ``document_lengths`` every row is one document. ``indices`` are what the indexer of
-    ``module`` reads: hidden states, the query's latent, rotary tables. Returns (B, T, heads, d).
+    ``document_lengths`` add up to T, and are those of every row, or to B T, of all rows end to end.
+    Without them it is the model's former attention, within ``attention_mask``. ``indices`` are what
+    the indexer of ``module`` reads (hidden states, the query's latent, rotary tables), or in the
+    former attention the keys that it chose. Returns (B, T, heads, d).
 
     Raises:
-        ValueError: the call is not a training pass over whole rows (generation with a cache): give
-            the model its own attention back first, ``model.set_attn_implementation("sdpa")``; or
-            it asks for a mask or a sliding window, which this attention doesn't have.
+        ValueError: documents, but fewer queries than keys, or a sliding window.
     """
-    if query.shape[2] != key.shape[2]:
-        raise ValueError(
-            "document attention is for training passes; before generating, call "
-            'model.set_attn_implementation("sdpa")'
-        )
-    masked = attention_mask is not None and indices is None  # that of an indexer says nothing
-    if masked or other.get("sliding_window") is not None:
-        raise ValueError(NO_MASK)
-    lengths = (query.shape[2],) if document_lengths is None else document_lengths
-    chosen = None if indices is None else _chosen(module.indexer, indices, lengths)
-    if chosen is not None:
-        return _one_by_one((query, key, value), lengths, scaling, dropout, chosen), None
-    if not dropout and amx.fits(query, key, value):
-        return _on_tiles((query, key, value), document_lengths, scaling), None
     if document_lengths is None:
-        return _causal(query, key, value, scaling, dropout).transpose(1, 2), None
-    kernel = _varlen()
+        if indices is not None:
+            assert attention_mask is not None  # such models always build one
+            attention_mask = with_chosen_keys(attention_mask, indices, query.dtype)
+        more = {"scaling": scaling, "dropout": dropout, **other}
+        found: tuple[Tensor, Tensor | None] = _usual(module)(
+            module, query, key, value, attention_mask, **more
+        )
+        return found
+    if query.shape[2] != key.shape[2] or other.get("sliding_window") is not None:
+        raise ValueError(
+            "document attention has neither a cache nor a sliding window; leave document_lengths "
+            "out of this call"
+        )
+    batch, _, length, _ = query.shape
+    if batch > 1 and sum(document_lengths) == batch * length:
+        query, key, value = (_end_to_end(t, 2) for t in (query, key, value))
+        if indices is not None:
+            hidden, latent, tables = indices
+            tables = tuple(_end_to_end(t.expand(batch, -1, -1), 1) for t in tables)
+            indices = _end_to_end(hidden, 1), _end_to_end(latent, 1), tables
+    out = _documents(
+        (query, key, value),
+        document_lengths,
+        boundaries,
+        scaling,
+        dropout,
+        None if indices is None else _chosen(module.indexer, indices, document_lengths),
+    )
+    return out.reshape(batch, length, *out.shape[2:]), None
+
+
+def _documents(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    lengths: tuple[int, ...],
+    boundaries: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    chosen: list[Tensor | None] | None,
+) -> Tensor:
+    """The documents of each row by the best kernel that takes them, (B, T, heads, d)."""
+    query, key, value = tensors
+    if chosen is not None:
+        return _one_by_one(tensors, lengths, scaling, dropout, chosen)
+    if not dropout and amx.fits(query, key, value):
+        return _on_tiles(tensors, lengths, scaling)
+    if len(lengths) == 1:
+        return _causal(query, key, value, scaling, dropout).transpose(1, 2)
+    kernel = _varlen() if len(query) == 1 else None
     if kernel and boundaries is not None and _fits_varlen(query, value, dropout):
-        longest = max(document_lengths)
-        return _one_kernel(kernel, (query, key, value), boundaries, longest, scaling), None
-    return _one_by_one((query, key, value), lengths, scaling, dropout), None
+        return _one_kernel(kernel, tensors, boundaries, max(lengths), scaling)
+    return _one_by_one(tensors, lengths, scaling, dropout)
+
+
+def _end_to_end(t: Tensor, side: int) -> Tensor:
+    """All rows in one: (B, ..., T, d) becomes (1, ..., B T, d), with T at ``side``."""
+    return t.movedim(side, 1).flatten(0, 1).unsqueeze(0).movedim(1, side)
 
 
 def has_indexer(module: nn.Module) -> bool:
     """Whether it is an attention whose keys an indexer chooses."""
     return type(module).__name__ == "DeepseekV32Attention"
-
-
-def by_documents(config: Any) -> bool:
-    """Whether a model with this config attends document by document."""
-    return config._attn_implementation in (NAME, APART)
-
-
-def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """An attention's own code, by documents where the model asks for it."""
-    if has_indexer(module) and by_documents(module.config):
-        return functools.partial(_without_mask, module)
-    return functools.partial(type(module).forward, module)
 
 
 def with_chosen_keys(mask: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,22 +196,170 @@ def with_chosen_keys(mask: Tensor, indices: Tensor, dtype: torch.dtype) -> Tenso
     return mask.masked_fill(~chosen, torch.finfo(dtype).min)
 
 
-def _without_mask(
-    self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **other: Any
+# What a decoder is called with, and which documents that makes.
+
+
+def is_no_mask(mask: Tensor | None) -> bool:
+    """Whether a mask stands for none: documents are told by their lengths."""
+    return mask is not None and mask.numel() == 0
+
+
+def _by_documents(decoder: Any, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The decoder's forward, with the lengths of the documents where its attention is to use them.
+
+    Transformers hands a mask of four dimensions on as it is, so that it neither builds one nor
+    reads the positions, for which the host would wait.
+    """
+    if not by_documents(decoder.config):
+        return usual(*args, **kwargs)
+    given = kwargs
+    if args:
+        given = inspect.signature(usual).bind_partial(*args).arguments | kwargs
+    states = _states(given)
+    if states is None:
+        return usual(**given)
+    told = given.get("document_lengths") is not None
+    if told:
+        _check_mask(given.get("attention_mask"))
+    else:
+        given = {**given, **_found_documents(decoder, states, given)}
+        told = "document_lengths" in given
+    if told:
+        given["attention_mask"] = states.new_empty((1, 1, 0, 0), dtype=torch.bool)
+    return usual(**given)
+
+
+def _check_mask(mask: Any) -> None:
+    if isinstance(mask, Tensor) and mask.numel() and not bool(mask.all()):
+        raise ValueError(
+            "document_lengths say which tokens see each other, and an attention_mask that hides "
+            "some was given too; leave one of them out"
+        )
+
+
+def _states(given: Mapping[str, Any]) -> Any:
+    """What a decoder is called with for each token: its id, or its embedding."""
+    ids = given.get("input_ids")
+    return given.get("inputs_embeds") if ids is None else ids
+
+
+def _found_documents(decoder: Any, states: Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
+    """``document_lengths`` and ``boundaries`` of a training pass that brings none, or nothing.
+
+    The rule is that of Transformers for ``sdpa`` and ``eager``: without a mask and a cache, a
+    document begins where a position isn't the one before plus one; else each row is one document.
+    """
+    config = decoder.config
+    weights = given.get("output_attentions", getattr(config, "output_attentions", False))
+    if not decoder.training or weights or holds_cache(given):
+        return {}
+    batch, length = states.shape[:2]
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.shape != (batch, length) or _is_traced():
+            return {}
+        return {"document_lengths": (length,)} if bool(mask.all()) else {}
+    use_cache = given.get("use_cache")
+    if positions is None or (config.use_cache if use_cache is None else use_cache):
+        return {"document_lengths": (length,)}
+    if positions.ndim != 2 or _is_traced():
+        return {}
+    begins = positions.diff(prepend=positions[:, :1] - 1) != 1
+    begins[:, 0] = True
+    starts = begins.expand(batch, -1).flatten().nonzero().flatten()
+    ends = torch.cat([starts, starts.new_full((1,), batch * length)]).int()
+    lengths = tuple(ends.diff().tolist())
+    if lengths == (length,) * batch:
+        return {"document_lengths": (length,)}
+    return {"document_lengths": lengths, "boundaries": ends}
+
+
+def _is_traced() -> bool:
+    """Whether a graph is made of the pass: what a tensor holds can't be asked then."""
+    return bool(torch.compiler.is_compiling())
+
+
+def _later(
+    indexer: Any,
+    usual: Callable[..., Any],
+    hidden: Tensor,
+    latent: Tensor,
+    tables: Any,
+    attention_mask: Tensor,
+    *more: Any,
+    **named: Any,
 ) -> Any:
-    """An attention with an indexer; by documents there is no mask that its own code could read."""
-    if by_documents(self.config):
-        if attention_mask is not None:
-            raise ValueError(NO_MASK)
-        attention_mask = hidden_states.new_empty((1, 1, 1, 1))
-    return type(self).forward(self, hidden_states, attention_mask=attention_mask, **other)
-
-
-def _later(self: Any, hidden: Tensor, latent: Tensor, tables: Any, *more: Any, **named: Any) -> Any:
-    """What the indexer reads, handed on to `attend`, which knows the documents."""
-    if by_documents(self.config):
+    """What an indexer reads, handed on to `attend`, which knows the documents."""
+    if is_no_mask(attention_mask):
         return hidden, latent, tables
-    return type(self).forward(self, hidden, latent, tables, *more, **named)
+    return usual(hidden, latent, tables, attention_mask, *more, **named)
+
+
+# Documents of a pass whose layers are compiled: a tuple of lengths is another at each step, so that
+# it goes around the graphs.
+
+_around: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+DOCUMENTS = ("document_lengths", "boundaries")
+
+
+def lead_around(module: nn.Module, arguments: dict[str, Any]) -> None:
+    """Take what says the documents out of the arguments of an attention, for `apart`."""
+    _around[module] = {name: arguments.pop(name) for name in DOCUMENTS if name in arguments}
+
+
+def lead_through(module: nn.Module) -> None:
+    """They are among the arguments again."""
+    _around.pop(module, None)
+
+
+@torch.compiler.disable
+def apart(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **other: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Document attention outside of the graphs, with the documents that were led around them."""
+    return attend(module, query, key, value, attention_mask, **{**_around.get(module, {}), **other})
+
+
+# What Transformers knows of it.
+
+
+def _name(ours: str, usual: str) -> str:
+    return ours if usual == USUAL[0] else f"{ours}_over_{usual}"
+
+
+def _register() -> None:
+    """Make the names known to this process's Transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for usual in USUAL:
+        for ours, function in ((NAME, attend), (APART, apart)):
+            AttentionInterface.register(_name(ours, usual), function)
+            AttentionMaskInterface.register(_name(ours, usual), _usual_mask)
+
+
+_by_documents.unpickled = _register  # type: ignore[attr-defined]  # see hasten.parts.nn.rebind
+
+
+def _usual_mask(*args: Any, config: Any, **kwargs: Any) -> Any:
+    """The mask that the former attention would have."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    return ALL_MASK_ATTENTION_FUNCTIONS[usual_of(config)](*args, config=config, **kwargs)
+
+
+def _usual(module: Any) -> Callable[..., Any]:
+    """The former attention's function."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    usual = usual_of(module.config)
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(usual, eager)
+    return found
 
 
 @torch.no_grad()
@@ -170,7 +380,7 @@ def _chosen(
             found.append(None)
             continue
         causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=hidden.device).tril()
-        indices = type(indexer).forward(indexer, states, query, tuple(tables), causal[:, 0], None)
+        indices = indexer.forward(states, query, tuple(tables), causal[:, 0], None)
         found.append(with_chosen_keys(causal, indices, hidden.dtype))
     return found
 
@@ -194,14 +404,13 @@ def _one_by_one(
 
 def _on_tiles(
     tensors: tuple[Tensor, Tensor, Tensor],
-    document_lengths: tuple[int, ...] | None,
+    lengths: tuple[int, ...],
     scale: float | None,
 ) -> Tensor:
     """All rows end to end in one call of the processor's own kernel."""
     batch, _, length, width = tensors[0].shape
-    lengths = ((length,) if document_lengths is None else tuple(document_lengths)) * batch
     query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in tensors)
-    starts = tuple(itertools.accumulate(lengths, initial=0))
+    starts = tuple(itertools.accumulate(tuple(lengths) * batch, initial=0))
     out = fused_functions.attend(query, key, value, starts, width**-0.5 if scale is None else scale)
     return out.view(batch, length, *out.shape[1:])
 

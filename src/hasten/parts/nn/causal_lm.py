@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,8 @@ from torch import nn
 INDEXERS = ("DeepseekV32Indexer", "DeepseekV4Indexer")
 # Modules that have nothing to do where every record is shorter than what they compress to one key.
 COMPRESSORS = ("DeepseekV4HCACompressor", "DeepseekV4CSACompressor")
+
+CACHES = ("past_key_values", "cache")  # what Transformers calls the argument, before 5.24 and since
 
 
 def causal_lm(model: nn.Module) -> Any:
@@ -27,9 +30,15 @@ def causal_lm(model: nn.Module) -> Any:
 
 
 def trunk(model: nn.Module) -> nn.Module:
-    """The decoder that maps token ids to hidden states."""
+    """The decoder that maps token ids to hidden states.
+
+    Raises:
+        ValueError: not a causal language model, or one whose decoder isn't named.
+    """
     inner = causal_lm(model)
-    found: nn.Module = getattr(inner, inner.base_model_prefix)
+    found: nn.Module | None = getattr(inner, inner.base_model_prefix, None)
+    if found is None:
+        raise ValueError(f"{type(inner).__name__} doesn't name its decoder")
     return found
 
 
@@ -54,3 +63,13 @@ def freeze_indexers(model: nn.Module) -> int:
 def may_rest(model: nn.Module) -> bool:
     """Whether weights that learn may have no gradient in a step, as the records are short."""
     return any(type(module).__name__ in COMPRESSORS for module in model.modules())
+
+
+def holds_cache(arguments: Mapping[str, Any]) -> bool:
+    """Whether a model, a layer or an attention is called with a cache of keys and values."""
+    return any(is_cache(name, value) for name, value in arguments.items())
+
+
+def is_cache(name: str, value: Any) -> bool:
+    """Whether an argument is one: by what it can do too, since its name may change once more."""
+    return value is not None and (name in CACHES or hasattr(value, "get_seq_length"))

@@ -13,15 +13,14 @@ What would make it translate again and again stays outside the graph:
   cost more than it saves;
 - the key-value cache, for which training has no use.
 
-Forwards are bound to the instances, so that names of parameters don't change and recomputation,
-which wraps a whole block, finds compiled parts inside. A part whose forward somebody else has bound
-(fused kernels) is left to that.
+Forwards are bound to the instances (:mod:`hasten.parts.nn.rebind`), so that names of parameters
+don't change and recomputation, which wraps a whole block, finds compiled parts inside. A part that
+has a forward of its own already (fused kernels) is left to that.
 """
 
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,13 +28,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hasten.parts.nn.attention import APART, NAME, attend
+from hasten.parts.nn import attention, rebind
+from hasten.parts.nn.causal_lm import is_cache
 from hasten.parts.nn.recompute import decoder_blocks
 
 IGNORED = -100
-_DOCUMENTS = ("document_lengths", "boundaries")
 _TIMES = ("_compile.compile_inner", "compile_fx.<locals>.bw_compiler")  # backward compiles later
-_held: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 Forward = Callable[..., Any]
 
@@ -86,7 +84,7 @@ class CompiledBlocks:
             module.register_forward_pre_hook(_begin_pass)
         for block in decoder_blocks(module):
             for name, part in block.named_children():
-                if any("forward" in vars(inner) for inner in part.modules()):
+                if any(rebind.has_own_forward(inner) for inner in part.modules()):
                     continue
                 _lead_around(part)
                 self._bind(name, part)
@@ -107,30 +105,25 @@ class CompiledBlocks:
         return max((len(shapes) for shapes in self.seen.values()), default=0)
 
     def _bind(self, name: str, part: nn.Module) -> None:
-        plain: Forward = part.forward
-        compiled: Forward = torch.compile(plain, **self._settings)
-        seen = self.seen.setdefault(f"{name}: {type(part).__name__}", set())
-        itself = weakref.ref(part)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            module = itself()
-            assert module is not None  # it is being called
-            if not torch.is_grad_enabled():
-                _held.pop(module, None)
-                return plain(*args, **kwargs)
-            if not self._takes(seen, args, kwargs):
-                self.eager_passes += 1
-                _held.pop(module, None)
-                return plain(*args, **kwargs)
-            self.passes += 1
-            around = {key: kwargs.pop(key) for key in _DOCUMENTS if key in kwargs}
-            _held[module] = around
-            if kwargs.get("past_key_values") is not None:
-                kwargs["past_key_values"] = None
-            return compiled(*args, **kwargs)
-
-        part.forward = forward
+        rebind.bind(part, _compiled, _Graph(self, f"{name}: {type(part).__name__}"))
         self.parts += 1
+
+    def run(self, graph: _Graph, part: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A pass of a part, by its compiled code where its inputs are compiled."""
+        plain = rebind.usual_of(part, _compiled)
+        taken = torch.is_grad_enabled()
+        if taken and not self._takes(self.seen.setdefault(graph.name, set()), args, kwargs):
+            self.eager_passes += 1
+            taken = False
+        if not taken:
+            attention.lead_through(part)
+            return plain(*args, **kwargs)
+        self.passes += 1
+        attention.lead_around(part, kwargs)
+        if graph.code is None:
+            graph.code = torch.compile(plain, **self._settings)
+        kwargs = {name: None if is_cache(name, v) else v for name, v in kwargs.items()}
+        return graph.code(*args, **kwargs)
 
     def _takes(
         self, seen: set[tuple[object, ...]], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -149,27 +142,27 @@ def _begin_pass(module: nn.Module, inputs: Any) -> None:
     torch.compiler.cudagraph_mark_step_begin()
 
 
-@torch.compiler.disable
-def apart(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **other: Any,
-) -> tuple[Tensor, None]:
-    """Document attention outside the graphs, with the documents that were led around them."""
-    return attend(module, query, key, value, attention_mask, **{**_held.get(module, {}), **other})
+class _Graph:
+    """A part's compiled code, with what it belongs to; a copy of the part compiles its own."""
+
+    def __init__(self, owner: CompiledBlocks, name: str) -> None:
+        self.owner, self.name = owner, name
+        self.code: Forward | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "code": None}
+
+
+def _compiled(part: nn.Module, usual: Forward, *args: Any, **kwargs: Any) -> Any:
+    graph: _Graph | None = rebind.state_of(part, _compiled)
+    return usual(*args, **kwargs) if graph is None else graph.owner.run(graph, part, args, kwargs)
 
 
 def _lead_around(part: nn.Module) -> None:
     """Let an attention that works document by document take the way around the graphs."""
     config: Any = getattr(part, "config", None)
-    if getattr(config, "_attn_implementation", None) == NAME:
-        from transformers import AttentionInterface
-
-        AttentionInterface.register(APART, apart)
-        config._attn_implementation = APART
+    if config is not None and attention.by_documents(config):
+        attention.outside_graphs(config)
 
 
 def filled_rows(inputs: Mapping[str, Any], bucket: int) -> dict[str, Any]:
@@ -178,7 +171,7 @@ def filled_rows(inputs: Mapping[str, Any], bucket: int) -> dict[str, Any]:
     In a packed row the filler is a document of its own, behind all others. Inputs without
     ``input_ids``, or with tensors that aren't known here, come back as they are.
     """
-    known = {"input_ids", "labels", "position_ids", *_DOCUMENTS}
+    known = {"input_ids", "labels", "position_ids", *attention.DOCUMENTS}
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor) or set(inputs) - known:
         return dict(inputs)

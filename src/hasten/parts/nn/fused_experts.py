@@ -11,13 +11,13 @@ every number of tokens that ever meets an expert; these kernels take any.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hasten.parts.kernels import experts, rowwise
+from hasten.parts.nn import rebind
 
 CLASSES = ("DeepseekV2Experts", "DeepseekV3Experts", "DeepseekV32Experts")
 
@@ -40,7 +40,7 @@ def fuse_experts(model: nn.Module) -> int:
         raise ValueError(f"the experts can't be fused here: {why_not()}")
     found = [m for m in model.modules() if type(m).__name__ in CLASSES]
     for module in found:
-        module.forward = functools.partial(_forward, module)
+        rebind.bind(module, _forward)
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no experts that are known here ({', '.join(CLASSES)})"
@@ -50,12 +50,11 @@ def fuse_experts(model: nn.Module) -> int:
 
 def fused(model: nn.Module) -> int:
     """How many expert layers run fused code."""
-    own = (vars(m).get("forward") for m in model.modules())
-    return sum(isinstance(f, functools.partial) and f.func is _forward for f in own)
+    return sum(rebind.is_bound(m, _forward) for m in model.modules())
 
 
 def _forward(
-    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    self: Any, usual: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     weights = (self.gate_up_proj, self.down_proj)
     x = hidden_states
@@ -64,7 +63,7 @@ def _forward(
         x, weights = x.to(dtype), (weights[0].to(dtype), weights[1].to(dtype))
     silu = type(self.act_fn).__name__.startswith("SiLU")
     if not silu or not rowwise.fits(x, *weights):
-        own: Tensor = type(self).forward(self, hidden_states, top_k_index, top_k_weights)
+        own: Tensor = usual(hidden_states, top_k_index, top_k_weights)
         return own
     return run(x, top_k_index, top_k_weights, *weights).to(hidden_states.dtype)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hasten.parts.kernels import amx, rowwise
 from hasten.parts.kernels.refused import is_refused
-from hasten.parts.nn import fused_gpu
+from hasten.parts.nn import fused_gpu, rebind
 
 ROUND = 64  # rows that a piece is a multiple of
 
@@ -86,14 +86,14 @@ def joinable(layer: Any, bound: Callable[..., Any]) -> bool:
     No bias, no hooks, and no forward of its own but ``bound``, which does the same. A layer around
     which somebody has put more (a number format, a probe) has to be called.
     """
-    own = vars(layer).get("forward")
     ahead = (layer._forward_hooks, layer._forward_pre_hooks)
     back = (layer._backward_hooks, layer._backward_pre_hooks)
     return (
-        type(layer) is nn.Linear
+        rebind.plain_class(layer) is nn.Linear
         and layer.bias is None
         and not any((*ahead, *back))
-        and (own is None or getattr(own, "func", None) is bound)
+        and "forward" not in vars(layer)
+        and rebind.bound(layer) in ((), (bound,))
     )
 
 

@@ -1,11 +1,11 @@
 """Fused code for the layers of a Hugging Face causal LM, bound to one model instance.
 
-Every norm, linear layer, gated MLP and attention of the decoder keeps its class, its parameters and
-their names; only its ``forward`` is bound anew, on the instance, to code that runs the fused
-operations of :mod:`hasten.parts.nn.fused_functions` (as a ``partial``: a method of another module
-can't be unpickled). Other models in the process are not touched, the state dict is the same, and
-code that looks for ``nn.Linear`` (adapters, sharding) still finds it. A gated MLP calls its
-projections as modules, so that an adapter around one of them is not bypassed.
+Every norm, linear layer, gated MLP and attention of the decoder keeps its parameters and their
+names; only its ``forward`` is bound (:mod:`hasten.parts.nn.rebind`) to code that runs the fused
+operations of :mod:`hasten.parts.nn.fused_functions`. Other models in the process are not touched,
+the state dict is the same, and code that looks for ``nn.Linear`` (adapters, sharding) still finds
+it. A gated MLP calls its projections as modules, so that an adapter around one of them is not
+bypassed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from hasten.parts.kernels import amx, rowwise
-from hasten.parts.nn import attention, fused_gpu
+from hasten.parts.nn import attention, fused_gpu, rebind
+from hasten.parts.nn.causal_lm import holds_cache
 from hasten.parts.nn.fused_functions import (
     backend,
     fits,
@@ -42,6 +43,7 @@ from hasten.parts.nn.fused_functions import (
 # adds up. Linear layers that are cut are left to torch, whose hooks know what travels.
 
 Norm = Callable[[Tensor, Tensor, float], Tensor]
+Usual = Callable[..., Any]  # the layer's own forward
 
 
 def is_cut(*layers: nn.Module) -> bool:
@@ -100,7 +102,7 @@ def fuse_layers(model: nn.Module, device: str = "cpu") -> Counter[str]:
     for module in model.modules():
         kind = _kind(module, tile_products)
         if kind:
-            module.forward = partial(_FUSED[kind], module)
+            rebind.bind(module, _FUSED[kind])
             bound[kind] += 1
     if not bound:
         raise ValueError(f"{type(model).__name__} has no layer that the fused code knows")
@@ -110,14 +112,13 @@ def fuse_layers(model: nn.Module, device: str = "cpu") -> Counter[str]:
 def fused(model: nn.Module) -> Counter[str]:
     """How many layers of each kind run fused code."""
     kinds = {function: name for name, function in _FUSED.items()}
-    bound = [vars(module)["forward"] for module in model.modules() if is_fused(module)]
-    return Counter(kinds[forward.func] for forward in bound)
+    bound = (function for module in model.modules() for function in rebind.bound(module))
+    return Counter(kinds[function] for function in bound if function in kinds)
 
 
 def is_fused(module: nn.Module) -> bool:
     """Whether a module runs fused code."""
-    own = vars(module).get("forward")
-    return isinstance(own, partial) and own.func in _FUSED.values()
+    return any(function in _FUSED.values() for function in rebind.bound(module))
 
 
 def _on_processor(device: str) -> bool:
@@ -126,7 +127,7 @@ def _on_processor(device: str) -> bool:
 
 def _kind(module: nn.Module, tile_products: bool) -> str:
     name = type(module).__name__
-    if type(module) is nn.Linear:
+    if rebind.plain_class(module) is nn.Linear:
         return "linear" if tile_products else ""
     if name.endswith("RMSNorm") and isinstance(getattr(module, "variance_epsilon", None), float):
         return "norm"
@@ -147,19 +148,19 @@ def _is_gated(module: nn.Module) -> bool:
     return {"gate_proj", "up_proj", "down_proj"} <= set(parts) and activation.startswith("SiLU")
 
 
-def _norm(self: Any, hidden_states: Tensor) -> Tensor:
+def _norm(self: Any, usual: Usual, hidden_states: Tensor) -> Tensor:
     if isinstance(hidden_states, DTensor):
         takes = partial(fits, "plain_norm")
         piece = norm_of_piece(rms_norm, takes, hidden_states, self.weight, self.variance_epsilon)
         if piece is not None:
             return piece
     if isinstance(hidden_states, DTensor) or not fits("plain_norm", hidden_states, self.weight):
-        own: Tensor = type(self).forward(self, hidden_states)
+        own: Tensor = usual(hidden_states)
         return own
     return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-def _layer(self: Any, hidden_states: Tensor, **other: Any) -> Tensor:
+def _layer(self: Any, usual: Usual, hidden_states: Tensor, **other: Any) -> Tensor:
     """A decoder layer: attention and MLP, each of a norm, each added to what came in."""
     norm, past = _normed(self.input_layernorm, hidden_states)
     hidden = past + self.self_attn(hidden_states=norm, **other)[0]
@@ -175,17 +176,17 @@ def _normed(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return norm(x), x
 
 
-def _linear(self: Any, input: Tensor) -> Tensor:
+def _linear(self: Any, usual: Usual, input: Tensor) -> Tensor:
     x, weight, bias = input, self.weight, self.bias
     if is_cut(self):
-        cut: Tensor = type(self).forward(self, input)
+        cut: Tensor = usual(input)
         return cut
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     if not amx.fits(x, weight) or x.numel() < FEWEST_ROWS * x.shape[-1]:
-        own: Tensor = type(self).forward(self, input)
+        own: Tensor = usual(input)
         return own
     return linear(x, weight, bias)
 
@@ -204,7 +205,7 @@ def _projected(x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
     return tuple(layer(x) for layer in layers)
 
 
-def _mlp(self: Any, x: Tensor) -> Tensor:
+def _mlp(self: Any, usual: Usual, x: Tensor) -> Tensor:
     gate, up = _projected(x, self.gate_proj, self.up_proj)
     between = swiglu(gate, up) if fits("swiglu", gate, up) else self.act_fn(gate) * up
     found: Tensor = self.down_proj(between)
@@ -213,18 +214,22 @@ def _mlp(self: Any, x: Tensor) -> Tensor:
 
 def _attention(
     self: Any,
+    usual: Usual,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
     **other: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of Llama and Qwen: rotary embedding of whole heads, halves apart."""
     batch, length, _ = hidden_states.shape
-    if past_key_values is not None or not _takes(hidden_states):
-        return _own(
-            self, hidden_states, position_embeddings, attention_mask, past_key_values, **other
+    if holds_cache(other) or not _takes(hidden_states):
+        found: tuple[Tensor, Tensor | None] = usual(
+            hidden_states=hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            **other,
         )
+        return found
     projected = _projected(hidden_states, self.q_proj, self.k_proj, self.v_proj)
     query, key, value = (t.view(batch, length, -1, self.head_dim) for t in projected)
     if "q_norm" in self._modules:
@@ -236,18 +241,22 @@ def _attention(
 
 def _latent_attention(
     self: Any,
+    usual: Usual,
     hidden_states: Tensor,
     position_embeddings: Any,
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
     **other: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Multi-head latent attention of DeepSeek: the last columns of a head are rotary."""
     batch, length, _ = hidden_states.shape
-    if past_key_values is not None or not _takes(hidden_states):
-        return _own(
-            self, hidden_states, position_embeddings, attention_mask, past_key_values, **other
+    if holds_cache(other) or not _takes(hidden_states):
+        found: tuple[Tensor, Tensor | None] = usual(
+            hidden_states=hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            **other,
         )
+        return found
     if self.q_lora_rank is None:
         query = self.q_proj(hidden_states)
     else:
@@ -276,10 +285,8 @@ def _indexed(
     self: Any, read: tuple[Any, ...], mask: Tensor | None, other: dict[str, Any]
 ) -> tuple[Tensor | None, dict[str, Any]]:
     """The mask and the arguments of V3.2's attention, with the keys that its indexer chooses."""
-    if attention.by_documents(self.config):
-        if mask is not None:
-            raise ValueError(attention.NO_MASK)
-        return None, {**other, "indices": read}
+    if attention.is_no_mask(mask):
+        return mask, {**other, "indices": read}
     if mask is None:
         raise ValueError("DeepSeek-V3.2's indexer needs the model's causal mask")
     indices = self.indexer(*read, mask[:, 0], None)
@@ -291,18 +298,6 @@ def _takes(hidden: Tensor) -> bool:
     kind = hidden.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     return autocast in backend(hidden).DTYPES and fits("rotate", hidden)
-
-
-def _own(self: Any, *arguments: Any, **other: Any) -> tuple[Tensor, Tensor | None]:
-    hidden, positions, mask, past = arguments
-    found: tuple[Tensor, Tensor | None] = attention.own_forward(self)(
-        hidden_states=hidden,
-        position_embeddings=positions,
-        attention_mask=mask,
-        past_key_values=past,
-        **other,
-    )
-    return found
 
 
 def _latent_tables(positions: Any, batch: int) -> tuple[Tensor, Tensor, bool]:

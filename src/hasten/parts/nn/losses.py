@@ -3,8 +3,18 @@
 ``WholeLogitsLoss`` is the common way: logits for every slot, then cross-entropy. ``LabelOnlyLoss``
 computes logits for labelled positions alone, a chunk at a time, and forms the gradients in the
 forward pass, so that no more than one chunk of logits ever exists: with a vocabulary of 100,000 and
-four-byte floats, one slot's logits take 0.4 MB. Both know the same :class:`LossTerms`; in ``eval``
+four-byte floats, one slot's logits take 0.4 MB. Both read the same :class:`LossTerms`; in ``eval``
 mode both are plain cross-entropy, so that a held-out loss means the same whatever was trained on.
+
+Both equal the loss of the model's own ``forward``. ``LabelOnlyLoss`` applies the scales and the cap
+that :mod:`hasten.parts.nn.head_form` finds in it and refuses a ``forward`` that does more. Where a
+config sets ``output_router_logits``, both add the loss of the routers that the ``forward`` adds:
+
+    sum over micro-batches of [cross-entropy summed over labels + labels x weight x balance]
+
+divided by all labels of the step. ``balance`` is computed over the tokens of one micro-batch,
+filler left out, so the result is the mean of the micro-batches' balances over all ranks, each
+weighted by its labels. With one micro-batch it is the loss that transformers returns.
 """
 
 from __future__ import annotations
@@ -24,18 +34,26 @@ from hasten.parts.kernels import amx
 from hasten.parts.kernels import rowwise as row_kernels
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.parts.nn.fused_functions import matmul_bf16
+from hasten.parts.nn.head_form import (
+    HeadForm,
+    asks_router_loss,
+    balance_of_choices,
+    head_form,
+)
+from hasten.parts.nn.rebind import plain_class
 
 # Cross-entropy of a linear head without its logits: a chunk at a time, gradients at once.
 #
 # The loss of one row with scores ``s`` over a vocabulary of V, its label y, and L = logsumexp(s):
 #
-#     L - (1 - e) s[y] - e mean(s) + z L^2        s = cap tanh(logits / cap), or the logits
+#     L - (1 - e) s[y] - e mean(s) + z L^2        s = cap tanh(c logits / cap), or c logits
 #
-# e is label smoothing (Szegedy et al., arXiv:1512.00567, as torch defines it), z the z-loss that
-# keeps L near 0 (PaLM, arXiv:2204.02311, 1e-4 there), cap the soft cap of Gemma 2's logits
-# (arXiv:2408.00118). With p = softmax(s) its gradient is
+# c is the scale that Granite and Cohere give their logits, 1 elsewhere; e is label smoothing
+# (Szegedy et al., arXiv:1512.00567, as torch defines it), z the z-loss that keeps L near 0 (PaLM,
+# arXiv:2204.02311, 1e-4 there), cap the soft cap of Gemma 2's logits (arXiv:2408.00118). With
+# p = softmax(s) its gradient is
 #
-#     d/ds = p (1 + 2 z L) - (1 - e) onehot(y) - e / V        ds/dlogits = 1 - (s / cap)^2
+#     d/ds = p (1 + 2 z L) - (1 - e) onehot(y) - e / V        ds/dlogits = c (1 - (s / cap)^2)
 #
 # so that a chunk of logits can be turned into gradients while it is at hand, and dropped.
 
@@ -57,7 +75,8 @@ class LossTerms:
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    softcap: float | None = None  # part of the model, unlike the other two
+    softcap: float | None = None  # part of the model, unlike the two above
+    scale: float = 1.0  # of the logits, before the cap; part of the model too
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:
@@ -68,6 +87,8 @@ class LossTerms:
             raise ValueError(f"z_loss is {self.z_loss}; give 0 or a small weight, say 1e-4")
         if self.softcap is not None and not (self.softcap > 0 and math.isfinite(self.softcap)):
             raise ValueError(f"softcap is {self.softcap}; give a number above 0, or None")
+        if not (self.scale > 0 and math.isfinite(self.scale)):
+            raise ValueError(f"scale is {self.scale}; give a number above 0")
 
     def measured(self) -> LossTerms:
         """What a held-out loss is made of: cross-entropy of the model as it is."""
@@ -79,9 +100,7 @@ PLAIN = LossTerms()
 
 def whole_cross_entropy(logits: Tensor, labels: Tensor, terms: LossTerms = PLAIN) -> Tensor:
     """The summed loss of ``logits`` (rows, vocabulary), in float32 or wider, through autograd."""
-    scores = logits.to(at_least_float32(logits.dtype))
-    if terms.softcap is not None:
-        scores = terms.softcap * torch.tanh(scores / terms.softcap)
+    scores, _ = scores_of(logits.to(at_least_float32(logits.dtype)), terms)
     loss: Tensor = torch.nn.functional.cross_entropy(
         scores,
         labels,
@@ -93,6 +112,15 @@ def whole_cross_entropy(logits: Tensor, labels: Tensor, terms: LossTerms = PLAIN
         squares = torch.logsumexp(scores, dim=-1).square()
         loss = loss + terms.z_loss * squares.masked_fill(labels == IGNORED, 0.0).sum()
     return loss
+
+
+def scores_of(logits: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor | float]:
+    """What cross-entropy is taken of, and its derivative by the logits."""
+    scores = logits if terms.scale == 1 else logits * terms.scale
+    if terms.softcap is None:
+        return scores, terms.scale
+    shares = torch.tanh(scores / terms.softcap)
+    return shares * terms.softcap, (1 - shares.square()) * terms.scale
 
 
 def chunk_bytes(memory_bytes: int = 0) -> int:
@@ -226,12 +254,7 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tupl
     kernel = terms == PLAIN and row_kernels.fits(logits)
     if kernel and row_kernels.library().library is not None and not (labels == IGNORED).any():
         return row_kernels.cross_entropy_(logits, labels).sum(), logits
-    scores = logits.to(at_least_float32(logits.dtype))
-    slope = None
-    if terms.softcap is not None:
-        scores = torch.tanh(scores / terms.softcap)
-        slope = 1 - scores.square()
-        scores *= terms.softcap
+    scores, slope = scores_of(logits.to(at_least_float32(logits.dtype)), terms)
     log_sum = torch.logsumexp(scores, dim=-1, keepdim=True)
     kept = (labels != IGNORED).unsqueeze(1)
     wanted = labels.unsqueeze(1).masked_fill(~kept, 0)
@@ -249,7 +272,7 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tupl
     if terms.label_smoothing:
         grad -= counted * (terms.label_smoothing / logits.shape[1])
     grad.scatter_add_(1, wanted, counted * (terms.label_smoothing - 1))
-    if slope is not None:
+    if isinstance(slope, Tensor) or slope != 1:
         grad *= slope
     grad = grad if grad.dtype == logits.dtype else logits.copy_(grad)
     return losses.masked_fill(~kept, 0.0).sum(), grad
@@ -277,64 +300,132 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 # The losses as modules.
 
 
-class WholeLogitsLoss(nn.Module):
+class LanguageModelLoss(nn.Module):
+    """A causal language model with the loss of its next tokens.
+
+    Args:
+        model: a Hugging Face causal language model, with an adapter or without.
+        terms: what is added to cross-entropy in training.
+        form: how the model's own forward gets from states to its loss.
+    """
+
+    def __init__(self, model: nn.Module, terms: LossTerms, form: HeadForm) -> None:
+        super().__init__()
+        self.model, self.terms, self.form = model, terms, form
+
+    def forward(
+        self, labels: Tensor, real_tokens: Tensor | None = None, **inputs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The summed loss and the number of labels.
+
+        Args:
+            labels: (B, T), aligned with the position that predicts them, -100: no loss.
+            real_tokens: (B, T) or (B x T,), false at filler, for the routers' loss alone; None:
+                what ``attention_mask`` says, or every position.
+            inputs: of the model.
+        """
+        loss, count, balance = self.sums(labels, real_tokens, **inputs)
+        return loss if balance is None else loss + count * balance, count
+
+    def mean(self, labels: Tensor, items: Tensor | int | None = None, **inputs: Any) -> Tensor:
+        """The loss that the model's own forward returns for these labels.
+
+        ``items``, transformers' ``num_items_in_batch``, divides the cross-entropy in the place of
+        the number of labels; the routers' loss isn't divided.
+        """
+        loss, count, balance = self.sums(labels, **inputs)
+        mean = loss / (count.clamp(min=1) if items is None else items)
+        return mean if balance is None else mean + balance
+
+    def sums(
+        self, labels: Tensor, real_tokens: Tensor | None = None, **inputs: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(cross-entropy summed over labels, number of labels, routers' loss with its weight)."""
+        routers = self.training and self.form.router_weight != 0
+        if routers:
+            inputs["output_router_logits"] = True
+        terms = self.terms if self.training else self.terms.measured()
+        loss, output = self.cross_entropy(labels, terms, inputs)
+        count = (labels != IGNORED).sum()
+        if not routers:
+            return loss, count, None
+        if not output.router_logits:
+            raise ValueError(f"{type(self.model).__name__} returned no logits of its routers")
+        real = inputs.get("attention_mask") if real_tokens is None else real_tokens
+        balance = balance_of_choices(output.router_logits, self.form.router_top_k, real)
+        return loss, count, self.form.router_weight * balance
+
+    def cross_entropy(
+        self, labels: Tensor, terms: LossTerms, inputs: dict[str, Any]
+    ) -> tuple[Tensor, Any]:
+        """The summed loss, and the output that holds ``router_logits``."""
+        raise NotImplementedError
+
+
+class WholeLogitsLoss(LanguageModelLoss):
     """Cross-entropy over the logits of every slot, in float32 or wider, summed over labels.
 
-    A model that caps its logits does so itself: leave ``terms.softcap`` None.
+    The logits are those of the model's own forward, scaled and capped.
+
+    Raises:
+        ValueError: the config asks for a loss of the routers that isn't recognised.
     """
 
     def __init__(self, model: nn.Module, terms: LossTerms = PLAIN) -> None:
-        super().__init__()
-        self.model = model
-        self.terms = terms
+        super().__init__(model, terms, head_form(model) if asks_router_loss(model) else HeadForm())
 
-    def forward(self, labels: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
-        """``labels`` (B, T), aligned with the position that predicts them, -100: no loss."""
-        logits = self.model(use_cache=False, **inputs).logits  # (B, T, vocabulary)
-        terms = self.terms if self.training else self.terms.measured()
-        loss = whole_cross_entropy(logits.flatten(0, -2), labels.flatten(), terms)
-        return loss, (labels != IGNORED).sum()
+    def cross_entropy(
+        self, labels: Tensor, terms: LossTerms, inputs: dict[str, Any]
+    ) -> tuple[Tensor, Any]:
+        output = self.model(use_cache=False, **inputs)
+        logits = output.logits  # (B, T, vocabulary)
+        return whole_cross_entropy(logits.flatten(0, -2), labels.flatten(), terms), output
 
 
-class LabelOnlyLoss(nn.Module):
+class LabelOnlyLoss(LanguageModelLoss):
     """The trunk's hidden states at labelled positions, through a head that sees no others.
 
     A linear head is replaced by a :class:`LabelOnlyHead`. Any other (with an adapter around it, or
     quantised) stays where it is and is called once per chunk, and once more per chunk in the
     backward pass.
+
+    Raises:
+        ValueError: the model's own forward does more than its trunk, its head and what
+            :class:`~hasten.parts.nn.head_form.HeadForm` has numbers for.
     """
 
     def __init__(
         self, model: nn.Module, chunk: int | str = "auto", terms: LossTerms = PLAIN
     ) -> None:
-        super().__init__()
-        self.model = model
+        form = head_form(model)
+        terms = replace(terms, softcap=form.softcap, scale=form.scale)
+        super().__init__(model, terms, form)
         inner = causal_lm(model)
-        self.terms = replace(terms, softcap=soft_cap(inner.config))
         here = next((p.device for p in model.parameters()), "cpu")
-        self.chunk = chunk_rows(chunk, inner.config.vocab_size, chunk_bytes_on(here))
+        self.chunk = chunk_rows(chunk, inner.lm_head.out_features, chunk_bytes_on(here))
         self.largest_logits = 0  # rows of logits that existed at once, for whoever asks
         self.largest_slots = 0  # of a micro-batch: rows that the common way would have had
-        if type(inner.lm_head) is nn.Linear:
+        if plain_class(inner.lm_head) is nn.Linear:
             inner.lm_head = LabelOnlyHead(inner.lm_head)
 
-    def forward(self, labels: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
-        """``labels`` (B, T), aligned with the position that predicts them, -100: no loss."""
-        hidden = trunk(self.model)(use_cache=False, **inputs).last_hidden_state  # (B, T, hidden)
+    def cross_entropy(
+        self, labels: Tensor, terms: LossTerms, inputs: dict[str, Any]
+    ) -> tuple[Tensor, Any]:
+        output = trunk(self.model)(use_cache=False, **inputs)
+        hidden = output.last_hidden_state  # (B, T, hidden)
         head = causal_lm(self.model).lm_head
-        terms = self.terms if self.training else self.terms.measured()
-        kept = labels.flatten() != IGNORED
         rows, wanted = hidden.flatten(0, -2), labels.flatten()
         if skips_unlabelled(rows):
-            positions = kept.nonzero().squeeze(1)
+            positions = (wanted != IGNORED).nonzero().squeeze(1)
             rows, wanted = rows.index_select(0, positions), wanted.index_select(0, positions)
+        if self.form.state_scale != 1:
+            rows = rows * self.form.state_scale
         self.largest_logits = max(self.largest_logits, min(len(wanted), self.chunk))
         self.largest_slots = max(self.largest_slots, labels.numel())
         if isinstance(head, TakesLabels):
             loss: Tensor = head(rows, wanted, self.chunk, terms)
-        else:
-            loss = head_cross_entropy(head, rows, wanted, self.chunk, terms)
-        return loss, kept.sum()
+            return loss, output
+        return head_cross_entropy(head, rows, wanted, self.chunk, terms), output
 
 
 @runtime_checkable
@@ -357,7 +448,7 @@ class LabelOnlyHead(nn.Module):
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()
-        if type(head) is not nn.Linear:  # an adapter would be bypassed
+        if plain_class(head) is not nn.Linear:  # an adapter would be bypassed
             raise ValueError(
                 f"only a plain linear head can be replaced, and this one is {head}; call "
                 "head_cross_entropy with it instead"
@@ -393,12 +484,6 @@ def head_cross_entropy(
     return torch.stack(losses).sum()
 
 
-def soft_cap(config: Any) -> float | None:
-    """The cap of a model's logits, from its Hugging Face config; None: it doesn't cap them."""
-    cap: float | None = getattr(config, "final_logit_softcapping", None)
-    return cap
-
-
 class ObjectiveLoss(nn.Module):
     """Any module with any loss function: ``loss_fn(model(*inputs), target)`` as (sum, count).
 
@@ -410,12 +495,14 @@ class ObjectiveLoss(nn.Module):
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self.returns_mean: bool | None = None  # once it was called
 
     def forward(
         self, inputs: tuple[Any, ...], named: dict[str, Any], target: Any, weight: int
     ) -> tuple[Tensor, Tensor]:
         """``inputs`` and ``named`` go to the model, ``target`` and its output to the loss."""
         found = self.loss_fn(self.model(*inputs, **named), target)
+        self.returns_mean = not isinstance(found, tuple)
         if isinstance(found, tuple):
             return found[0], torch.as_tensor(found[1])
         return found * weight, torch.tensor(weight)

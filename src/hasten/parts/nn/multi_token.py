@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.parts.nn import attention
+from hasten.parts.nn import attention, rebind
 from hasten.parts.nn.causal_lm import causal_lm, freeze_indexers, trunk
 from hasten.parts.nn.losses import (
     IGNORED,
@@ -114,7 +114,7 @@ class PredictionModule(nn.Module):
     def __init__(self, decoder: Any) -> None:
         super().__init__()
         norm, config = decoder.norm, decoder.config
-        width, kind = config.hidden_size, type(norm)
+        width, kind = config.hidden_size, rebind.plain_class(norm)
         self.embedding_norm = kind(width, eps=config.rms_norm_eps)
         self.state_norm = kind(width, eps=config.rms_norm_eps)
         self.project = nn.Linear(2 * width, width, bias=False)
@@ -147,7 +147,7 @@ def one_layer(decoder: Any) -> nn.Module:
         config.first_k_dense_replace = int(dense >= config.num_hidden_layers)
     config.num_hidden_layers = 1
     config.vocab_size, config.pad_token_id = 1, None
-    made: Any = type(decoder)(config)
+    made: Any = rebind.plain_class(decoder)(config)
     if attention.by_documents(config):
         attention.use_document_attention(made)
     made.embed_tokens = None  # it is called with embeddings

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from hasten.parts.kernels.refused import is_refused
 from hasten.parts.nn import quantised_gpu
+from hasten.parts.nn.rebind import plain_class
 from hasten.parts.nn.recompute import is_thrown_away
 
 Kind = Literal["int8", "nf4"]
@@ -147,7 +148,7 @@ class _Product(torch.autograd.Function):
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether it is a linear layer that multiplies as one; DeepSeek-V4's grouped one doesn't."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return isinstance(module, nn.Linear) and plain_class(module).forward is nn.Linear.forward
 
 
 def quantise_linears(module: nn.Module, names: Sequence[str], kind: Kind) -> None:

@@ -13,7 +13,8 @@ gradients keep their bits. What is recomputed is one of
   in the first pass. The first blocks are taken: theirs come back last, when the others are gone;
 - ``offload=True``: nothing; what is kept goes to the host and comes back for backward.
 
-Forwards are bound to the blocks of this one model; ``remove()`` takes them off again.
+Forwards are bound to the blocks of this one model (:mod:`hasten.parts.nn.rebind`); ``remove()``
+takes them off again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 from torch.utils.checkpoint import checkpoint_sequential as torch_checkpoint_sequential
+
+from hasten.parts.nn import rebind
+from hasten.parts.nn.causal_lm import holds_cache, is_cache
 
 Forward = Callable[..., Any]
 
@@ -140,7 +144,6 @@ class BlockRecompute:
         self.blocks: list[nn.Module] = []
         self.passes = 0  # block passes that kept nothing, or kept it on the host
         self.recomputed: set[int] = set()  # blocks (or first blocks of segments) by position
-        self._forwards: list[Forward] = []
         self._measured: dict[int, tuple[int, int]] = {}  # block -> bytes kept as it is, recomputed
         self._held: list[Tensor] | None = None  # inputs that stay, while somebody measures
         self.resting = False  # everything is kept
@@ -156,17 +159,22 @@ class BlockRecompute:
         count = len(self.blocks)
         if self.segments is not None and self.segments > count:
             raise ValueError(f"segments is {self.segments}, but the model has {count} blocks")
-        self._forwards = [block.forward for block in self.blocks]
         size = count // self.segments if self.segments else 1
         regions = self.segments - 1 if self.segments else count
         self.recomputed = {region * size for region in range(regions)}
-        for start in sorted(self.recomputed):
-            self._bind(start, size)
+        for position, block in enumerate(self.blocks):
+            inside = position < regions * size
+            place = _Place(self, position - position % size, position, size) if inside else None
+            rebind.bind(block, _recomputed, place)
 
     def remove(self) -> None:
         """Give the blocks their own forwards back."""
         for block in self.blocks:
-            block.__dict__.pop("forward", None)
+            rebind.unbind(block, _recomputed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy of the model, without what a pass has left."""
+        return {**vars(self), "_open": None, "_held": None}
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -188,41 +196,39 @@ class BlockRecompute:
         finally:
             self._held = None
 
-    def _bind(self, start: int, size: int) -> None:
-        """Block ``start`` runs its whole segment; the others of it hand its result through."""
+    def first(self, place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A segment's first block runs the whole segment."""
+        if self.resting or not torch.is_grad_enabled():
+            self._open = None
+            return self._usual(place.position)(*args, **kwargs)
+        kwargs = _without_cache(kwargs)
+        found = self._region(place.start, place.size, args, kwargs)
+        self._open = (kwargs, found) if place.size > 1 else None
+        return found
 
-        def first(*args: Any, **kwargs: Any) -> Any:
-            if self.resting or not torch.is_grad_enabled():
-                self._open = None
-                return self._forwards[start](*args, **kwargs)
-            kwargs = _without_cache(kwargs)
-            found = self._region(start, size, args, kwargs)
-            self._open = (kwargs, found) if size > 1 else None
-            return found
+    def through(self, place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The others of it hand its result on."""
+        if self._open is None:
+            return self._usual(place.position)(*args, **kwargs)
+        named, found = self._open
+        kwargs = _without_cache(kwargs)
+        same = named.keys() == kwargs.keys() and all(named[k] is kwargs[k] for k in named)
+        if len(args) != 1 or args[0] is not found or not same:
+            raise ValueError(
+                "the blocks of this model are not called one after the other with the same "
+                "arguments, so they can't be recomputed in segments; leave segments out"
+            )
+        if place.position == place.start + place.size - 1:
+            self._open = None
+        return found
 
-        def through(position: int, hidden: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._open is None:
-                return self._forwards[position](hidden, *args, **kwargs)
-            named, found = self._open
-            kwargs = _without_cache(kwargs)
-            same = named.keys() == kwargs.keys() and all(named[k] is kwargs[k] for k in named)
-            if args or hidden is not found or not same:
-                raise ValueError(
-                    "the blocks of this model are not called one after the other with the same "
-                    "arguments, so they can't be recomputed in segments; leave segments out"
-                )
-            if position == start + size - 1:
-                self._open = None
-            return hidden
-
-        self.blocks[start].forward = first
-        for later in range(start + 1, start + size):
-            self.blocks[later].forward = _at(through, later)
+    def _usual(self, position: int) -> Forward:
+        return rebind.usual_of(self.blocks[position], _recomputed)
 
     def _region(self, start: int, size: int, args: Any, kwargs: dict[str, Any]) -> Any:
         def run(hidden: Any, *rest: Any, **named: Any) -> Any:
             for position in range(start, start + size):
-                hidden = self._forwards[position](hidden, *rest, **named)
+                hidden = self._usual(position)(hidden, *rest, **named)
             return hidden
 
         if self.offload:
@@ -250,6 +256,23 @@ class BlockRecompute:
         if len(self._measured) == len(self.blocks):
             assert self.budget is not None
             self.recomputed = blocks_to_recompute(list(self._measured.values()), self.budget)
+
+
+class _Place(NamedTuple):
+    """A block's place among those that are recomputed."""
+
+    owner: BlockRecompute
+    start: int  # the first block of its segment
+    position: int
+    size: int  # blocks of the segment
+
+
+def _recomputed(block: nn.Module, usual: Forward, *args: Any, **kwargs: Any) -> Any:
+    place: _Place | None = rebind.state_of(block, _recomputed)
+    if place is None:
+        return usual(*args, **kwargs)
+    call = place.owner.first if place.position == place.start else place.owner.through
+    return call(place, args, kwargs)
 
 
 _first_pass = threading.local()
@@ -322,15 +345,12 @@ def saved_bytes(
     return sum(size for place, size in found.items() if place not in own)
 
 
-def _at(through: Forward, position: int) -> Forward:
-    return lambda *args, **kwargs: through(position, *args, **kwargs)
-
-
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     """A key-value cache would take a block's keys twice; training has no use for it."""
-    if kwargs.get("past_key_values") is None:
+    if not holds_cache(kwargs):
         return kwargs
-    return {**kwargs, "past_key_values": None, "use_cache": False}
+    without = {name: None if is_cache(name, value) else value for name, value in kwargs.items()}
+    return {**without, "use_cache": False} if "use_cache" in kwargs else without
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

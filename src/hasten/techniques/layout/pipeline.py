@@ -177,6 +177,11 @@ class Pipeline(Technique):
                 f"{architecture} can't be cut into pipeline stages here; known are "
                 f"{', '.join(KNOWN)}"
             )
+        if facts.model.router_loss:
+            found.append(
+                f"the last stage computes the loss, and that of {architecture} has a part for the "
+                "routers of all stages; set output_router_logits to false in its config.json"
+            )
         if reason := why_missing(self.schedule):
             found.append(reason)
         if facts.world.size % ranks:

@@ -1,0 +1,708 @@
+"""Proof on the first step: techniques compute what the host would, or they are taken away.
+
+Before the first update each micro-batch of the first optimizer step runs twice, as the host runs it
+and with the techniques, with the same random state and without dropout:
+
+    1. float32     autocast off, half-precision weights widened; the loss and the gradient of each
+                   parameter agree: |g - g'| is at most 0.1 % of |g|
+    2. own format  where the run is not in float32: the cosine of each pair of gradients is above
+                   0.99
+    3. removal     if they differ, one technique at a time is taken away until they agree
+    4. noise       a host that differs from itself (another random state, the same batch) sets the
+                   bound by that difference
+
+All ranks decide together. Afterwards random state, buffers, gradients and counters are what they
+were. A host's batch without padding, or with one document, is joined by two short documents of
+different length, so that a dropped mask or a leak between documents shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import math
+import random
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hasten.core.slot import Slot
+from hasten.core.technique import Technique
+from hasten.machine import environment, memory
+from hasten.parts.data.collate import IGNORED
+
+LOSS_BOUND = 2e-5  # relative; sums of float32 in another order differ by some 1e-7
+GRADIENT_BOUND = 1e-3  # of a parameter's norm
+# Of the norm of all gradients. A gradient that is zero in exact arithmetic (the bias of a key) is
+# rounding alone, and has no relative accuracy.
+GRADIENT_FLOOR = 1e-6
+COSINE_BOUND = 0.99
+NOISE_FACTOR = 4.0  # two draws of a host's noise may differ more than the two that were measured
+SKETCH = 64  # numbers kept of a gradient where memory is short: its norm is then right to 18 %
+PROBE_TOKENS = 256  # of the two documents that are added
+SHORT_ROWS, SHORT_TOKENS = 2, 128  # of a batch that is cut because memory is short
+SEED = 20_260_101
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two passes differ: the place, by how much, and the bound."""
+
+    where: str
+    size: float
+    bound: float
+
+    def __str__(self) -> str:
+        if math.isinf(self.size):
+            return self.where
+        return f"{self.where} differs by {self.size:.2g} (bound {self.bound:.2g})"
+
+
+@dataclass(frozen=True)
+class Removal:
+    """A technique that was taken away, and the difference that it had made."""
+
+    technique: Technique
+    difference: Difference
+
+
+class TechniquePasses(Protocol):
+    """What a host lends for the proof."""
+
+    @property
+    def model(self) -> nn.Module:
+        """Whose gradients are compared; without what replicates it."""
+
+    def loss(self, batch: Any) -> Tensor:
+        """The loss of a batch as the host computes it, a number with a gradient."""
+
+    def active(self, techniques: Sequence[Technique]) -> contextlib.AbstractContextManager[Any]:
+        """The techniques' edits of the model hold inside."""
+
+    def batch(self, host_batch: Any, techniques: Sequence[Technique]) -> Any:
+        """The host's batch as the techniques lay it out."""
+
+    def in_float32(self) -> contextlib.AbstractContextManager[Any]:
+        """The host's own autocast is off inside."""
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if the host trains under autocast."""
+
+
+class _ShortOfMemoryError(Exception):
+    """Some rank ran out of memory."""
+
+
+class _HostFailsError(Exception):
+    """The host's own pass fails, which its training will report itself."""
+
+
+class GradientRecord:
+    """Gradients of one pass, whole or as sketches, to compare others with.
+
+    A sketch adds each element, with a random sign, to one of :data:`SKETCH` numbers: a linear map,
+    so that the sketch of a difference is the difference of sketches, and its norm an unbiased
+    estimate (Charikar, Chen and Farach-Colton, 2002).
+    """
+
+    def __init__(self, gradients: Mapping[str, Tensor | None], sketched: bool) -> None:
+        self.sketched = sketched
+        self.norms = {name: _norm(g) for name, g in gradients.items()}
+        self.norm = math.sqrt(sum(n * n for n in self.norms.values()))
+        self._kept = {n: self._form(n, g) for n, g in gradients.items() if g is not None}
+
+    def distance(self, name: str, other: Tensor | None) -> float:
+        """|g - g'| of one parameter; a missing gradient is zero."""
+        own, theirs = self._kept.get(name), None if other is None else self._form(name, other)
+        if own is None or theirs is None:
+            return _norm(theirs) if own is None else _norm(own)
+        return _norm(own - theirs)
+
+    def cosine(self, name: str, other: Tensor | GradientRecord | None) -> float:
+        """Cosine of the angle between the gradients of one parameter."""
+        own = self._kept.get(name)
+        if isinstance(other, GradientRecord):
+            theirs = other._kept.get(name)
+        else:
+            theirs = None if other is None else self._form(name, other)
+        if own is None or theirs is None:
+            return 1.0 if own is None and theirs is None else 0.0
+        scale = _norm(own) * _norm(theirs)
+        return float((own * theirs).sum()) / scale if scale else 0.0
+
+    def _form(self, name: str, gradient: Tensor) -> Tensor:
+        flat = gradient.detach().flatten().float()
+        if not self.sketched:
+            return flat.cpu()
+        sums = torch.zeros(SKETCH, device=flat.device)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        for piece in flat.split(2**22):
+            buckets = torch.randint(2 * SKETCH, (len(piece),), generator=generator)
+            buckets = buckets.to(flat.device)
+            signs = 1 - 2 * (buckets >= SKETCH).to(piece.dtype)
+            sums.index_add_(0, buckets % SKETCH, piece * signs)
+        return sums.cpu()
+
+
+def _norm(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None else float(torch.linalg.vector_norm(tensor.detach().float()))
+
+
+@dataclass
+class _Pass:
+    """Loss and gradients of one pass."""
+
+    loss: float
+    gradients: dict[str, Tensor | None]
+
+
+@dataclass
+class _Noise:
+    """By how much the host differs from itself."""
+
+    loss: float = 0.0
+    gradients: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The difference that is left without one technique."""
+
+    without: Technique
+    rest: list[Technique]
+    difference: Difference | None
+    differs: bool
+
+    @property
+    def size(self) -> float:
+        return 0.0 if self.difference is None else self.difference.size
+
+
+class FirstStepProof:
+    """Compares the passes of the first step; ``techniques`` are those that are left.
+
+    Args:
+        passes: what the host lends.
+        techniques: those that change the passes of training.
+        host_name: for the lines that are logged.
+        pad_id: filler of the documents that are added.
+    """
+
+    def __init__(
+        self,
+        passes: TechniquePasses,
+        techniques: Sequence[Technique],
+        host_name: str,
+        pad_id: int = 0,
+    ) -> None:
+        self.passes, self.techniques = passes, list(techniques)
+        self.removals: list[Removal] = []
+        self.largest = 0.0  # of the relative differences that were accepted
+        self.batches = 0  # that were compared to the end
+        self.was_complete = False
+        self._name, self._pad_id = host_name, pad_id
+        self._has_probed = self._is_over = False
+        self._is_noisy = False
+
+    def __str__(self) -> str:
+        return (
+            f"proof: in {self.batches} batches of the first step loss and gradients agree with "
+            f"{self._name}'s own (largest relative difference {self.largest:.1e})"
+        )
+
+    def check(self, host_batch: Any, *kept: Any) -> list[Removal]:
+        """Run a batch of the first step both ways; what was taken away for it.
+
+        ``kept`` are objects of the host whose counters and buffers are restored afterwards.
+        """
+        if self._is_over or not self.techniques:
+            return []
+        before = len(self.removals)
+        try:
+            with _nothing_else_changes(self.passes.model, *kept):
+                for batch in self._batches(host_batch):
+                    self._check(batch)
+                    self.batches += 1
+        except _ShortOfMemoryError:
+            self._is_over = True
+            _LOG.warning(
+                "speed_up: the proof on the first step ended because memory ran out; the "
+                "techniques stay, unproven on this batch"
+            )
+        except _HostFailsError as error:
+            self._is_over = True
+            _LOG.info("the proof on the first step ended: %s", error)
+        return self.removals[before:]
+
+    def _batches(self, host_batch: Any) -> list[Any]:
+        batches = [self._fitting(host_batch)]
+        if not self._has_probed:
+            self._has_probed = True
+            probe = uneven_documents(host_batch, self._pad_id)
+            batches += [] if probe is None else [probe]
+        return [batch for batch in batches if batch is not None]
+
+    def _fitting(self, batch: Any) -> Any:
+        """The batch, or a part of it if the host's pass wouldn't fit into what memory is free."""
+        model, ids = self.passes.model, _get(batch, "input_ids")
+        if not isinstance(ids, Tensor) or ids.dim() != 2:
+            return batch
+        config = getattr(model, "config", None)
+        sizes = [getattr(config, name, 0) or 0 for name in ("vocab_size", "hidden_size")]
+        layers = getattr(config, "num_hidden_layers", 0) or 0
+        # Three copies of the logits, and 34 numbers a layer of each hidden one (arXiv:2205.05198).
+        each = 4 * (3 * sizes[0] + 34 * sizes[1] * layers)
+        free = _free_bytes(next(model.parameters()).device) - 2 * _trained_bytes(model)
+        if _on_any_rank(ids.numel() * each > 0.8 * free):
+            return _cut(batch, SHORT_ROWS, SHORT_TOKENS)
+        return batch
+
+    def _check(self, batch: Any) -> None:
+        sketched = 3 * _trained_bytes(self.passes.model) > _free_bytes(torch.device("cpu"))
+        wide: GradientRecord | None = None
+        with _float32(self.passes) as possible:
+            if possible:
+                wide = self._agree(batch, self._near, sketched)
+        if self.passes.is_mixed or _has_half(self.passes.model):
+            self._agree(batch, lambda *args: self._alike(wide, *args), sketched)
+
+    def _agree(
+        self, batch: Any, compare: Callable[..., Difference | None], sketched: bool
+    ) -> GradientRecord:
+        """Take techniques away until their pass agrees with the host's; the host's gradients."""
+        host = self._run(batch, [], is_host=True)
+        record, noise = GradientRecord(host.gradients, sketched), _Noise()
+        loss = host.loss
+        del host
+
+        def difference(techniques: Sequence[Technique]) -> tuple[Difference | None, bool]:
+            try:
+                found = compare(loss, record, noise, self._run(batch, techniques))
+            except _PassError as error:
+                found = Difference(f"its pass ends with {error}", math.inf, 0.0)
+            return found, _on_any_rank(found is not None)
+
+        now, differs = difference(self.techniques)
+        if differs:
+            again = self._run(batch, [], is_host=True, seed=SEED + 1)
+            noise.loss = abs(again.loss - loss)
+            noise.gradients = {n: record.distance(n, g) for n, g in again.gradients.items()}
+            if _on_any_rank(noise.loss > LOSS_BOUND * abs(loss)) and not self._is_noisy:
+                self._is_noisy = True
+                _LOG.warning(
+                    "speed_up: %s differs from itself by %.1e of the loss on the same batch; "
+                    "differences up to %g times that can't be told from its noise",
+                    self._name,
+                    noise.loss / max(abs(loss), 1e-12),
+                    NOISE_FACTOR,
+                )
+            now, differs = difference(self.techniques)
+        while differs and self.techniques:
+            reason = now or Difference("a pass on another rank differs", math.inf, 0.0)
+            trials = []
+            # Packing is the last to go: where either of two would do, the other one is at fault,
+            # because a packed batch is the host's own in another layout.
+            for technique in sorted(self.techniques, key=lambda t: t.slot is Slot.COLLATE):
+                rest = [t for t in self.techniques if t is not technique]
+                trials.append(_Trial(technique, rest, *difference(rest)))
+                if not trials[-1].differs:
+                    break
+            best = trials[-1]
+            if best.differs:  # each rank must choose the same one, and sizes differ between ranks
+                best = trials[0] if _ranks() > 1 else min(trials, key=lambda t: t.size)
+            self.removals.append(Removal(best.without, reason))
+            self.techniques, now, differs = best.rest, best.difference, best.differs
+        self.was_complete = not differs
+        return record
+
+    def _near(
+        self, loss: float, host: GradientRecord, noise: _Noise, other: _Pass
+    ) -> Difference | None:
+        """The largest difference above its bound, in float32."""
+        bound = LOSS_BOUND * max(abs(loss), 1e-3) + NOISE_FACTOR * noise.loss
+        gap = abs(other.loss - loss)
+        if not gap <= bound:  # not a number, too
+            scale = max(abs(loss), 1e-12)
+            return Difference("the loss", _number(gap / scale), bound / scale)
+        worst: Difference | None = None
+        for name, gradient in other.gradients.items():
+            distance, norm = host.distance(name, gradient), host.norms[name]
+            slack = GRADIENT_BOUND * norm + GRADIENT_FLOOR * host.norm
+            slack += NOISE_FACTOR * noise.gradients.get(name, 0.0)
+            scale = max(norm, GRADIENT_FLOOR * host.norm, 1e-30)
+            size, limit = distance / scale, slack / scale
+            if distance <= slack:
+                if distance > GRADIENT_FLOOR * host.norm:
+                    self.largest = max(self.largest, size)
+            elif worst is None or _number(size) > worst.size:
+                worst = Difference(f"the gradient of {name}", _number(size), limit)
+        return worst
+
+    def _alike(
+        self,
+        wide: GradientRecord | None,
+        loss: float,
+        host: GradientRecord,
+        noise: _Noise,
+        other: _Pass,
+    ) -> Difference | None:
+        """The gradient whose cosine is lowest, in the run's own format.
+
+        A gradient that the host itself has not within the bound of its own in float32 is rounding.
+        """
+        worst: Difference | None = None
+        for name, gradient in other.gradients.items():
+            norm = host.norms[name]
+            if norm <= 1e-3 * host.norm and wide is None:
+                continue
+            if noise.gradients.get(name, 0.0) > 0.1 * norm:
+                continue
+            if wide is not None and wide.cosine(name, host) <= COSINE_BOUND:
+                continue
+            apart = 1 - host.cosine(name, gradient)
+            if not apart < 1 - COSINE_BOUND and (worst is None or _number(apart) > worst.size):
+                where = f"1 - cosine of the gradients of {name}"
+                worst = Difference(where, _number(apart), 1 - COSINE_BOUND)
+        return worst
+
+    def _run(
+        self,
+        batch: Any,
+        techniques: Sequence[Technique],
+        is_host: bool = False,
+        seed: int = SEED,
+    ) -> _Pass:
+        error: BaseException | None = None
+        made: _Pass | None = None
+        try:
+            made = self._pass(batch, techniques, seed)
+        except Exception as raised:
+            error = raised
+        short = error is not None and memory.is_out_of_memory(error)
+        if _on_any_rank(short):
+            raise _ShortOfMemoryError from error
+        if is_host and _on_any_rank(error is not None):
+            raise _HostFailsError(f"{self._name}'s own pass ends with {_words(error)}") from error
+        if made is None:
+            raise _PassError(_words(error)) from error
+        return made
+
+    def _pass(self, batch: Any, techniques: Sequence[Technique], seed: int) -> _Pass:
+        model = self.passes.model
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        _seed_all(seed)
+        given = copy.copy(self.passes.batch(batch, techniques))  # hosts add keys to it
+        with self.passes.active(techniques), torch.enable_grad():
+            loss = self.passes.loss(given)
+            gradients = _gradients(loss, list(named.values()))
+        return _Pass(float(loss.detach()), dict(zip(named, gradients, strict=True)))
+
+
+class _PassError(Exception):
+    """A pass with techniques has failed."""
+
+
+def _words(error: BaseException | None) -> str:
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _number(value: float) -> float:
+    return value if math.isfinite(value) else math.inf
+
+
+def _gradients(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor | None]:
+    """Gradients without touching ``.grad``, unless reentrant checkpoints leave no other way."""
+    try:
+        return list(torch.autograd.grad(loss, parameters, allow_unused=True))
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error) or any(
+            getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters
+        ):
+            raise
+    before = [p.grad for p in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        loss.backward()
+        return [p.grad for p in parameters]
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+def proof_is_on() -> bool:
+    """False if the variable HASTEN_PROOF is ``off``."""
+    return environment.variable("HASTEN_PROOF") != "off"
+
+
+def _ranks() -> int:
+    ready = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if ready else 1
+
+
+def _on_any_rank(happened: bool) -> bool:
+    """The same answer on all ranks: true if it holds on one of them."""
+    if _ranks() == 1:
+        return happened
+    everywhere: list[Any] = [None] * _ranks()
+    dist.all_gather_object(everywhere, bool(happened))
+    return any(everywhere)
+
+
+# What a proof leaves as it was.
+
+
+@contextlib.contextmanager
+def _nothing_else_changes(model: nn.Module, *kept: Any) -> Iterator[None]:
+    """Random state, buffers, dropout and the plain values of modules and ``kept`` come back."""
+    states = random.getstate(), np.random.get_state()
+    accelerators = _accelerators(model)
+    holders = [vars(module) for module in model.modules()] + [vars(one) for one in kept]
+    saved = [(holder, _plain_values(holder)) for holder in holders]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    precision = torch.get_float32_matmul_precision()
+    try:
+        with torch.random.fork_rng(accelerators), _without_dropout(model):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for holder, values in saved:
+            _restore(holder, values)
+
+
+def _accelerators(model: nn.Module) -> list[int]:
+    return sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+
+
+def _seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+_LARGEST = 20_000  # elements of a container that is copied
+_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_REGISTRIES = {"_parameters", "_buffers", "_modules"}
+
+
+def _plain_values(holder: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of the numbers, texts, tensors, and small containers of such, that it holds."""
+    found = {}
+    for key, value in holder.items():
+        if key not in _REGISTRIES and _count(value, _LARGEST) >= 0:
+            found[key] = copy.deepcopy(value)
+    return found
+
+
+def _count(value: Any, room: int) -> int:
+    """What is left of ``room`` after the elements of a plain value; negative: not to be copied."""
+    if isinstance(value, _SCALARS):
+        return room - 1
+    if isinstance(value, Tensor):
+        is_plain = type(value) is Tensor and value.is_leaf and not value.requires_grad
+        return room - value.numel() if is_plain else -1
+    if isinstance(value, dict):
+        parts: Any = [*value.keys(), *value.values()]
+    elif isinstance(value, list | tuple | set | deque):
+        parts = value
+    else:
+        return -1
+    if len(parts) > room:
+        return -1
+    for part in parts:
+        room = _count(part, room)
+        if room < 0:
+            return -1
+    return room
+
+
+def _restore(holder: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        now = holder.get(key)
+        if isinstance(value, dict) and isinstance(now, dict):
+            now.clear()
+            now.update(value)
+        elif isinstance(value, list) and isinstance(now, list):
+            now[:] = value
+        elif isinstance(value, Tensor) and isinstance(now, Tensor) and now.shape == value.shape:
+            with torch.no_grad():
+                now.copy_(value)
+        else:
+            holder[key] = value
+
+
+@contextlib.contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """No module of the model drops anything inside."""
+    changed: list[tuple[dict[str, Any], str, float]] = []
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    drops = [vars(m) for m in model.modules()] + [
+        vars(c) for c in configs.values() if hasattr(c, "__dict__")
+    ]
+    for holder, module in zip(drops, [*model.modules(), *configs], strict=False):
+        for key, value in holder.items():
+            is_rate = "drop" in key or (key == "p" and "drop" in type(module).__name__.lower())
+            if is_rate and isinstance(value, float) and value > 0:
+                changed.append((holder, key, value))
+    for holder, key, _ in changed:
+        holder[key] = 0.0
+    try:
+        yield
+    finally:
+        for holder, key, value in changed:
+            holder[key] = value
+
+
+# The formats of the two looks.
+
+
+def _has_half(model: nn.Module) -> bool:
+    return any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+
+
+@contextlib.contextmanager
+def _float32(passes: TechniquePasses) -> Iterator[bool]:
+    """Half-precision weights are widened inside; False if there is no memory for that."""
+    model = passes.model
+    narrow: dict[int, Tensor] = {
+        id(t): t
+        for t in (*model.parameters(), *model.buffers())
+        if t.dtype in (torch.bfloat16, torch.float16)
+    }
+    need = sum(4 * t.numel() for t in narrow.values())
+    device = next(model.parameters()).device
+    if _on_any_rank(2 * need > _free_bytes(device)):
+        _LOG.info("memory is short: the proof compares the run's own format alone")
+        yield False
+        return
+    kept = [(t, t.data) for t in narrow.values()]
+    try:
+        for tensor, data in kept:
+            tensor.data = data.float()
+        torch.set_float32_matmul_precision("highest")
+        with passes.in_float32():
+            yield True
+    finally:
+        for tensor, data in kept:
+            tensor.data = data
+
+
+def _trained_bytes(model: nn.Module) -> int:
+    return sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type == "cpu":
+        free = float(psutil.virtual_memory().available)
+        with contextlib.suppress(ValueError):  # no limit of a container is known
+            used, there = memory.host_meter()()
+            free = min(free, there - used)
+        return free
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    return math.inf
+
+
+# Batches of the proof.
+
+
+def _get(batch: Any, key: str) -> Any:
+    return batch.get(key) if isinstance(batch, Mapping) else None
+
+
+def _cut(batch: Any, rows: int, tokens: int) -> dict[str, Any]:
+    """The first rows and tokens of a batch's two-dimensional tensors."""
+    return {
+        key: value[:rows, :tokens] if isinstance(value, Tensor) and value.dim() == 2 else value
+        for key, value in batch.items()
+    }
+
+
+FLATTENED = {"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+FLATTENED |= {"seq_idx"}
+
+
+def uneven_documents(batch: Any, pad_id: int = 0) -> dict[str, Any] | None:
+    """Two short documents of different length in the form of ``batch``; None if not needed.
+
+    The first has masked labels, the shorter one is padded as the host pads. Not needed: the batch
+    has several rows and padding, or several documents in a row. Not possible: it holds more than
+    tokens, labels, a mask, and what tells documents of one row apart.
+    """
+    ids, labels = _get(batch, "input_ids"), _get(batch, "labels")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not isinstance(labels, Tensor):
+        return None
+    keys = {str(k) for k, v in batch.items() if v is not None}
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    padded = isinstance(mask, Tensor) and mask.shape == ids.shape and bool((mask == 0).any())
+    several = isinstance(positions, Tensor) and int((positions == 0).sum()) > ids.shape[0]
+    known = {"input_ids", "labels", "attention_mask", *FLATTENED}
+    if (padded and ids.shape[0] > 1) or several or keys - known:
+        return None
+    row = ids[0][mask[0].bool()] if padded else ids[0]
+    row = row[:PROBE_TOKENS]
+    if len(row) < 6:
+        return None
+    at = len(row) // 3
+    documents = row[:at], row[at:]
+    wanted = [document.clone() for document in documents]
+    wanted[1][: len(wanted[1]) // 2] = IGNORED
+    if keys & FLATTENED:
+        return _flattened(keys, documents, wanted)
+    is_left = padded and not bool(mask[:, 0].all())
+    longest = len(documents[1])
+
+    def filled(tensor: Tensor, value: int) -> Tensor:
+        filler = tensor.new_full((longest - len(tensor),), value)
+        return torch.cat((filler, tensor) if is_left else (tensor, filler))
+
+    marks = [torch.ones_like(document) for document in documents]
+    made = {
+        "input_ids": torch.stack([filled(document, pad_id) for document in documents]),
+        "labels": torch.stack([filled(label, IGNORED) for label in wanted]),
+        "attention_mask": torch.stack([filled(mark, 0) for mark in marks]),
+    }
+    return {key: value for key, value in made.items() if key in keys}
+
+
+def _flattened(
+    keys: set[str], documents: Sequence[Tensor], labels: Sequence[Tensor]
+) -> dict[str, Any]:
+    """Two documents in one row, told apart by all that the host's batch has for it."""
+    lengths = [len(document) for document in documents]
+    for label in labels:
+        label[0] = IGNORED
+    row = torch.cat(tuple(documents))
+    bounds = row.new_tensor([0, lengths[0], sum(lengths)]).to(torch.int32)
+    made = {
+        "input_ids": row[None],
+        "labels": torch.cat(tuple(labels))[None],
+        "attention_mask": torch.ones_like(row)[None],
+        "position_ids": torch.cat([torch.arange(n, device=row.device) for n in lengths])[None],
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+        "seq_idx": torch.repeat_interleave(
+            torch.arange(2, dtype=torch.int32, device=row.device),
+            torch.tensor(lengths, device=row.device),
+        )[None],
+    }
+    return {key: value for key, value in made.items() if key in keys}

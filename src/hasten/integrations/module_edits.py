@@ -1,0 +1,138 @@
+"""Edits of a model that are switched on for a training pass and off again after it.
+
+A technique edits modules: another ``forward``, another class, another head, another attention in
+the config. In somebody else's trainer these edits hold for training passes alone, so that
+evaluation, generation, copies and saved files are those of the model itself:
+
+    1. capture   the technique edits the model once; what differs from before is recorded
+    2. undo      the model is plain again
+    3. active    the recorded edits are set for one training pass, and undone at its end
+
+If somebody changes the same place in between (a resized head, another ``forward``), the record no
+longer fits, and :attr:`ModuleEdits.fits` is False: capture it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_MISSING = object()
+_VOLATILE = {"training"}  # changes from pass to pass without any edit
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One place that a technique has changed.
+
+    Args:
+        owner: the module or config that was edited.
+        place: ``__class__``, or the mapping in which ``key`` stands.
+        before, after: the values without and with the technique.
+    """
+
+    owner: Any
+    place: MutableMapping[str, Any] | None  # None: the owner's class
+    key: str
+    before: Any
+    after: Any
+
+    def current(self) -> Any:
+        """The value that stands there now."""
+        return type(self.owner) if self.place is None else self.place.get(self.key, _MISSING)
+
+    def set(self, value: Any) -> None:
+        """Write ``value`` into the place."""
+        if self.place is None:
+            self.owner.__class__ = value
+        elif value is _MISSING:
+            self.place.pop(self.key, None)
+        else:
+            self.place[self.key] = value
+
+
+class ModuleEdits:
+    """What ``edit`` changes in ``model``; the model is plain afterwards.
+
+    Args:
+        edit: called once with the model.
+    """
+
+    def __init__(self, model: nn.Module, edit: Callable[[nn.Module], None]) -> None:
+        before = _places(model)
+        try:
+            edit(model)
+        finally:
+            self.edits = tuple(_differences(before))
+            self._undo()
+
+    @property
+    def fits(self) -> bool:
+        """False if a place holds another value than the one that the edits replaced."""
+        return all(edit.current() is edit.before for edit in self.edits)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that are edited, each once."""
+        owners = {id(e.owner): e.owner for e in self.edits if isinstance(e.owner, nn.Module)}
+        return list(owners.values())
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """The edits hold inside."""
+        for edit in self.edits:
+            edit.set(edit.after)
+        try:
+            yield
+        finally:
+            self._undo()
+
+    def _undo(self) -> None:
+        for edit in reversed(self.edits):
+            edit.set(edit.before)
+
+
+def _places(model: nn.Module) -> list[tuple[Any, Any, MutableMapping[str, Any] | None, Any]]:
+    """(owner, class, mapping, copy of the mapping) for all that an edit may change."""
+    found: list[tuple[Any, Any, MutableMapping[str, Any] | None, Any]] = []
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        own = vars(module)
+        found.append((module, type(module), None, None))
+        found.append((module, None, own, dict(own)))
+        found += [
+            (module, None, registry, dict(registry))
+            for registry in own.values()
+            if isinstance(registry, dict)
+        ]
+        for config in _configs_of(own.get("config")):
+            configs[id(config)] = config
+    found += [(config, None, vars(config), dict(vars(config))) for config in configs.values()]
+    return found
+
+
+def _configs_of(config: Any) -> Iterator[Any]:
+    """A Hugging Face config and those inside it (of a text model, say)."""
+    if not hasattr(config, "to_dict") or not hasattr(config, "__dict__"):
+        return
+    yield config
+    for inner in vars(config).values():
+        yield from _configs_of(inner)
+
+
+def _differences(
+    before: list[tuple[Any, Any, MutableMapping[str, Any] | None, Any]],
+) -> Iterator[Edit]:
+    for owner, kind, place, copy in before:
+        if place is None:
+            if type(owner) is not kind:
+                yield Edit(owner, None, "__class__", kind, type(owner))
+            continue
+        for key in [*copy, *(key for key in place if key not in copy)]:
+            old, new = copy.get(key, _MISSING), place.get(key, _MISSING)
+            if old is not new and key not in _VOLATILE:
+                yield Edit(owner, place, key, old, new)

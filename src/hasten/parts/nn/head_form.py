@@ -1,0 +1,397 @@
+"""The way from a causal language model's hidden states to its loss, read off its own ``forward``.
+
+A loss that calls trunk and head by itself is right only where the model's own ``forward`` does
+nothing else. That isn't looked up in a list of names: the ``forward`` runs once on six tokens, with
+stand-ins in the place of trunk and head, and the form that explains its result is returned:
+
+    logits = cap tanh(scale head(state_scale states) / cap)
+    loss   = cross-entropy of logits + router_weight x balance of the routers' choices
+
+The stand-ins record what they are called with, so that a prompt put before the tokens, a second
+head or a loss that somebody adds shows. Nothing of the size of the model is computed, weights are
+not read (a skeleton on the meta device will do), and the random state stays as it was.
+
+What runs beside ``forward`` (hooks, a ``forward`` of the instance) would be passed over too, and
+is a reason not to recognise the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.parts.nn.causal_lm import causal_lm, routed_experts, trunk
+
+ROWS, TOKENS = 2, 3  # of the probe
+# Powers of two: a scale or a cap that they show is exact in every format.
+TINY, HUGE, ONE = 2.0**-30, 2.0**30, 1.0
+CLOSE = 1e-5  # relative; the forward may round to float32
+UNNAMED_EXPERTS = 4  # where a config doesn't say how many there are
+PEFT = ("PeftModel", "PeftModelForCausalLM")  # wrappers that only pass inputs on
+ROUTER_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class HeadForm:
+    """The numbers of the formulas above; the defaults are a linear head and no more.
+
+    ``router_top_k`` is the number of experts per token in the routers' loss.
+    """
+
+    state_scale: float = 1.0
+    scale: float = 1.0
+    softcap: float | None = None
+    router_weight: float = 0.0
+    router_top_k: int = 0
+
+
+def plain_head_reason(model: nn.Module) -> str | None:
+    """Why a loss may not call the model's trunk and head by itself, in one sentence; None: it may.
+
+    Args:
+        model: a Hugging Face causal language model, with an adapter or without; its weights may be
+            on the meta device.
+    """
+    try:
+        head_form(model)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def asks_router_loss(model: nn.Module) -> bool:
+    """Whether the model's config asks for the loss of its routers (``output_router_logits``)."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return False
+    places = config, config.get_text_config()
+    return any(bool(getattr(place, "output_router_logits", False)) for place in places)
+
+
+def head_form(model: nn.Module) -> HeadForm:
+    """The form of the model's way from states to loss.
+
+    Raises:
+        ValueError: the model's own forward does more than the form can express; the sentence says
+            what.
+    """
+    inner = causal_lm(model)
+    for module in (*_passed_over(model, inner), inner.lm_head):
+        _check_unchanged(module)
+    _check_library(model, inner)
+    with _probing(model, inner) as probe:
+        state_scale, scale, softcap = _logit_form(probe)
+        return _with_routers(probe, HeadForm(state_scale, scale, softcap))
+
+
+def balance_of_choices(
+    router_logits: tuple[Tensor, ...], top_k: int, real: Tensor | None = None
+) -> Tensor:
+    """The routers' loss of a micro-batch (Switch Transformer, arXiv:2101.03961, eq. 4 to 6).
+
+    ``E x sum_e f_e P_e`` over the E experts: f_e is the number of choices that fell on expert e per
+    token, P_e the mean of its probability, both over the tokens of all layers together.
+
+    Args:
+        router_logits: (tokens, E) of each layer.
+        top_k: experts that each token chooses.
+        real: (tokens,) or (B, T), true where a position holds a token; None: everywhere.
+    """
+    experts, device = router_logits[0].shape[-1], router_logits[0].device
+    counted = None if real is None else real.reshape(-1, 1).to(device, torch.float32)
+    choices = torch.zeros(experts, device=device)
+    mass = torch.zeros(experts, device=device)
+    tokens: Tensor | float = 0.0
+    for logits in router_logits:
+        # In their own format, as transformers does: a near tie is then decided alike.
+        shares = logits.to(device).softmax(dim=-1)
+        chosen = torch.zeros_like(shares, dtype=torch.float32)
+        chosen.scatter_(1, shares.topk(top_k, dim=-1).indices, 1.0)
+        probability = shares.float()
+        if counted is not None:
+            chosen, probability = chosen * counted, probability * counted
+        choices = choices + chosen.sum(0)
+        mass = mass + probability.sum(0)
+        tokens = tokens + (len(logits) if counted is None else counted.sum())
+    if isinstance(tokens, Tensor):
+        tokens = tokens.clamp_min(1)  # a rank without records runs filler alone
+    found: Tensor = (choices / tokens * (mass / tokens)).sum() * experts
+    return found
+
+
+def _passed_over(model: nn.Module, inner: Any) -> list[nn.Module]:
+    """The modules that a loss of its own doesn't call: wrappers, outermost first, and the model."""
+    found: list[nn.Module] = []
+    module: Any = model
+    while module is not inner:
+        found.append(module)
+        below = [module._modules.get(name) for name in ("base_model", "model")]
+        module = next((m for m in below if m is not None), None)
+        if module is None:
+            raise ValueError(f"the model is inside a {type(found[-1]).__name__}, not known here")
+    return [*found, inner]
+
+
+def _check_unchanged(module: nn.Module) -> None:
+    name = type(module).__name__
+    if "forward" in vars(module):
+        raise ValueError(f"the forward of this {name} instance was replaced")
+    if any(getattr(module, hooks, None) for hooks in HOOKS):
+        raise ValueError(f"a hook is registered on {name}, which would no longer be called")
+
+
+def _check_library(model: nn.Module, inner: Any) -> None:
+    """Each forward on the way is that of the library that the class comes from."""
+    if not _defined(type(inner)).startswith("transformers.models."):
+        raise ValueError(f"the forward of {type(inner).__name__} isn't that of transformers")
+    if model is inner:
+        return
+    wrapper, tuner = type(model), model._modules.get("base_model")
+    if _defined(wrapper) not in {f"peft.peft_model.{name}.forward" for name in PEFT}:
+        raise ValueError(f"the forward of {wrapper.__name__} isn't that of peft")
+    if tuner is inner:
+        raise ValueError("a prompt is learned, which the model's forward puts before the tokens")
+    if _defined(type(tuner)) != "peft.tuners.tuners_utils.BaseTuner.forward":
+        raise ValueError(f"{type(tuner).__name__} adds a part of its own to the model's forward")
+
+
+def _defined(kind: type) -> str:
+    """Where the forward of a class was written."""
+    code: Any = getattr(kind, "forward", None)
+    return f"{getattr(code, '__module__', '')}.{getattr(code, '__qualname__', '')}"
+
+
+class _TrunkOutput:
+    """What a trunk returns, by name and by index; it has no other fields than these."""
+
+    def __init__(self, states: Tensor, router_logits: tuple[Tensor, ...]) -> None:
+        self.last_hidden_state, self.router_logits = states, router_logits
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+class _StandIn(nn.Module):
+    """In the place of a module, whose other attributes it has."""
+
+    def __init__(self, replaced: nn.Module) -> None:
+        super().__init__()
+        self.replaced_by_probe = replaced
+        self.calls: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("replaced_by_probe"), name)
+
+
+class _Trunk(_StandIn):
+    """Returns given states and records what it is called with."""
+
+    def __init__(self, decoder: nn.Module, output: _TrunkOutput) -> None:
+        super().__init__(decoder)
+        self.output, self.hooks = output, 0
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        decoder = self.replaced_by_probe
+        self.calls.append(inspect.signature(decoder.forward).bind(*args, **named).arguments)
+        self.hooks = _hooks_in(decoder)
+        return self.output
+
+
+class _Head(_StandIn):
+    """Returns given logits whatever it is called with."""
+
+    def __init__(self, head: nn.Module, logits: Tensor) -> None:
+        super().__init__(head)
+        self.logits = logits
+        self.weight = logits.new_zeros(0)  # some models cast their states to its format
+
+    def forward(self, states: Tensor) -> Tensor:
+        self.calls.append(states)
+        return self.logits
+
+
+@dataclass
+class _Probe:
+    """The model with stand-ins, and how it is called."""
+
+    model: nn.Module
+    inner: Any
+    trunk: _Trunk
+    head: _Head
+    inputs: dict[str, Tensor]
+    drawn: Callable[..., Tensor]  # random numbers of a shape
+
+    def __post_init__(self) -> None:
+        self.hooks = _hooks_in(self.trunk.replaced_by_probe)
+        self.name = type(self.inner).__name__
+        self.shape = (ROWS, TOKENS, _shape_of(self.head)[1])  # of logits
+
+    def run(self, logits: Tensor, labels: Tensor | None = None) -> Any:
+        """The output of the model's own forward where its head returns ``logits``."""
+        self.trunk.calls.clear()
+        self.head.calls.clear()
+        self.head.logits = logits
+        given = self.inputs if labels is None else {**self.inputs, "labels": labels}
+        try:
+            found = self.model(**given, use_cache=False, return_dict=True)
+        except Exception as error:  # whatever it is: this forward needs something else
+            raise ValueError(
+                f"the forward of {self.name} is more than a call of its trunk and its head "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        self._check_calls()
+        return found
+
+    def _check_calls(self) -> None:
+        name = self.name
+        if len(self.trunk.calls) != 1 or len(self.head.calls) != 1:
+            raise ValueError(
+                f"{name} calls its trunk {len(self.trunk.calls)} times and its head "
+                f"{len(self.head.calls)} times in a pass"
+            )
+        if self.trunk.hooks != self.hooks:
+            raise ValueError(f"{name} is trained through hooks that are set for each pass")
+        (call,) = self.trunk.calls
+        given = {**call, **call.get("kwargs", {})}
+        for key, value in given.items():
+            same = value is self.inputs.get(key)
+            if key != "kwargs" and not (same or value is None or isinstance(value, bool)):
+                raise ValueError(f"{name} gives its trunk {key} of its own")
+        missing = [key for key, value in self.inputs.items() if given.get(key) is not value]
+        if missing:
+            raise ValueError(f"{name} doesn't give its trunk the {missing[0]} that it is given")
+
+
+@contextmanager
+def _probing(model: nn.Module, inner: Any) -> Iterator[_Probe]:
+    """The model in training mode with stand-ins; everything is as before afterwards."""
+    place = inner.base_model_prefix
+    decoder, head = trunk(model), inner.lm_head
+    device = next((p.device for p in head.parameters() if not p.is_meta), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    width, vocabulary = _shape_of(head)
+    if vocabulary < ROWS * TOKENS:
+        raise ValueError(f"a head of {vocabulary} tokens is too small to be recognised")
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device)
+
+    states = drawn(ROWS, TOKENS, width)
+    states[0, 0, 0] = ONE
+    experts = routed_experts(inner.config.get_text_config()) or UNNAMED_EXPERTS
+    output = _TrunkOutput(states, tuple(drawn(ROWS * TOKENS, experts) for _ in range(2)))
+    mask = torch.ones(ROWS, TOKENS, dtype=torch.long, device=device)
+    mask[1, -1] = 0
+    inputs = {
+        "input_ids": torch.arange(ROWS * TOKENS, device=device).view(ROWS, TOKENS),
+        "attention_mask": mask,
+        "position_ids": torch.arange(TOKENS, device=device).expand(ROWS, TOKENS),
+    }
+    probe = _Probe(model, inner, _Trunk(decoder, output), _Head(head, states), inputs, drawn)
+    outside = _passed_over(model, inner)
+    modes = [m.training for m in outside]
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(cuda), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        try:
+            for module in outside:
+                module.training = True  # this module alone: what it does in training counts
+            inner._modules[place], inner._modules["lm_head"] = probe.trunk, probe.head
+            yield probe
+        finally:
+            inner._modules[place], inner._modules["lm_head"] = decoder, head
+            for module, mode in zip(outside, modes, strict=True):
+                module.training = mode
+
+
+def _hooks_in(module: nn.Module) -> int:
+    """The number of hooks on a module and those inside it."""
+    return sum(len(getattr(m, name, None) or ()) for m in module.modules() for name in HOOKS)
+
+
+def _shape_of(head: Any) -> tuple[int, int]:
+    """(hidden, vocabulary) of a linear layer of any library."""
+    if not hasattr(head, "in_features") or not hasattr(head, "out_features"):
+        raise ValueError(f"the head is a {type(head).__name__}, not a linear layer")
+    return head.in_features, head.out_features
+
+
+def _logit_form(probe: _Probe) -> tuple[float, float, float | None]:
+    """(state_scale, scale, softcap), proven on random logits."""
+    drawn, given = probe.drawn(*probe.shape), probe.trunk.output.last_hidden_state
+    marked = drawn.clone()
+    marked[0, 0, :3] = torch.tensor([TINY, HUGE, -HUGE], dtype=torch.float64)
+    tiny, most, least = _logits(probe, marked)[0, 0, :3].tolist()
+    (states,) = probe.head.calls
+    if states.is_meta or states.shape != given.shape:
+        raise ValueError(f"{probe.name} changes its states before its head in a way not known here")
+    state_scale = _rounded(float(states[0, 0, 0]) / ONE)
+    if not _same(states, given * state_scale):
+        raise ValueError(f"{probe.name} changes its states before its head in a way not known here")
+    scale, softcap = _rounded(tiny / TINY), None
+    wanted = scale * drawn
+    if math.isclose(most, -least, rel_tol=CLOSE) and 0 < most < scale * HUGE / 2:
+        softcap = _rounded(most)
+        wanted = softcap * torch.tanh(wanted / softcap)
+    if not scale > 0 or not _same(_logits(probe, drawn), wanted):
+        raise ValueError(f"{probe.name} changes its logits after its head in a way not known here")
+    return state_scale, scale, softcap
+
+
+def _rounded(value: float) -> float:
+    """The number that was written in a config, where float32 has moved its last digit."""
+    short = float(f"{value:.6g}")
+    return short if math.isclose(short, value, rel_tol=2e-7) else value
+
+
+def _logits(probe: _Probe, logits: Tensor) -> Tensor:
+    found = getattr(probe.run(logits.clone()), "logits", None)
+    if not isinstance(found, Tensor) or found.is_meta or found.shape != logits.shape:
+        raise ValueError(f"{probe.name} returns no logits of the usual shape")
+    return found.double()
+
+
+def _with_routers(probe: _Probe, form: HeadForm) -> HeadForm:
+    """The form with the routers' loss, proven on random logits of heads and routers."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    labels = probe.inputs["input_ids"].clone()
+    labels[0, 1] = -100
+    found = probe.run(probe.drawn(*probe.shape), labels)
+    loss, balance = getattr(found, "loss", None), getattr(found, "aux_loss", None)
+    if not isinstance(loss, Tensor) or loss.is_meta:
+        raise ValueError(f"{probe.name} returns no loss for its labels")
+    plain = float(ForCausalLMLoss(found.logits, labels, probe.shape[-1]))
+    added, seen = float(loss) - plain, 2e-6 * max(plain, 1.0)  # what float32 can tell apart
+    if balance is None and abs(added) <= seen:
+        return form
+    if not isinstance(balance, Tensor):
+        raise ValueError(f"{probe.name} adds a loss of its own to cross-entropy")
+    routers, real = probe.trunk.output.router_logits, probe.inputs["attention_mask"]
+    values = (float(balance_of_choices(routers, k + 1, real)) for k in range(routers[0].shape[-1]))
+    value = float(balance)
+    top_k = [k for k, own in enumerate(values, 1) if math.isclose(own, value, rel_tol=CLOSE)]
+    places = probe.inner, probe.inner.config, probe.inner.config.get_text_config()
+    weights = [getattr(place, name, None) for place in places for name in ROUTER_WEIGHTS]
+    fits = [w for w in weights if w is not None and abs(w * value - added) <= seen]
+    if not top_k or not fits:
+        raise ValueError(f"{probe.name} adds a loss of its routers that isn't known here")
+    return replace(form, router_weight=float(fits[0]), router_top_k=top_k[0])
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one.double(), other, rtol=CLOSE, atol=1e-7)

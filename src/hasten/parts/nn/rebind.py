@@ -1,0 +1,204 @@
+"""Binds code of its own to the forward of one module instance, in a way that copies keep.
+
+``module.forward = function`` on an instance puts a closure over that instance into it: a deep copy
+then runs the original, and a pickle fails. Here the instance gets a subclass of its class, whose
+``forward`` calls the function with the module that was called. So
+
+- ``copy.deepcopy``, ``pickle`` and ``torch.save`` make modules with a forward of their own, in
+  another process too (where hasten is installed);
+- ``isinstance`` holds, and name, module and signature are those of the class below, for
+  transformers, accelerate and PEFT read them: ``architectures`` in a saved config, the classes that
+  FSDP wraps, the columns of a data set that a Trainer keeps;
+- parameters, buffers, hooks and the state dict aren't touched, nor are other instances.
+
+The function is one of a module, since a pickle holds its name, and is called as
+``function(module, usual, *args, **kwargs)``; ``usual`` is the forward below it. What it knows
+beyond the module is its ``state``, which lies in the module and is copied with it. A module that
+was made from the class alone (``type(model)(config)``) has no state: a function that needs one does
+what is usual there. Several functions can be bound to one module; the last one is called first. An
+attribute ``unpickled`` of a function is called where a module with it is unpickled.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+Forward = Callable[..., Any]
+
+_STATES = "_hasten_states"  # in a module: what its functions know
+_BELOW = "_hasten_forwards"  # the same: forwards of the instance that a function has replaced
+
+
+def bind(module: nn.Module, function: Forward, state: Any = None) -> None:
+    """Calls of ``module`` go to ``function``; if it is bound already, it gets this state.
+
+    Raises:
+        ValueError: the function isn't one of a module.
+    """
+    _check(function)
+    if state is not None:
+        _put(module, _STATES, function, state)
+    if is_bound(module, function):
+        return
+    own = module.__dict__.pop("forward", None)
+    if own is not None:  # somebody's wrapper around this instance: it stays below
+        _put(module, _BELOW, function, own)
+    module.__class__ = _class_of(type(module), function, own is not None)
+
+
+def unbind(module: nn.Module, function: Forward) -> None:
+    """Take ``function`` off; what was bound before and after it stays.
+
+    Raises:
+        ValueError: another library has changed the module's class since.
+    """
+    kept, plain = [], plain_class(module)
+    if _bound_by(type(module)) is None and is_bound(module, function):
+        raise ValueError(
+            f"{type(module).__name__} was wrapped after {function.__qualname__} was bound to it"
+        )
+    for one, covers in _stack(type(module)):
+        if one is not function:
+            kept.append((one, covers))
+        elif covers and kept:
+            raise ValueError(f"take off what was bound to {plain.__name__} later first")
+        elif covers:
+            module.__dict__["forward"] = module.__dict__[_BELOW][function]
+    if state_of(module, function) is not None:
+        _put(module, _STATES, function, None)
+    made = plain
+    for one, covers in reversed(kept):
+        made = _class_of(made, one, covers)
+    if made is not type(module):
+        module.__class__ = made
+
+
+def is_bound(module: nn.Module, function: Forward | None = None) -> bool:
+    """Whether ``function`` is bound to the module; without one, whether any is."""
+    found = bound(module)
+    return bool(found) if function is None else any(f is function for f in found)
+
+
+def bound(module: nn.Module) -> tuple[Forward, ...]:
+    """What is bound to the module, the last one first."""
+    return tuple(function for function, _ in _stack(type(module)))
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether its forward isn't its class's: bound here, or put into the instance by others."""
+    return is_bound(module) or "forward" in vars(module)
+
+
+def state_of(module: nn.Module, function: Forward) -> Any:
+    """The state that ``function`` was bound with; None without."""
+    return getattr(module, _STATES, {}).get(function)
+
+
+def usual_of(module: nn.Module, function: Forward) -> Forward:
+    """The module's forward below ``function``, which is bound to it."""
+    kind = next(k for k in type(module).__mro__ if (b := _bound_by(k)) and b[0] is function)
+    covers = kind.__dict__["_hasten_bound"][1]
+    if covers:
+        own: Forward = module.__dict__[_BELOW][function]
+        return own
+    base: Any = kind.__mro__[1]
+    return types.MethodType(base.forward, module)
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The module's class without what is bound."""
+    found = type(module)
+    for kind in found.__mro__:
+        if _bound_by(kind) is not None:
+            found = kind.__mro__[1]
+    return found
+
+
+def _check(function: Forward) -> None:
+    holder: Any = sys.modules.get(getattr(function, "__module__", ""))
+    if getattr(holder, getattr(function, "__qualname__", ""), None) is not function:
+        raise ValueError(f"{function} isn't a function of a module, so that no copy would find it")
+
+
+def _put(module: nn.Module, place: str, key: Forward, value: Any) -> None:
+    """In a dict of its own: a shallow copy of the module has the former one."""
+    module.__dict__[place] = {**module.__dict__.get(place, {}), key: value}
+
+
+def _bound_by(kind: type) -> tuple[Forward, bool] | None:
+    found: tuple[Forward, bool] | None = kind.__dict__.get("_hasten_bound")
+    return found
+
+
+def _stack(kind: type) -> list[tuple[Forward, bool]]:
+    return [found for one in kind.__mro__ if (found := _bound_by(one)) is not None]
+
+
+def _class_of(base: type[Any], function: Forward, covers: bool) -> type[Any]:
+    """The subclass of ``base``, made once, whose forward is ``function``.
+
+    ``covers``: what is usual isn't the base's forward but one that lay in the instance.
+    """
+    for kind in base.__subclasses__():  # held weakly: a class without instances may go
+        if _bound_by(kind) == (function, covers):
+            return kind
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        usual = functools.partial(base.forward, self)
+        if covers:
+            usual = getattr(self, _BELOW)[function]
+        return function(self, usual, *args, **kwargs)
+
+    members = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "forward": forward,
+        "_hasten_bound": (function, covers),
+    }
+    kind_of: Any = _kind_of
+    made: type[Any] = kind_of(type(base))(base.__name__, (base,), members)
+    return made
+
+
+class _BoundClass(type):
+    """Of a class that was made here: a pickle holds how to make it, not its name."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        """Of the class below it: who looks for the blocks of a model takes the class of one."""
+        base = cls.__mro__[1] if _bound_by(cls) is not None else None
+        return super().__instancecheck__(instance) or (
+            base is not None and isinstance(instance, base)
+        )
+
+
+@functools.cache
+def _kind_of(kind: type[type]) -> type[type]:
+    """The metaclass for subclasses of a class whose own is ``kind``."""
+    if issubclass(kind, _BoundClass):
+        return kind
+    made = _BoundClass if kind is type else type(kind.__name__, (_BoundClass, kind), {})
+    copyreg.pickle(made, _reduced)
+    return made
+
+
+def _reduced(kind: type) -> Any:
+    found = _bound_by(kind)
+    if found is None:  # a subclass by another library
+        return kind.__qualname__
+    return _restored, (kind.__mro__[1], *found)
+
+
+def _restored(base: type[Any], function: Forward, covers: bool) -> type[Any]:
+    prepare = getattr(function, "unpickled", None)
+    if prepare is not None:
+        prepare()
+    return _class_of(base, function, covers)

@@ -1,0 +1,123 @@
+"""torch's own mean losses as (sum, count), so that means over parts of a batch make the whole one.
+
+The mean of two micro-batches' means is their common mean only if both divide by the same number.
+Cross-entropy and NLL divide by the labels that aren't ``ignore_index``, or by the sum of their
+classes' weights; the other losses divide by the elements.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Function -> the keywords with which its mean is still divided as this module does. A weight of
+# mse_loss is absent: torch divides by the sum of such weights.
+LABELLED: dict[Any, set[str]] = {
+    F.cross_entropy: {"weight", "ignore_index", "label_smoothing"},
+    F.nll_loss: {"weight", "ignore_index"},
+}
+ELEMENTWISE: dict[Any, set[str]] = {
+    F.mse_loss: set(),
+    F.l1_loss: set(),
+    F.smooth_l1_loss: {"beta"},
+    F.huber_loss: {"delta"},
+    F.binary_cross_entropy: {"weight"},
+    F.binary_cross_entropy_with_logits: {"weight", "pos_weight"},
+}
+MODULES: dict[type[nn.Module], Any] = {
+    nn.CrossEntropyLoss: F.cross_entropy,
+    nn.NLLLoss: F.nll_loss,
+    nn.MSELoss: F.mse_loss,
+    nn.L1Loss: F.l1_loss,
+    nn.SmoothL1Loss: F.smooth_l1_loss,
+    nn.HuberLoss: F.huber_loss,
+    nn.BCELoss: F.binary_cross_entropy,
+    nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits,
+}
+IGNORED = -100  # torch's default
+
+
+class SummedMean(nn.Module):
+    """A mean loss of torch's as (sum, count): sum / count is what the loss itself returns.
+
+    Args:
+        loss_fn: one that ``is_torch_mean``. A module stays the caller's: its weights move with
+            this module, and a changed setting has an effect from the next call on.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.loss_fn = loss_fn
+
+    def forward(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss summed, and what the mean divides it by; neither is read on the host."""
+        if output.dtype == torch.float16:  # a sum soon passes 65504, its largest number
+            mean = self.loss_fn(output, target).float()
+            count = self._count(output, target)
+            return mean * count, count
+        total = _summed(self.loss_fn)(output, target)
+        return total, self._count(output, target)
+
+    def _count(self, output: Tensor, target: Tensor) -> Tensor:
+        if _function(self.loss_fn) in ELEMENTWISE:
+            return torch.tensor(torch.broadcast_shapes(output.shape, target.shape).numel())
+        if target.is_floating_point():  # probabilities of classes: each position has a label
+            return torch.tensor(target.numel() // target.shape[1 if target.ndim > 1 else 0])
+        labelled = target != _setting(self.loss_fn, "ignore_index", IGNORED)
+        weight: Tensor | None = _setting(self.loss_fn, "weight", None)
+        if weight is None:
+            return labelled.sum()
+        return (weight[target.where(labelled, 0)] * labelled).sum()
+
+
+def with_sum(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss function as (sum, count) if it is a mean of torch's own, else as it is."""
+    return SummedMean(loss_fn) if is_torch_mean(loss_fn) else loss_fn
+
+
+def is_torch_mean(loss_fn: Any) -> bool:
+    """Whether a loss function is a mean of torch's own, as a module, a function or a partial.
+
+    A subclass, a module with hooks, another reduction and a function around one of them aren't:
+    they may divide by something else.
+    """
+    if isinstance(loss_fn, nn.Module):
+        hooks = (loss_fn._forward_hooks, loss_fn._forward_pre_hooks, loss_fn._backward_hooks)
+        plain = type(loss_fn) in MODULES and "forward" not in vars(loss_fn)
+        return plain and not any(hooks) and _setting(loss_fn, "reduction", "mean") == "mean"
+    function = _function(loss_fn)
+    if function is None:
+        return False
+    named = {} if loss_fn is function else dict(loss_fn.keywords)
+    known = (LABELLED | ELEMENTWISE)[function]
+    return named.pop("reduction", "mean") == "mean" and set(named) <= known
+
+
+def _function(loss_fn: Any) -> Any:
+    """torch's function that a loss function calls; None if it isn't known to call one."""
+    if isinstance(loss_fn, nn.Module):
+        return MODULES.get(type(loss_fn))
+    if isinstance(loss_fn, functools.partial) and not loss_fn.args:
+        loss_fn = loss_fn.func
+    return next((f for f in (*LABELLED, *ELEMENTWISE) if f is loss_fn), None)
+
+
+def _setting(loss_fn: Any, name: str, default: Any) -> Any:
+    if isinstance(loss_fn, nn.Module):
+        return getattr(loss_fn, name)
+    return getattr(loss_fn, "keywords", {}).get(name, default)
+
+
+def _summed(loss_fn: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """The same loss with its sum as reduction."""
+    if not isinstance(loss_fn, nn.Module):
+        return functools.partial(loss_fn, reduction="sum")
+    summed: Any = copy.copy(loss_fn)  # shares the weights
+    summed.reduction = "sum"
+    return summed  # type: ignore[no-any-return]
