@@ -46,6 +46,7 @@ ARGUMENTS: dict[str, Any] = {
     "per_device_train_batch_size": BATCH,
     "learning_rate": 1e-3,
     "adam_epsilon": 1e-6,  # a gradient near zero would have the sign of its rounding otherwise
+    "per_device_eval_batch_size": 3,
     "report_to": [],
     "save_strategy": "no",
     "logging_steps": 1,
@@ -136,8 +137,8 @@ def with_prompt(model: Any) -> Any:
 class AddsToLoss(hf.LlamaForCausalLM):
     """Adds the size of the head to the loss."""
 
-    def forward(self, *args: Any, **named: Any) -> Any:
-        output = super().forward(*args, **named)
+    def forward(self, input_ids: Any = None, labels: Any = None, **named: Any) -> Any:  # type: ignore[override]
+        output = super().forward(input_ids=input_ids, labels=labels, **named)
         if output.loss is not None:
             output.loss = output.loss + 0.1 * self.lm_head.weight.square().mean()
         return output
@@ -276,7 +277,9 @@ CASES: dict[str, Case] = {
     "another seed of the data": options(data_seed=7),
     "checkpointed activations": options(gradient_checkpointing=True),
     "batch size to be found": options(auto_find_batch_size=True),
-    "tokens counted": options(include_num_input_tokens_seen="non_padding"),
+    "tokens counted": Case(
+        {"include_num_input_tokens_seen": "non_padding"}, acts=LOSS, rests=PACKING - LOSS
+    ),
     "evaluated": Case({**EACH_STEP, "eval_on_start": True}, EVALUATED),
     "plateau": Case(
         {**EACH_STEP, "lr_scheduler_type": "reduce_lr_on_plateau"},
@@ -309,9 +312,7 @@ CASES: dict[str, Case] = {
         {"neftune_noise_alpha": 5.0}, acts=frozenset(), rests=frozenset({"packed"})
     ),
     "a stream": Case({"max_steps": STEPS}, examples=Stream(), acts=frozenset()),
-    "own collator": Case(
-        collator=lambda: without_first_labels, acts=LOSS, rests=frozenset({"packed"})
-    ),
+    "own collator": Case(collator=lambda: without_first_labels),
     "packed by its collator": Case(
         collator=hf.DataCollatorWithFlattening, acts=frozenset(), rests=frozenset({"packed"})
     ),
@@ -358,7 +359,7 @@ def trained(case: Case, folder: Path, speed_up: bool) -> Outcome:
             torch.manual_seed(5)
             trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
         acted = frozenset(counts.acted())
-        predictions = trainer.predict(EXAMPLES[:6])  # type: ignore[arg-type]
+        predictions = trainer.predict(WHOLE[:6] if case.examples is WHOLE else EXAMPLES[:6])  # type: ignore[arg-type]
     return Outcome(trainer.state.log_history, start, _weights(trainer), predictions, acted)
 
 
