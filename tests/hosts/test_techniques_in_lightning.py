@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations import lightning as lightning_host
+from hasten.integrations.batches import padded_rows
 from hasten.integrations.lightning import with_techniques
 from hasten.integrations.loop import in_loop
 from hasten.techniques.attention import DocumentAttention
@@ -123,7 +124,7 @@ def trainer_of(folder: Path, **changes: Any) -> Any:
 
 
 def loader(size: int = BATCH, workers: int = 0) -> Any:
-    return DataLoader(DATA, batch_size=size, num_workers=workers, collate_fn=lambda rows: rows)  # type: ignore[arg-type]
+    return DataLoader(DATA, batch_size=size, num_workers=workers, collate_fn=padded_rows)  # type: ignore[arg-type]
 
 
 @lightning_only
@@ -131,13 +132,8 @@ def loader(size: int = BATCH, workers: int = 0) -> Any:
 def test_lightning_has_the_losses_of_hastens_own(
     plan: tuple[Technique, ...], tmp_path: Path
 ) -> None:
-    from hasten.core.job import with_language_counts
-    from hasten.integrations.batches import collator
-    from hasten.parts.data.collate import padded
-
-    trainer, module, given = trainer_of(tmp_path), module_of(tiny_model()), loader()
-    given.collate_fn = collator(with_language_counts(padded))
-    trainer.fit(*with_techniques(trainer, module, given, plan, seed=SEED))
+    trainer, module = trainer_of(tmp_path), module_of(tiny_model())
+    trainer.fit(*with_techniques(trainer, module, loader(), plan, seed=SEED))
     assert module.losses == pytest.approx(own_losses(plan), rel=1e-4)
 
 

@@ -506,7 +506,8 @@ def _plain_values(holder: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of the numbers, texts, tensors, and small containers of such, that it holds."""
     found = {}
     for key, value in holder.items():
-        if key not in _REGISTRIES and _count(value, _LARGEST) >= 0:
+        # Hooks that a library registers at the first pass stay, as does its mark that it did.
+        if key not in _REGISTRIES and "hook" not in key and _count(value, _LARGEST) >= 0:
             found[key] = copy.deepcopy(value)
     return found
 

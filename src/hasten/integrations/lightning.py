@@ -235,7 +235,7 @@ class ModulePasses:
         self.packing: PackedCollator | None = None
         self._trainer, self._module, self._model, self._setup = trainer, module, model, setup
         self._techniques = [t for t in setup.plan if t.slot in (*PROVEN, Slot.COLLATE)]
-        host_run = HostRun(device=str(trainer.strategy.root_device))
+        host_run = HostRun(str(trainer.strategy.root_device), epochs=1)
         self._hosted = HostedTechniques(HOST, model, host_run)
         self._window = contextlib.ExitStack()
         self._proof: FirstStepProof | None = None
