@@ -26,8 +26,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 Arguments = tuple[Any, ...]
 Named = Mapping[str, Any]
 Predicate = Callable[[Arguments, Named], bool]
@@ -40,17 +38,14 @@ def _in_training(arguments: Arguments, named: Named) -> bool:
 
 def _with_gradient(arguments: Arguments, named: Named) -> bool:
     """True if a backward pass may follow the call."""
+    import torch
+
     return bool(torch.is_grad_enabled())
 
 
 def _apart(arguments: Arguments, named: Named) -> bool:
-    """True if a training pass gives the attention more than one document in a row."""
+    """True if a training pass gives a module more than one document in a row."""
     return bool(arguments[0].training) and len(named.get("document_lengths") or ()) > 1
-
-
-def _packed(arguments: Arguments, named: Named) -> bool:
-    """True if `compute_loss(trainer, model, inputs, ...)` trains on rows that hasten packed."""
-    return bool(arguments[1].training) and len(arguments[2].get("document_lengths") or ()) > 1
 
 
 def _always(arguments: Arguments, named: Named) -> bool:
@@ -69,7 +64,7 @@ class Part:
 NN, OPTIM = "hasten.parts.nn", "hasten.parts.optim"
 FUSED = ("_RMSNorm", "_NormBeside", "_SwiGLU", "_Rotate", "_FusedLinear", "_Joined")
 PARTS = (
-    Part("packed", "transformers:Trainer.compute_loss", _packed),
+    Part("packed", "transformers:PreTrainedModel.__call__", _apart),
     Part("document_attention", f"{NN}.attention:attend", _apart),
     Part("labelled_token_loss", f"{NN}.losses:LabelOnlyLoss.cross_entropy", _in_training),
     *(Part("fused_layers", f"{NN}.fused_functions:{name}.forward") for name in FUSED),
@@ -79,6 +74,7 @@ PARTS = (
     Part("muon", f"{OPTIM}.muon:MuonAdamW.step"),
     Part("recompute", f"{NN}.recompute:BlockRecompute._region", _with_gradient),
 )
+_INHERITED = object()
 PROOF = "hasten.integrations.first_step:FirstStepProof.check"
 COUNTED = tuple(dict.fromkeys(part.technique for part in PARTS))
 
@@ -142,14 +138,17 @@ def counted(counts: TechniqueCounts | None = None) -> Iterator[TechniqueCounts]:
         for place, wrap in [*wrappers, (PROOF, counts.pausing)]:
             owner, name = _owner(place)
             function = inspect.getattr_static(owner, name)
-            before.append((owner, name, function))
+            before.append((owner, name, vars(owner).get(name, _INHERITED)))
             static = isinstance(function, staticmethod)
             wrapped = wrap(function.__func__ if static else function)
             setattr(owner, name, staticmethod(wrapped) if static else wrapped)
         yield counts
     finally:
         for owner, name, function in reversed(before):
-            setattr(owner, name, function)
+            if function is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, function)
 
 
 def _owner(place: str) -> tuple[Any, str]:

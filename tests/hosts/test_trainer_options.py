@@ -405,6 +405,8 @@ def assert_same_training(plain: Outcome, found: Outcome, tolerance: float) -> No
         moved = (wanted - plain.start[name]).double().norm().item()
         apart = (wanted - found.weights[name]).double().norm().item()
         assert apart <= 50 * tolerance * moved + 1e-7, name
+    if plain.predictions is None:
+        return
     labels = plain.predictions.label_ids
     assert np.array_equal(found.predictions.label_ids, labels)
     logits, wanted_logits = (np.asarray(o.predictions.predictions) for o in (found, plain))
