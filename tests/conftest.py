@@ -61,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Toy tensors, here and in children: a second thread waits longer than it works.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Two passes of every short training here; the tests of the proof switch it on.
+    os.environ.setdefault("HASTEN_PROOF", "off")
     # One measurement at a time on a machine: processes that test side by side don't wait.
     os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="hasten-tests-")
     warm.install()

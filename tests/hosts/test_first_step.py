@@ -21,8 +21,8 @@ import hasten
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique, setting
-from hasten.integrations.first_step import GradientRecord, uneven_documents
 from hasten.integrations.transformers import TrainerTechniques
+from hasten.measure.quality.first_step import GradientRecord, uneven_documents
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
@@ -207,7 +207,7 @@ def test_memory_that_runs_out_ends_the_proof_and_not_the_training(
     def full(*args: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("hasten.integrations.first_step._gradients", full)
+    monkeypatch.setattr("hasten.measure.quality.first_step._gradients", full)
     trainer.train()
     assert trainer.state.global_step == 2
     assert joined(trainer) == ["packed", "labelled_token_loss"]

@@ -55,8 +55,8 @@ from hasten.integrations.checkpoints import (
     has_wire_memory,
     step_log,
 )
-from hasten.integrations.first_step import FirstStepProof, proof_is_on
 from hasten.machine import environment
+from hasten.measure.quality.first_step import FirstStepProof, proof_is_on
 from hasten.parts.nn.causal_lm import causal_lm
 
 _LOG = logging.getLogger(__name__)

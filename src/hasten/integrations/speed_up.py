@@ -80,7 +80,12 @@ def speed_up(trainer: AnyTrainer, plan: Iterable[Any] | None = None) -> AnyTrain
         return host.with_techniques(trainer, own)
     model: Any = trainer.model
     known, rows = facts_of(model, str(trainer.args.device)), trainer.train_dataset
-    chosen, note = _chosen(known, rows, lambda some: host.check(trainer, some))
+    chosen, note = _chosen(
+        known,
+        rows,
+        lambda some: host.check(trainer, some),
+        lambda technique: host.has_already(trainer, technique),
+    )
     changed = host.with_techniques(trainer, chosen)
     changed.add_callback(host.StepEvidence(note))
     return changed
@@ -94,7 +99,12 @@ def _techniques(plan: Iterable[Any]) -> Iterable[Technique]:
             yield from Plan.from_list([entry], CATALOGUE)
 
 
-def _chosen(known: Facts, rows: Any, check: Carry) -> tuple[list[Technique], SpeedNote]:
+def _chosen(
+    known: Facts,
+    rows: Any,
+    check: Carry,
+    has_already: Callable[[Technique], bool] = lambda technique: False,
+) -> tuple[list[Technique], SpeedNote]:
     """The techniques that a trainer can carry together; a warning names them and the others."""
     agreeing = known.world.size == 1 or dist.is_initialized()  # else each rank is by itself
     kept = _kept(known, rows) if agreeing else None
@@ -106,9 +116,11 @@ def _chosen(known: Facts, rows: Any, check: Carry) -> tuple[list[Technique], Spe
     found: list[Technique] = []
     left: dict[Technique, str] = {}
     for technique in Plan(wanted):
-        packs = any(isinstance(t, Packed) for t in found)
+        packs = any(isinstance(t, Packed) for t in found) or has_already(Packed())
         if isinstance(technique, DocumentAttention) and not packs:
             continue  # rows that aren't packed have one document each
+        if has_already(technique):
+            continue
         if technique.slot is Slot.EXPERTS and not known.model.experts:
             continue  # nothing to gain
         try:

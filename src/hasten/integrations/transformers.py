@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
@@ -56,8 +56,8 @@ from hasten.integrations.checkpoints import (
     step_log,
     take_wire,
 )
-from hasten.integrations.first_step import FirstStepProof, proof_is_on
 from hasten.machine import environment
+from hasten.measure.quality.first_step import FirstStepProof, proof_is_on
 from hasten.parts.nn.causal_lm import causal_lm
 
 _LOG = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def with_techniques(
 
     They join each time it trains, and hold for its training passes alone: evaluation, prediction
     and generation, copies and saved files are those of the plain trainer. Before the first update
-    they are compared with the trainer's own passes (:mod:`hasten.integrations.first_step`); one
+    they are compared with the trainer's own passes (:mod:`hasten.measure.quality.first_step`); one
     that differs is taken away, and a warning says so. Techniques that were given before are
     replaced. Checkpoints without a folder go to ``hasten`` under the trainer's ``output_dir``.
 
@@ -194,6 +194,8 @@ def _needs_rows(trainer: Trainer) -> str:
         return "compute_loss_func may need one example a row"
     if kind.compute_loss is not Trainer.compute_loss and not _is_sft(kind):
         return f"{kind.__name__} has a compute_loss of its own"
+    if holds_documents(trainer):
+        return "its rows hold several documents already"
     if getattr(args, "neftune_noise_alpha", None) is not None:
         return "NEFTune's noise depends on the length of a row"
     if getattr(args, "include_num_input_tokens_seen", "no") == "non_padding":
@@ -208,6 +210,20 @@ def _needs_rows(trainer: Trainer) -> str:
     if getattr(trainer.accelerator, "split_batches", False) and args.world_size > 1:
         return "split_batches deals out the rows of a batch"
     return ""
+
+
+def holds_documents(trainer: Trainer) -> bool:
+    """True if the trainer's own rows hold several documents, told apart by their positions."""
+    flattens = isinstance(trainer.data_collator, DataCollatorWithFlattening)
+    return flattens or bool(getattr(trainer, "padding_free", False))  # TRL's
+
+
+def has_already(trainer: Trainer, technique: Technique) -> bool:
+    """True if the trainer was set to do by itself what the technique does."""
+    mixed = trainer.args.bf16 or trainer.args.fp16
+    if technique.slot is Slot.PRECISION:
+        return bool(mixed)
+    return technique.slot is Slot.COLLATE and holds_documents(trainer)
 
 
 def _is_sft(kind: type[Trainer]) -> bool:

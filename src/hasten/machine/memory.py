@@ -10,16 +10,19 @@ threshold stays within the memory.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import functools
 import glob
+import math
 import platform
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from hasten.machine.host import limits
@@ -137,6 +140,22 @@ def host_meter() -> Meter:
     """Resident bytes of this process against the container's limit or the machine's memory."""
     limit = float(memory_limit())
     return _peaks(lambda: _status("VmHWM"), lambda: _status("VmRSS"), lambda: limit)
+
+
+def free_bytes(device: torch.device | str) -> float:
+    """Bytes that this process could still get on a device; infinite if the device doesn't say."""
+    found = torch.device(device)
+    if found.type == "cpu":
+        free = float(psutil.virtual_memory().available)
+        with contextlib.suppress(ValueError):  # no limit of a container is known
+            used, there = host_meter()()
+            free = min(free, there - used)
+        return free
+    try:
+        free_on_device, _ = torch.accelerator.memory.get_memory_info(found)
+    except (RuntimeError, NotImplementedError):
+        return math.inf
+    return float(free_on_device)
 
 
 def _peaks(peak: Callable[[], int], now: Callable[[], int], limit: Callable[[], float]) -> Meter:

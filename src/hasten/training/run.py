@@ -57,6 +57,7 @@ from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.card import write_card
 from hasten.training.auto_adjust import adjust, adjusted
 from hasten.training.chosen_plan import SpeedWatch, same_on_all_ranks, with_chosen_plan
+from hasten.training.first_pass import proven
 from hasten.training.folder import (
     LineFiles,
     clear_the_way,
@@ -186,11 +187,18 @@ def _train(
     on_evaluation: OnEvaluation,
 ) -> dict[str, Any]:
     recipe, main = run.recipe, run.known.world.is_main
-    job = job_of(recipe, run.data, run.known, run.plan)
-    setup = prepare(job, run.plan, run.known, run.output / "checkpoints")
-    helps = settle_memory(recipe, setup, run.tell)
-    with advising(helps):
-        session = assemble(setup)
+    helps: Any = None
+
+    def build(plan: Plan) -> Session:
+        nonlocal helps
+        job = job_of(recipe, run.data, run.known, plan)
+        setup = prepare(job, plan, run.known, run.output / "checkpoints")
+        helps = settle_memory(recipe, setup, run.tell)
+        with advising(helps):
+            return assemble(setup)
+
+    session, plan = proven(build, run.plan, run.tell)
+    run = replace(run, plan=plan)
     without_refused(session.model)
     set_guards(session, recipe, run.output)
     adjust(session, recipe, run.output, run.tell)

@@ -30,7 +30,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -263,13 +262,13 @@ class FirstStepProof:
         layers = getattr(config, "num_hidden_layers", 0) or 0
         # Three copies of the logits, and 34 numbers a layer of each hidden one (arXiv:2205.05198).
         each = 4 * (3 * sizes[0] + 34 * sizes[1] * layers)
-        free = _free_bytes(next(model.parameters()).device) - 2 * _trained_bytes(model)
+        free = memory.free_bytes(next(model.parameters()).device) - 2 * _trained_bytes(model)
         if _on_any_rank(ids.numel() * each > 0.8 * free):
             return _cut(batch, SHORT_ROWS, SHORT_TOKENS)
         return batch
 
     def _check(self, batch: Any) -> None:
-        sketched = 3 * _trained_bytes(self.passes.model) > _free_bytes(torch.device("cpu"))
+        sketched = 3 * _trained_bytes(self.passes.model) > memory.free_bytes(torch.device("cpu"))
         wide: GradientRecord | None = None
         with _float32(self.passes) as possible:
             if possible:
@@ -343,7 +342,7 @@ class FirstStepProof:
             scale = max(norm, GRADIENT_FLOOR * host.norm, 1e-30)
             size, limit = distance / scale, slack / scale
             if distance <= slack:
-                if distance > GRADIENT_FLOOR * host.norm:
+                if norm > 1e-3 * host.norm:  # smaller ones are rounding for a good part
                     self.largest = max(self.largest, size)
             elif worst is None or _number(size) > worst.size:
                 worst = Difference(f"the gradient of {name}", _number(size), limit)
@@ -589,7 +588,7 @@ def _float32(passes: TechniquePasses) -> Iterator[bool]:
     }
     need = sum(4 * t.numel() for t in narrow.values())
     device = next(model.parameters()).device
-    if _on_any_rank(2 * need > _free_bytes(device)):
+    if _on_any_rank(2 * need > memory.free_bytes(device)):
         _LOG.info("memory is short: the proof compares the run's own format alone")
         yield False
         return
@@ -607,18 +606,6 @@ def _float32(passes: TechniquePasses) -> Iterator[bool]:
 
 def _trained_bytes(model: nn.Module) -> int:
     return sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
-
-
-def _free_bytes(device: torch.device) -> float:
-    if device.type == "cpu":
-        free = float(psutil.virtual_memory().available)
-        with contextlib.suppress(ValueError):  # no limit of a container is known
-            used, there = memory.host_meter()()
-            free = min(free, there - used)
-        return free
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    return math.inf
 
 
 # Batches of the proof.

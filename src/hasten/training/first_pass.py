@@ -1,0 +1,220 @@
+"""The proof on the first step in hasten's own trainer: a plan computes what transformers would.
+
+Before the first step two short documents of the job's data run both ways: through the session as
+the plan has built it, and through the plain model of transformers with its own loss, which shares
+the session's weights. Loss and gradients are compared as in
+:mod:`hasten.measure.quality.first_step`. If they differ, the techniques that change a pass are
+taken out of the plan one at a time, and the session is built again without them.
+
+The comparison is left out where there is nothing to compare with: weights that are dealt out over
+ranks or stored in another form, an objective of its own, compiled code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.core.plan import Plan
+from hasten.core.session import Session
+from hasten.core.slot import Slot
+from hasten.core.technique import Technique
+from hasten.machine import memory
+from hasten.measure.quality.first_step import FirstStepProof, proof_is_on
+from hasten.parts.data.collate import TokenRecord, padded, token_record
+from hasten.parts.nn.causal_lm import causal_lm
+from hasten.parts.nn.losses import PLAIN
+
+CHANGES_A_PASS = (
+    Slot.EXPERTS,
+    Slot.ATTENTION,
+    Slot.LAYERS,
+    Slot.LOSS,
+    Slot.RECOMPUTE,
+    Slot.COLLATE,
+)
+OTHER_MATHEMATICS = (Slot.OBJECTIVE, Slot.ROUTING, Slot.COMPILE)
+MOST_TOKENS = 64  # of a document
+_LOG = logging.getLogger(__name__)
+
+
+def proven(
+    build: Callable[[Plan], Session], plan: Plan, tell: Callable[[str], None]
+) -> tuple[Session, Plan]:
+    """The session of the plan, without techniques that differ from the plain model."""
+    session = build(plan)
+    difference = _compared(session, plan) if proof_is_on() else None
+    candidates = [t for t in plan if t.slot in CHANGES_A_PASS]
+    while difference is not None and candidates:
+        # Packing last: where either of two would do, it is the other one that is at fault.
+        for technique in sorted(candidates, key=lambda t: t.slot is Slot.COLLATE):
+            rest = Plan([t for t in plan if t is not technique])
+            del session
+            session = build(rest)
+            left = _compared(session, rest)
+            if left is None:
+                break
+        candidates.remove(technique)
+        tell(f"warning: {technique.name()} was taken out of the plan: {difference}")
+        plan, difference = rest, left
+    return session, plan
+
+
+def _compared(session: Session, plan: Plan) -> str | None:
+    """How the session differs from the plain model; None: it doesn't, or nothing compares."""
+    learns = {p: p.requires_grad for p in session.model.parameters()}
+    devices = [p.device.index or 0 for p in itertools.islice(learns, 1) if p.is_cuda]
+    try:
+        with torch.random.fork_rng(devices):
+            return _difference(session, plan)
+    except _NothingToCompareError as reason:
+        _LOG.info("no proof on the first step: %s", reason)
+        return None
+    finally:
+        for parameter, learned in learns.items():  # the plain model shares them
+            parameter.requires_grad_(learned)
+
+
+def _difference(session: Session, plan: Plan) -> str | None:
+    passes = _SessionPasses(session)
+    marker = [t for t in plan if t.slot in CHANGES_A_PASS][:1]
+    proof = FirstStepProof(passes, marker, "transformers")
+    removed = proof.check({"documents": passes.documents}, session.setup.routing)
+    if removed:
+        return str(removed[0].difference)
+    if proof.batches:
+        _LOG.info("%s", proof)
+    return None
+
+
+class _NothingToCompareError(Exception):
+    """Why a session has no plain counterpart."""
+
+
+class _SessionPasses:
+    """A session and its plain counterpart, on two documents."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, setup = session, session.setup
+        other = [t.name() for t in setup.plan if t.slot in OTHER_MATHEMATICS]
+        if other:
+            raise _NothingToCompareError(f"{', '.join(other)} has no plain counterpart")
+        if not setup.layout.whole:
+            raise _NothingToCompareError("weights are dealt out over ranks")
+        if not all(p.is_floating_point() for p in session.model.parameters()):
+            raise _NothingToCompareError("weights are stored in another form")
+        terms = getattr(session.loss_module, "terms", PLAIN)
+        if terms.label_smoothing or terms.z_loss:
+            raise _NothingToCompareError("the recipe adds to the loss")
+        trained = sum(4 * p.numel() for p in session.model.parameters() if p.requires_grad)
+        if 3 * trained > memory.free_bytes(setup.job.device):
+            raise _NothingToCompareError("memory is short")
+        if any(getattr(t, "budget", None) is not None for t in setup.plan):
+            raise _NothingToCompareError("activation checkpointing with a budget measures a pass")
+        self.documents = _documents(setup.job.records)
+        self._plain = _plain_model(session)
+        self._is_plain, self._is_float32 = True, False
+
+    @property
+    def model(self) -> nn.Module:
+        return self._session.model
+
+    @property
+    def is_mixed(self) -> bool:
+        region = self._session.setup.precision.region()
+        return not isinstance(region, contextlib.nullcontext)
+
+    def loss(self, batch: Any) -> Tensor:
+        session, setup = self._session, self._session.setup
+        session.loss_module.train()
+        region = contextlib.nullcontext() if self._is_float32 else setup.precision.region()
+        with region:
+            if self._is_plain:
+                plain: Tensor = self._plain(**batch).loss
+                return plain
+            total, count = setup.routing.forward(session.loss_module, batch)
+            loss: Tensor = total / count
+            return loss
+
+    def batch(self, host_batch: Any, techniques: Sequence[Technique]) -> Any:
+        setup, documents = self._session.setup, host_batch["documents"]
+        if techniques:
+            collate = setup.collate or setup.job.collate
+            return collate(documents).to(setup.job.device)
+        batch = padded(documents)
+        mask = torch.zeros_like(batch["input_ids"])
+        for row, document in enumerate(documents):
+            mask[row, : document.length] = 1
+        batch = {**batch, "shift_labels": batch["labels"], "attention_mask": mask}
+        return {k: v.to(setup.job.device) for k, v in batch.items()} | {"use_cache": False}
+
+    @contextlib.contextmanager
+    def active(self, techniques: Sequence[Technique]) -> Iterator[None]:
+        self._is_plain = not techniques
+        yield
+
+    @contextlib.contextmanager
+    def in_float32(self) -> Iterator[None]:
+        self._is_float32 = True
+        try:
+            yield
+        finally:
+            self._is_float32 = False
+
+
+def _documents(records: Any) -> list[TokenRecord]:
+    """Two short documents of different length, one with masked tokens."""
+    found: list[TokenRecord] = []
+    for index in range(min(len(records), 64)):
+        record = records[index]
+        if not isinstance(record, TokenRecord):
+            raise _NothingToCompareError("the data isn't stored tokens")
+        ids = record.input_ids[:MOST_TOKENS]
+        if len(ids) >= 4:
+            found.append(token_record(ids))
+        if len(found) == 2:
+            break
+    if len(found) < 2:
+        raise _NothingToCompareError("the data has no two documents of four tokens")
+    first, second = found
+    masked = second.trained.copy()
+    masked[: len(masked) // 2] = False
+    longer = max(first.length * 2 // 3, 3)  # of another length than the second in any case
+    cut = first.input_ids if first.length != second.length else first.input_ids[:longer]
+    return [token_record(cut), token_record(second.input_ids, masked)]
+
+
+def _plain_model(session: Session) -> Any:
+    """The model as transformers builds it, over the session's own parameters and buffers."""
+    job, setup = session.setup.job, session.setup
+    if job.skeleton is None or setup.adapter is None:
+        raise _NothingToCompareError("the model can't be built without weights")
+    try:
+        plain = setup.adapter(job.skeleton())
+        own = session.model.state_dict(keep_vars=True)
+        plain.load_state_dict(own, assign=True)
+        inner, theirs = causal_lm(plain), dict(session.model.named_buffers())
+    except (RuntimeError, ValueError, KeyError) as error:
+        text = str(error).partition("\n")[0]
+        raise _NothingToCompareError(f"the weights have another form: {text}") from error
+    for name, buffer in list(plain.named_buffers()):
+        if buffer.is_meta:
+            if name not in theirs:
+                raise _NothingToCompareError(f"the buffer {name} has no counterpart")
+            owner, _, key = name.rpartition(".")
+            plain.get_submodule(owner)._buffers[key] = theirs[name]
+    if any(p.is_meta for p in plain.parameters()):
+        raise _NothingToCompareError("a weight has no counterpart")
+    inner.set_attn_implementation("eager" if _has_indexer(inner) else "sdpa")
+    plain.train()
+    return plain
+
+
+def _has_indexer(model: nn.Module) -> bool:
+    return any("Indexer" in type(module).__name__ for module in model.modules())
