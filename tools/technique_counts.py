@@ -75,7 +75,7 @@ PARTS = (
     Part("recompute", f"{NN}.recompute:BlockRecompute._region", _with_gradient),
 )
 _INHERITED = object()
-PROOF = "hasten.integrations.first_step:FirstStepProof.check"
+PROOF = "hasten.measure.quality.first_step:FirstStepProof.check"
 COUNTED = tuple(dict.fromkeys(part.technique for part in PARTS))
 
 
