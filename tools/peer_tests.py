@@ -84,8 +84,6 @@ PEERS = (
         ("pyproject.toml", "tests/tests_pytorch"),
         (
             "tests/tests_pytorch/loops",
-            "tests/tests_pytorch/trainer/test_trainer.py",
-            "tests/tests_pytorch/trainer/test_dataloaders.py",
             "tests/tests_pytorch/trainer/optimization",
         ),
         ("tpu", "ddp_spawn"),

@@ -17,7 +17,7 @@ from hasten.measure import choose
 from hosts.test_trainer_options import Outcome, assert_same_training, model_of, tokenizer
 from technique_counts import counted
 
-pytestmark = pytest.mark.skipif(
+needs_trl = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("trl", "datasets")), reason="needs trl"
 )
 STEPS = 3
@@ -146,6 +146,7 @@ def trained(case: Case, folder: Path, speed_up: bool) -> Outcome:
     return Outcome(trainer.state.log_history, start, weights, None, frozenset(counts.acted()))
 
 
+@needs_trl
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_sft_trains_the_same_with_techniques(case: Case, tmp_path: Path) -> None:
     plain = trained(case, tmp_path / "plain", speed_up=False)
@@ -158,3 +159,8 @@ def test_sft_trains_the_same_with_techniques(case: Case, tmp_path: Path) -> None
     # Rounding may change which of two near tokens is the likeliest: one of 50 at a time.
     assert found.series(accuracy) == pytest.approx(plain.series(accuracy), abs=0.021)
     assert found.series(tokens) == plain.series(tokens)
+
+
+def test_the_page_has_the_number_of_set_ups() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text()
+    assert f"{len(CASES)} of SFTTrainer" in page

@@ -424,5 +424,9 @@ def test_a_trainer_trains_the_same_with_techniques(case: Case, tmp_path: Path) -
     assert_same_training(plain, found, case.tolerance)
 
 
-def test_packing_document_attention_and_loss_act_in_most_cases() -> None:
-    assert sum(case.acts == PACKING for case in CASES.values()) >= 30
+def test_the_page_has_the_number_of_set_ups() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text()
+    together = sum(case.acts == PACKING for case in CASES.values())
+    assert together >= 30
+    assert f"{len(CASES)} set-ups of the Trainer" in page
+    assert f"In {together} set-ups of the Trainer packed" in page
