@@ -54,13 +54,13 @@ quick: install
 	$(PY) scripts/quick.py $(if $(SINCE),--since $(SINCE))
 
 lint: install
-	$(PY) -m ruff check src tests
-	$(PY) -m ruff format --check src tests
+	$(PY) -m ruff check src tests tools
+	$(PY) -m ruff format --check src tests tools
 	$(PY) -m mypy
 
 format: install
-	$(PY) -m ruff check --fix src tests
-	$(PY) -m ruff format src tests
+	$(PY) -m ruff check --fix src tests tools
+	$(PY) -m ruff format src tests tools
 
 calibrate: install
 	$(PY) benchmarks/planner/calibrate.py
