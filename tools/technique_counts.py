@@ -137,10 +137,10 @@ def counted(counts: TechniqueCounts | None = None) -> Iterator[TechniqueCounts]:
     try:
         for place, wrap in [*wrappers, (PROOF, counts.pausing)]:
             owner, name = _owner(place)
-            function = inspect.getattr_static(owner, name)
+            function: Any = inspect.getattr_static(owner, name)
             before.append((owner, name, vars(owner).get(name, _INHERITED)))
             static = isinstance(function, staticmethod)
-            wrapped = wrap(function.__func__ if static else function)
+            wrapped: Any = wrap(function.__func__ if static else function)
             setattr(owner, name, staticmethod(wrapped) if static else wrapped)
         yield counts
     finally:
