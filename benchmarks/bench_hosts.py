@@ -4,9 +4,9 @@
     python benchmarks/bench_hosts.py --smoke
 
 A run trains the same model on the same rows in the same order, once plainly and once with
-``speed_up``, one after the other, in turns. Tokens are those of the data, without padding; the first
-steps, with the proof, are left out of the speed. The ratio of a run is with / without; the interval is
-Student's over the logarithms of the runs' ratios. ``sft`` and ``sft_packed`` need trl and datasets.
+``speed_up``, one after the other, in turns. Tokens are those of the data, without padding; the
+first steps, with the proof, are left out of the speed. A ratio is with / without; its interval is
+Student's over the logarithms of the runs. ``sft`` and ``sft_packed`` need trl and datasets.
 """
 
 from __future__ import annotations
