@@ -4,6 +4,23 @@ The command line prints its text alone (no traceback) and leaves with exit code 
 work in anybody's loop, raise plain ValueError instead.
 """
 
+# What pip installs for each extra of pyproject.toml: a name on the index may be somebody else's, so
+# no message names the project itself.
+EXTRAS = {
+    "hub": "'datasets>=4'",
+    "gpu": "'liger-kernel>=0.6'",
+    "deepspeed": "'deepspeed>=0.19,<0.20' ninja",
+    "monitor": "'starlette>=0.45' 'uvicorn>=0.34'",
+    "wandb": "'wandb>=0.19'",
+    "mlflow": "'mlflow-skinny>=2.20' 'sqlalchemy>=2' 'alembic>=1.13' 'cryptography>=43'",
+}
+
+
+def pip_install(extra: str) -> str:
+    """The command that installs the packages of an extra."""
+    return f"pip install {EXTRAS[extra]}"
+
+
 # Exit codes of the command line beside 0, 1 and 2 (docs/metrics.md).
 FAILED = 4
 LEFT = 75  # EX_TEMPFAIL of sysexits.h: to be gone on with

@@ -164,7 +164,7 @@ def test_without_the_extra_the_command_that_brings_it_is_named(
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     code, _, err = hasten("monitor", write_run(tmp_path))
     assert code == 2
-    assert "pip install 'hasten[monitor]'" in err
+    assert "pip install 'starlette>=0.45' 'uvicorn>=0.34'" in err
 
 
 def test_the_monitor_imports_no_torch(tmp_path: Path) -> None:

@@ -142,7 +142,8 @@ def test_a_plan_without_switches_says_so_once() -> None:
     run.go(20)
     [note] = run.notes
     assert sentence(note) == (
-        "step 3: auto: no technique of this plan has a setting that may change while it trains"
+        "step 3: live_tuning: no technique of this plan has a setting that may change while it "
+        "trains"
     )
 
 

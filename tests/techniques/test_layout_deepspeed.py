@@ -169,7 +169,7 @@ def test_a_missing_package_or_compiler_is_one_sentence(
 ) -> None:
     known = replace(job_facts(language_job(data=records(4))))
     monkeypatch.setattr(deepspeed_engine.util, "find_spec", lambda name: None)
-    assert "pip install 'hasten[deepspeed]'" in DeepSpeed().obstacles(known)[0]
+    assert "pip install 'deepspeed>=0.19,<0.20' ninja" in DeepSpeed().obstacles(known)[0]
     monkeypatch.setattr(deepspeed_engine.util, "find_spec", lambda name: object())
     monkeypatch.setattr(deepspeed_engine.shutil, "which", lambda name: None)
     assert "install a C++ compiler" in DeepSpeed().obstacles(known)[0]

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hasten.errors import InputError
+from hasten.errors import InputError, pip_install
 from hasten.monitor.alerts import AlertLimits, Alerts, Command, checked_command
 from hasten.monitor.watching import RunsReader, check_places
 from hasten.recipe.yaml_reader import read_yaml
@@ -49,8 +49,7 @@ def _serve(watching: RunsReader, host: str, port: int, token: str) -> None:
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(
-            f"the page needs {' and '.join(missing)}: pip install 'hasten[monitor]', or use "
-            "--terminal"
+            f"the page needs {' and '.join(missing)}: {pip_install('monitor')}, or use --terminal"
         )
     from hasten.monitor.server import MonitorServer
 

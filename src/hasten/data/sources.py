@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from hasten.data.conversation import TAGS, ColumnNames
 from hasten.data.spool import IndexedConversations, Selection
-from hasten.errors import InputError
+from hasten.errors import InputError, pip_install
 
 # Data sets as LLaMA-Factory's dataset_info.json lists them: `folder/dataset_info.json:NAME`.
 #
@@ -258,12 +258,12 @@ def _library(dataset: str) -> Load:
     except ImportError as error:
         raise InputError(
             f"dataset {dataset} is no file here; as a name on the hub it needs the library "
-            "datasets: pip install 'hasten[hub]', or give a file or folder"
+            f"datasets: {pip_install('hub')}, or give a file or folder"
         ) from error
     version = str(datasets.__version__)
     if int(version.partition(".")[0]) < _OLDEST:
         raise InputError(
-            f"dataset {dataset}: datasets {version} may run scripts: pip install 'hasten[hub]'"
+            f"dataset {dataset}: datasets {version} may run scripts: {pip_install('hub')}"
         )
     load: Load = datasets.load_dataset
     return load

@@ -24,7 +24,7 @@ from hasten.core.session import Session
 from hasten.core.timing import StepMetrics
 from hasten.data.file_lock import only_run_in
 from hasten.data.token_store import inspect
-from hasten.errors import InputError
+from hasten.errors import InputError, pip_install
 from hasten.launch.ranks import backend_for
 from hasten.machine import environment
 from hasten.machine.environment import World
@@ -178,7 +178,7 @@ def check_writers(names: Iterable[str]) -> None:
         if needed is not None and importlib.util.find_spec(needed[0]) is None:
             raise InputError(
                 f"log_to: {name} needs the package {needed[0]}, which isn't installed: "
-                f"pip install 'hasten[{needed[1]}]', or leave {name} out"
+                f"{pip_install(needed[1])}, or leave {name} out"
             )
 
 

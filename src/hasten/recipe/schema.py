@@ -18,6 +18,7 @@ from hasten.core.health import SpikePolicy
 from hasten.core.plan import did_you_mean
 from hasten.errors import InputError
 from hasten.launch.transport import checked
+from hasten.recipe.foreign_keys import foreign_words
 from hasten.recipe.preset_plans import entries_of
 from hasten.recipe.price import Price, price_of
 from hasten.recipe.shorthands import beside_deepspeed, read_resume, with_deepspeed, with_layout_key
@@ -423,12 +424,18 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe_from({**found, **read_overrides(overrides)}, str(path))
 
 
+def _instead(key: str) -> str:
+    """What to write in the place of an unknown key, as the end of a sentence."""
+    if words := foreign_words(key):
+        return f": {words}; `hasten import FILE` translates whole files of other trainers"
+    return f"{did_you_mean(key, Recipe.model_fields)}; docs/recipe.md lists all keys"
+
+
 def recipe_from(values: dict[Any, Any], place: str) -> Recipe:
     """A recipe out of a dictionary; ``place`` names its origin in messages."""
     for key in values:
         if key not in Recipe.model_fields and key not in OLD_KEYS:
-            hint = did_you_mean(str(key), Recipe.model_fields)
-            raise InputError(f"{place}: unknown key {key!r}{hint}; see `hasten train --help`")
+            raise InputError(f"{place}: unknown key {key!r}{_instead(str(key))}")
     try:
         return Recipe(**values)
     except ValidationError as error:

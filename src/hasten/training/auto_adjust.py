@@ -106,13 +106,13 @@ class LiveTuning:
     def __init__(self, session: Session, seed: int, note: Note) -> None:
         if session.setup.agreement.apart:
             raise InputError(
-                "auto: ranks of this plan train apart and can't agree on a setting between two "
-                "steps; leave auto out, or the wire that lets them"
+                "live_tuning: ranks of this plan train apart and can't agree on a setting between "
+                "two steps; leave live_tuning out, or the technique that lets them"
             )
         if Slot.COMPILE in session.setup.plan:
             raise InputError(
-                "auto: another setting would be compiled anew, which costs more than it shows; "
-                "leave auto out, or compiled"
+                "live_tuning: another setting would be compiled again, which costs more than it "
+                "shows; leave live_tuning out, or compiled"
             )
         self._session, self._note = session, note
         self._draw = random.Random(seed)
@@ -260,7 +260,7 @@ def _line(candidate: Candidate, before: Any, step: int, why: str) -> dict[str, A
 def sentence(line: dict[str, Any]) -> str:
     """A decision for people."""
     if line["switch"] is None:
-        return f"step {line['step']}: auto: {line['why']}"
+        return f"step {line['step']}: live_tuning: {line['why']}"
     ratio = line["ratio"]
     span = f"{ratio['mean']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
     did = "is kept" if line["kept"] else f"is taken back ({line['why']})"

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hasten.errors import pip_install
+
 OLD_LOCK_SECONDS = 600.0  # DeepSpeed's largest operator compiles in less
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -165,7 +167,7 @@ def _settings(config: Mapping[str, Any], max_norm: float | None) -> dict[str, An
 def why_not(on_cpu: bool, folder: Path) -> str | None:
     """Why DeepSpeed can't run here, in one sentence; ``folder`` has what it compiles."""
     if util.find_spec("deepspeed") is None:
-        return "DeepSpeed isn't installed: pip install 'hasten[deepspeed]'"
+        return f"DeepSpeed isn't installed: {pip_install('deepspeed')}"
     if on_cpu and not (shutil.which("c++") and shutil.which("ninja")):
         missing = "c++" if shutil.which("c++") is None else "ninja"
         return (

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hasten.parts.nn.causal_lm import causal_lm, routed_experts, trunk
 
@@ -84,6 +85,11 @@ def head_form(model: nn.Module) -> HeadForm:
             what.
     """
     inner = causal_lm(model)
+    with _disable_current_modes():  # in a trace on fakes there is nothing to compare
+        return _recognised(model, inner)
+
+
+def _recognised(model: nn.Module, inner: Any) -> HeadForm:
     for module in (*_passed_over(model, inner), inner.lm_head):
         _check_unchanged(module)
     _check_library(model, inner)
@@ -282,14 +288,14 @@ def _probing(model: nn.Module, inner: Any) -> Iterator[_Probe]:
     """The model in training mode with stand-ins; everything is as before afterwards."""
     place = inner.base_model_prefix
     decoder, head = trunk(model), inner.lm_head
-    device = next((p.device for p in head.parameters() if not p.is_meta), torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
+    device = torch.device("cpu")  # where the model is plays no part: its weights aren't read
+    generator = torch.Generator(device).manual_seed(0)
     width, vocabulary = _shape_of(head)
     if vocabulary < ROWS * TOKENS:
         raise ValueError(f"a head of {vocabulary} tokens is too small to be recognised")
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device=device)
 
     states = drawn(ROWS, TOKENS, width)
     states[0, 0, 0] = ONE
@@ -305,8 +311,7 @@ def _probing(model: nn.Module, inner: Any) -> Iterator[_Probe]:
     probe = _Probe(model, inner, _Trunk(decoder, output), _Head(head, states), inputs, drawn)
     outside = _passed_over(model, inner)
     modes = [m.training for m in outside]
-    cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(cuda), torch.no_grad(), torch.autocast(device.type, enabled=False):
+    with torch.random.fork_rng(()), torch.no_grad(), torch.autocast("cpu", enabled=False):
         try:
             for module in outside:
                 module.training = True  # this module alone: what it does in training counts
@@ -334,7 +339,7 @@ def _logit_form(probe: _Probe) -> tuple[float, float, float | None]:
     """(state_scale, scale, softcap), proven on random logits."""
     drawn, given = probe.drawn(*probe.shape), probe.trunk.output.last_hidden_state
     marked = drawn.clone()
-    marked[0, 0, :3] = torch.tensor([TINY, HUGE, -HUGE], dtype=torch.float64)
+    marked[0, 0, 0], marked[0, 0, 1], marked[0, 0, 2] = TINY, HUGE, -HUGE
     tiny, most, least = _logits(probe, marked)[0, 0, :3].tolist()
     (states,) = probe.head.calls
     if states.is_meta or states.shape != given.shape:
