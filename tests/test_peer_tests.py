@@ -166,9 +166,8 @@ def test_the_exit_code_says_whether_a_test_was_lost(
 ) -> None:
     def rows_of(peer: Any, checkout: Path, options: argparse.Namespace) -> list[peer_tests.Row]:
         counts = (2, 2, 1, 2, 1, {"packed": 1}, 0)
-        return [
-            peer_tests.Row("trl", "1.0", "abc", USUAL, *counts, {"x::y": "an error"}, ["z"], {})
-        ]
+        lost: tuple[Any, ...] = ({"x::y": "an error"}, ["z"], {"w": "1 of 2, 3 for 4"})
+        return [peer_tests.Row("trl", "1.0", "abc", USUAL, *counts, *lost)]
 
     monkeypatch.setattr(peer_tests, "rows_of", rows_of)
     earlier = peer_tests.Row("lightning", "2.0", "def", USUAL, 9, 8, 8, 0, 0, {}, 0, {}, [], {})

@@ -18,8 +18,8 @@ name the commit of the tests and the version of the package.
     (5) Losses that the trainers log are compared too: a test may pass with another training. A
         difference is printed, and is no failure.
     (6) A table counts the tests, and in how many of them each technique acted. What acted is
-        counted by calls of its code in training (`technique_counts.py`), not by its message. Rows of
-        other trainers that an earlier run left in FOLDER stay in it.
+        counted by calls of its code in training (`technique_counts.py`), not by its message. Rows
+        of other trainers that an earlier run left in FOLDER stay in it.
 
 Hub models and data sets have local stand-ins (`peer_stand_ins.py`); no network is used.
 
