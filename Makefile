@@ -8,13 +8,14 @@ PIP := $(PY) -m pip --disable-pip-version-check
 MINUTES ?= 600
 JOBS ?= 1
 
-.PHONY: help install demo test test-data test-long quick lint format calibrate campaign docs clean
+.PHONY: help install demo test test-data test-long test-versions quick lint format calibrate campaign docs clean
 help:
 	@echo "make demo     set up, then train a small model with and without hasten's techniques"
 	@echo "make test     set up, then run the tests: about eleven minutes on two cores"
 	@echo "make quick    only the tests that a change can break, in two minutes; SINCE=main~3"
 	@echo "make test-data  the tests of the real records (HASTEN_TEST_DATA) and of the articles' code (HASTEN_TEST_ARTICLES)"
 	@echo "make test-long  all tests, with full counts of faults and shapes"
+	@echo "make test-versions  models, kernels and trainers with the oldest and the newest releases allowed; half an hour"
 	@echo "make lint     set up, then check style and types"
 	@echo "make install  set up only"
 	@echo "make calibrate  fit the planner to benchmarks/planner/measurements.json"
@@ -45,6 +46,9 @@ test-data: install
 
 test-long: install
 	$(PY) scripts/run_tests.py --long
+
+test-versions: install
+	$(BIN)/python scripts/test_versions.py
 
 quick: install
 	$(PY) scripts/quick.py $(if $(SINCE),--since $(SINCE))

@@ -1,4 +1,4 @@
-"""The demo, shortened: all of its parts, few of its steps."""
+"""The demo: all of its parts shortened; what it chooses and prints on made-up machines."""
 
 from __future__ import annotations
 
@@ -14,59 +14,132 @@ import pytest
 from rich.console import Console
 
 import hasten.cli.demo as module
+from evidence.machines import Machine, MadeUpLoad, measured_on
+from hasten.cli.demo import DemoPlan, Neighbours, PhasedProgress, plan_to_train
 from hasten.cli.terminal import print_table
 from hasten.core.plan import Plan
-from hasten.measure.ablation import Arm, Design
+from hasten.errors import InputError
+from hasten.machine.host import Accelerator
+from hasten.measure.ablation import Arm, plans_of
 from hasten.measure.budget import GRACE
-from hasten.measure.choose import Choice
+from hasten.measure.experiment import Measured
+from hasten.measure.recipe_experiment import ExperimentSubject
+from hasten.measure.workers import WorkerPool
 from hasten.recipe.schema import Recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.report.findings import report_of
+from hasten.report.gains import lead_of
 from hasten.report.page import render_markdown
-from hasten.training.chosen_plan import PROOF_SHARE
+from hasten.report.schema import read_report
+from hasten.training.chosen_plan import TrainingSpeed
+from tiny import job_facts, language_job
+
+FEWER = {"max_records": 300, "held_out": 8.0, "vocabulary": 800, "global_batch_size": 8}
+PLAN = list(module.TECHNIQUES)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few records, two techniques, two steps."""
+    whole = module.recipe_for
+
+    def recipe_for(output: Path, gpu_bytes: float) -> Recipe:
+        return whole(output, gpu_bytes).model_copy(update=FEWER)
+
+    monkeypatch.setattr(module, "recipe_for", recipe_for)
+    monkeypatch.setattr(module, "TECHNIQUES", ("packed", "document_attention"))
+    monkeypatch.setattr(module, "SPARES", ())
+    monkeypatch.setattr(module, "TRAINING_STEPS", 2)
+    monkeypatch.setattr(module, "DESIGN", replace(module.DESIGN, rounds=2, steps=1))
+    for name in ("MEASURED_BY", "VERIFIED_BY", "TRAINED_BY"):  # on a busy machine as well
+        monkeypatch.setattr(module, name, 10 * getattr(module, name))
+    budget = replace(module.DESIGN, budget_seconds=10 * module.MEASURED_BY)
+    monkeypatch.setattr(module, "DESIGN", budget)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # half a minute, several on a busy machine
-def test_the_demo_compares_trains_and_leaves_an_honest_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_demo_measures_verifies_trains_and_says_one_figure(
+    tmp_path: Path, short: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "DESIGN", Design(rounds=2, steps=1, warmup=1, evaluations=1))
-    monkeypatch.setattr(module, "TRAINING_STEPS", 2)
-    monkeypatch.setattr(module, "PLAN", ["packed"])
-    monkeypatch.setattr(module, "CHOOSING", 0.05)
-    whole = module.recipe_for
-    fewer = {"max_records": 300, "held_out": 8.0, "vocabulary": 800, "global_batch_size": 8}
-
-    def recipe_for(output: Path, gpu_bytes: float) -> Recipe:
-        return whole(output, gpu_bytes).model_copy(update=fewer)
-
-    monkeypatch.setattr(module, "recipe_for", recipe_for)
     module.demo(tmp_path)
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     report = json.loads((tmp_path / "report.json").read_text())
-    assert [arm["name"] for arm in report["arms"]] == ["baseline", "+ packed"]
+    assert [a["name"] for a in report["arms"]] == ["baseline", "+ packed", "+ document_attention"]
     for arm in report["arms"]:
-        assert set(arm["tokens_per_second"]) == set(arm["ratio"]) == {"median", "low", "high"}
-        assert arm["tokens_per_second"]["median"] > 0
-        assert arm["peak_memory_bytes"] > 0
-        assert arm["held_out_loss"] == pytest.approx(report["arms"][0]["held_out_loss"], rel=1e-4)
         assert len(arm["rounds"]) == 2
+        assert arm["held_out_loss"] == pytest.approx(report["arms"][0]["held_out_loss"], rel=1e-4)
         assert all(proof["acted"] for proof in arm["acted"])
+        assert not verdict_is_missing(arm)
     assert report["arms"][0]["padding_share"] > 0.1
     assert report["arms"][1]["padding_share"] == 0
-    assert report["quality"]["verdict"] == "not worse"
-    assert {"hardware", "versions", "recipe"} <= set(report)
+    assert {row["technique"]: row["verdict"] for row in report["guard"]} == {
+        "packed": "equal",
+        "document_attention": "equal",
+    }
+    assert "verification on this job: 2 of 2 techniques equal their reference (" in out
+    last = out.splitlines()[-1]
+    assert last.startswith("chosen: ")
+    table = next(line for line in out.splitlines() if line.startswith("| + document_attention"))
+    for figure in re.findall(r"\d\.\d\d× \[.*?\]", last)[:1]:
+        assert figure in out.split("measured: ")[0]
+    assert table.count("|") == 9
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    chosen = report["fastest"]
+    rows = [arm["name"] for arm in report["arms"]]
+    trained = [entry["technique"] for entry in summary["plan"]]
+    assert trained == PLAN[: rows.index(chosen)]
+    assert f"training with {chosen}: 2 steps" in out
+    assert " init MODEL DATA" in out
+    assert str(tmp_path / "report.html") in out
+    shares = [int(found) for found in re.findall(r"^ *(\d+)%", err, re.MULTILINE)]
+    assert shares == sorted(shares)
+    assert shares[-1] == 100
+    phases = set(re.findall(r"^ *\d+%  (\w+)", err, re.MULTILINE))
+    assert phases <= {"data", "measuring", "verification", "training", "done"}
     page = (tmp_path / "report.html").read_text()
     assert len(page) < 500_000
-    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
     assert "https://" not in page
-    assert "| baseline" in out
-    assert "it writes:" in out
-    assert report["samples"][0]["arm"].endswith(", 2 steps")
-    assert json.loads((tmp_path / "choice.json").read_text())["entries"]
-    assert re.match(r"plan: auto chose |chosen: ", out.splitlines()[-1])  # one sentence ends it
     assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def verdict_is_missing(arm: dict[str, Any]) -> bool:
+    return arm["verdict"].partition(":")[0] not in (
+        *("baseline", "helped", "hurt", "no effect", "undecided"),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_on_a_machine_too_busy_to_measure_one_sentence_says_so_and_the_choice_trains(
+    tmp_path: Path,
+    short: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(module, "measured", nothing_measured)
+    monkeypatch.setattr(module.os, "getloadavg", lambda: (17.0, 9.0, 4.0))
+    monkeypatch.setattr(module.host, "usable_cores", lambda: 2)
+    machine = Machine(lambda techniques: 1.0, load=0.97)
+    module.demo(tmp_path, load=lambda cores: MadeUpLoad(machine))
+    out = capsys.readouterr().out
+    (sentence,) = [
+        line for line in out.splitlines() if line.startswith("nothing could be measured")
+    ]
+    assert "two rounds of the baseline and the whole plan take about 9 min more" in sentence
+    assert "other processes use 97% of the processor (load average 17.0 on 2 cores)" in sentence
+    assert "| baseline" not in out
+    assert not (tmp_path / "report.html").exists()
+    assert out.splitlines()[-1] == (
+        "chosen: packed, document_attention: all techniques, since nothing could be measured"
+    )
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [entry["technique"] for entry in summary["plan"]] == ["packed", "document_attention"]
+
+
+def nothing_measured(subject: ExperimentSubject, plans: Any, *rest: Any, **more: Any) -> Measured:
+    text = "two rounds of the baseline and the whole plan take about 9 min more"
+    return Measured([Arm("baseline", Plan(), kind="baseline")], {"dropped": [text]})
 
 
 @pytest.mark.parametrize(
@@ -77,96 +150,148 @@ def test_the_model_follows_the_machine(tmp_path: Path, gpu_bytes: float, model: 
     assert module.recipe_for(tmp_path, gpu_bytes).model == model
 
 
-def test_a_training_that_was_asked_to_leave_is_told_without_what_it_left_out(
-    capsys: pytest.CaptureFixture[str],
+# Which techniques, and with how many threads.
+
+
+def subject_on(tmp_path: Path, sets: tuple[str, ...], gpu: bool = False) -> ExperimentSubject:
+    known = job_facts(language_job())
+    gpus = (Accelerator("H100", int(80e9), "9.0"),) if gpu else ()
+    hardware = replace(known.hardware, instruction_sets=sets, system="Linux 6.1", accelerators=gpus)
+    known = replace(known, hardware=hardware, device="cuda:0" if gpu else "cpu")
+    return ExperimentSubject(module.recipe_for(tmp_path, 0), known, Plan(), "key")
+
+
+def test_seven_rows_of_one_technique_each_whatever_the_processor_can(tmp_path: Path) -> None:
+    for sets in ((), ("avx512f",), ("avx512f", "amx_bf16")):
+        told: list[str] = []
+        subject = module.with_usable_techniques(subject_on(tmp_path, sets), told.append)
+        plans, _ = plans_of(subject.plan, "ladder")
+        counts = [len(plan) for plan in plans.values()]
+        assert counts == list(range(7)), subject.plan
+        assert subject.recipe.plan == [t.name() for t in subject.plan]
+        assert all(not t.obstacles(subject.known) for t in subject.plan)
+        assert bool(told) == ("bf16_master_weights" not in subject.recipe.plan)
+    assert "bf16_master_weights can't work here, so prefetched is measured instead: " in (
+        _told(tmp_path)
+    )
+
+
+def _told(tmp_path: Path) -> str:
+    told: list[str] = []
+    module.with_usable_techniques(subject_on(tmp_path, ()), told.append)
+    return told[0]
+
+
+@pytest.mark.parametrize(
+    ("cores", "share", "threads"),
+    [(2, 0.05, 2), (2, 0.5, 1), (2, 0.99, 1), (16, 0.1, 16), (16, 0.5, 8), (1, 0.9, 1)],
+)
+def test_where_others_use_the_processor_variants_compute_with_the_cores_that_are_left(
+    cores: int, share: float, threads: int
 ) -> None:
-    left = {"steps": 3, "held_out_loss": None, "tokens_per_second": None, "saved": "run/model"}
-    module._show_training({**left, "samples": []}, "+ packed")
-    assert capsys.readouterr().out == "\nafter 3 steps with + packed: saved in run/model\n"
+    assert Neighbours(cores, share, 3.0).threads == threads
 
 
-def report_on(speeds: dict[str, float], step: float = 0.2) -> dict[str, Any]:
+# The choice, on reports of made-up machines.
+
+
+def report_on(speeds: dict[str, float], rounds: int = 4, step: float = 0.2) -> dict[str, Any]:
     """A ladder of the demo's plan, of which these rows were measured."""
     arms = []
-    for number, name in enumerate(["baseline", *(f"+ {n}" for n in module.PLAN)]):
+    for number, name in enumerate(["baseline", *(f"+ {n}" for n in PLAN)]):
         if name in speeds:
-            plan = Plan.from_list(module.PLAN[:number], catalogue())
-            found = Arm(name, plan, kind="ladder" if number else "baseline")
-            jitter = (1.0, 1 - 0.001 * number, 1 + 0.001 * number)
+            plan = Plan.from_list(PLAN[:number], catalogue())
+            kind: Any = "ladder" if 0 < number < len(PLAN) else "all" if number else "baseline"
+            found = Arm(name, plan, kind=kind)
+            jitter = [1 + 0.001 * (-1) ** turn * number for turn in range(rounds)]
             found.rounds = [1000 * speeds[name] * share for share in jitter]
             one = {"slots": 9, "tokens": 9}
             found.steps = [{"step_seconds": s, **one} for s in (step, step, step)]
             found.held_out = [(9, 2.0)]
             arms.append(found)
-    recipe = {"seed": 0, "plan": module.PLAN}
+    recipe = {"seed": 0, "plan": PLAN}
     return report_of(arms, title="t", command="c", hardware={}, versions={}, recipe=recipe)
 
 
-SPEEDS = {"baseline": 1.0, "+ packed": 1.2, "+ labelled_token_loss": 3.0}
-SPEEDS |= {"+ bf16_master_weights": 1.5, "+ fused_adamw": 1.6}
+SPEEDS = {"baseline": 1.0, "+ packed": 1.2, "+ document_attention": 2.4, "+ fused_layers": 2.38}
+SPEEDS |= {"+ labelled_token_loss": 3.0, "+ bf16_master_weights": 6.0, "+ fused_adamw": 6.0}
 
 
-CHOICE = Choice(
-    entries=["packed", "fused_layers"],
-    source="measured",
-    why="the fastest of 5 plans",
-    gain={"median": 4.0, "low": 3.5, "high": 4.5},
-    tokens_per_second=4000.0,
-)
-
-
-def test_the_demo_trains_with_what_was_chosen() -> None:
-    chosen = module.plan_to_train(report_on(SPEEDS), module.PLAN, CHOICE)
-    assert (chosen.name, chosen.plan) == ("the choice", ["packed", "fused_layers"])
-    assert chosen.why == (
-        "plan: auto chose packed, fused_layers: the fastest of 5 plans; "
-        "4.00x [3.50, 4.50] the speed without techniques"
+def test_the_choice_is_a_row_of_the_table_with_the_table_s_figure() -> None:
+    report = report_on(SPEEDS)
+    chosen = plan_to_train(report, PLAN)
+    assert chosen.name == "+ bf16_master_weights"  # the last one adds nothing
+    assert chosen.plan == PLAN[:5]
+    cell = next(
+        line.split("|")[4].strip()
+        for line in render_markdown(report).splitlines()
+        if line.startswith(f"| {chosen.name} ")
     )
-    assert chosen.step_seconds == pytest.approx(0.2 * 1000 / 4000)  # by the baseline's step
-
-
-@pytest.mark.parametrize(
-    "choice",
-    [
-        None,
-        replace(CHOICE, source="forecast", gain=None, tokens_per_second=None),
-        replace(CHOICE, gain={"median": 2.5, "low": 1.0, "high": 9.0}),  # a row is surely faster
-    ],
-)
-def test_the_demo_trains_with_its_best_row_where_it_is_surely_faster_than_the_choice(
-    choice: Choice | None,
-) -> None:
-    row = module.plan_to_train(report_on(SPEEDS), module.PLAN, choice)
-    assert row.plan == ["packed", "document_attention", "fused_layers", "labelled_token_loss"]
-    assert row.why.startswith('chosen: "+ labelled_token_loss" (packed, document_attention, ')
-    assert "the fastest row of equal quality: 3.00× [" in row.why
-
-
-def test_the_best_row_may_be_the_whole_plan_or_the_baseline() -> None:
-    faster = report_on({**SPEEDS, "+ fused_adamw": 4.0})
-    assert module.plan_to_train(faster, module.PLAN, None).plan == module.PLAN
-    slow = module.plan_to_train(
-        report_on({"baseline": 1.0, "+ fused_adamw": 0.5}), module.PLAN, None
+    assert re.fullmatch(r"6\.\d\d× \[.*\]", cell)
+    assert chosen.why.startswith(
+        "chosen: packed, document_attention, fused_layers, labelled_token_loss, "
+        f"bf16_master_weights (row '+ bf16_master_weights'): {cell} the baseline's speed"
     )
-    assert (slow.plan, slow.name) == ([], "baseline")
-    assert "no row was shown to be faster" in slow.why
+    assert chosen.why.endswith("; undecided by itself in it: fused_layers")
+    assert lead_of(read_report(report))["name"] == chosen.name  # and so has the page
+    assert report["fastest"] == chosen.name
 
 
-def test_where_nothing_was_measured_in_time_the_demo_says_so_and_trains_with_its_plan() -> None:
-    report = report_on({"baseline": 1.0})
-    report["arms"][0]["tokens_per_second"] = {"median": None, "low": None, "high": None}
-    row = module.plan_to_train(report, module.PLAN, None)
-    assert row.plan == module.PLAN
-    assert "nothing could be measured in time" in row.why
-    assert row.steps() == module.TRAINING_STEPS
+def test_a_last_row_that_is_likely_to_help_is_chosen() -> None:
+    chosen = plan_to_train(report_on({**SPEEDS, "+ fused_adamw": 6.6}), PLAN)
+    assert chosen.plan == PLAN
 
 
-@pytest.mark.parametrize(("step", "steps"), [(0.01, 160), (1.0, 48), (500.0, 1)])
+def test_where_no_row_is_faster_the_choice_has_no_technique() -> None:
+    slow = {name: 1 - 0.05 * place for place, name in enumerate(SPEEDS)}
+    chosen = plan_to_train(report_on(slow), PLAN)
+    assert (chosen.plan, chosen.name) == ([], "baseline")
+    assert chosen.why == "chosen: no technique: no row is faster at equal quality"
+
+
+def test_a_single_round_is_said_to_prove_nothing() -> None:
+    chosen = plan_to_train(report_on(SPEEDS, rounds=1), PLAN)
+    assert chosen.name in ("+ bf16_master_weights", "+ fused_adamw")
+    end = r"6\.0\d× the baseline's speed at equal quality, in a single round, which proves nothing"
+    assert re.search(f"{end}$", chosen.why)
+
+
+def test_where_nothing_was_measured_all_techniques_train_and_it_is_said() -> None:
+    chosen = plan_to_train(None, PLAN)
+    assert chosen.plan == PLAN
+    assert chosen.why.endswith("all techniques, since nothing could be measured")
+    assert chosen.steps(60) == module.TRAINING_STEPS
+
+
+def test_without_a_quality_the_choice_says_so() -> None:
+    arms = report_on(SPEEDS)
+    for arm in arms["arms"]:
+        arm["held_out_loss"], arm["quality"] = None, arm["quality"] and "undecided"
+    assert plan_to_train(arms, PLAN).why.endswith("there was no time to compare quality")
+
+
+@pytest.mark.parametrize(("step", "steps"), [(0.01, 160), (1.0, 46), (500.0, 1)])
 def test_the_training_has_as_many_steps_as_fit_into_its_time(step: float, steps: int) -> None:
-    assert module.plan_to_train(report_on(SPEEDS, step), module.PLAN, None).steps() == steps
+    assert DemoPlan("row", [], "", 10.0, step).steps(60.0) == steps
 
 
-def test_a_training_is_asked_to_stop_once_its_time_has_come() -> None:
+def test_the_whole_demo_chooses_on_a_made_up_machine_as_the_table_says() -> None:
+    plans, kinds = plans_of(Plan.from_list(PLAN, catalogue()), "ladder")
+    for step in (0.2, 2.0, 6.0):
+        machine = Machine(lambda techniques, step=step: step / 1.3**techniques)
+        found, _ = measured_on(machine, plans, kinds, module.DESIGN)
+        recipe = {"seed": 0, "plan": PLAN}
+        head = {"title": "t", "command": "c", "hardware": {}, "versions": {}}
+        report = report_of(found.arms, recipe=recipe, design=found.design, **head)
+        chosen = plan_to_train(report, PLAN)
+        assert chosen.plan == PLAN
+        assert chosen.tokens_per_second == pytest.approx(1000 * 1.3**6 / step, rel=0.05)
+
+
+# The training and what is printed.
+
+
+def test_a_training_is_asked_to_stop_once_its_time_has_come_and_says_why() -> None:
     told: list[Any] = []
     session: Any = SimpleNamespace(leaving=False, stop_requested=False)
     now = iter((1.0, 71.9, 72.0, 80.0))
@@ -177,25 +302,141 @@ def test_a_training_is_asked_to_stop_once_its_time_has_come() -> None:
         stop.step(metrics)  # type: ignore[arg-type]
         seen.append(session.stop_requested)
     assert seen == [False, False, True]
+    assert session.stop_reason == "time limit"
     assert not session.leaving  # its loss and its sample are still wanted
     assert told == [session, "a", "b", "c"]
 
 
-def test_measuring_ends_by_a_deadline_that_counts_from_the_beginning() -> None:
+SUMMARY: dict[str, Any] = {
+    "steps": 56,
+    "planned_steps": 91,
+    "seconds_allowed": 70.0,
+    "stopped": "time limit",
+    "tokens": 190_000,
+    "held_out_loss": 5.1234,
+    "tokens_per_second": 2523.0,
+    "saved": "run/model",
+    "samples": [{"prompt": "def f():", "answer": "\n".join("self" for _ in range(30))}],
+}
+
+
+def test_a_training_says_that_its_time_was_over_why_it_was_slow_and_what_text_to_expect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speed = TrainingSpeed(6100.0, MadeUpLoad(Machine(lambda techniques: 1.0, load=0.63)))
+    for _ in range(56):
+        speed.note(SimpleNamespace(tokens=2523, step_seconds=1.0))  # type: ignore[arg-type]
+    subject = subject_on(tmp_path, ())
+    module._show_training(SUMMARY, DemoPlan("+ packed", ["packed"], ""), speed, subject)
+    first, second, _, expected, *sample = capsys.readouterr().out.strip().splitlines()
+    assert first == (
+        "training with + packed: 56 steps of 91 (its 1 min 10 s were over), 190,000 tokens, "
+        "eval loss 5.1234, 2,523 tokens/s, saved in run/model"
+    )
+    assert second == (
+        "slower than measured: 56 steps ran at 41% of the speed that was measured for their plan "
+        "(2,523 of 6,100 tokens/s): other processes used 63% of the processor meanwhile"
+    )
+    assert "after 190,000 tokens from random weights" in expected
+    assert "its text shows at best how Python looks" in expected
+    assert sample[-1] == "  ... 18 more lines"
+
+
+def test_a_training_as_fast_as_measured_says_nothing_of_its_speed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speed = TrainingSpeed(3000.0, MadeUpLoad(Machine(lambda techniques: 1.0)))
+    for _ in range(9):
+        speed.note(SimpleNamespace(tokens=2523, step_seconds=1.0))  # type: ignore[arg-type]
+    done = {**SUMMARY, "stopped": "done", "held_out_loss": None, "tokens_per_second": None}
+    plan = DemoPlan("+ packed", ["packed"], "")
+    module._show_training({**done, "samples": []}, plan, speed, subject_on(tmp_path, ()))
+    assert capsys.readouterr().out == (
+        "\ntraining with + packed: 56 steps, 190,000 tokens, saved in run/model\n"
+    )
+
+
+def test_the_verification_has_a_result() -> None:
+    how = "(gradients in float64, updates of the weights, or losses bit by bit)"
+    rows = [{"technique": name, "verdict": "equal", "text": ""} for name in ("a", "b")]
+    assert module.verification_words(rows) == (
+        f"verification on this job: 2 of 2 techniques equal their reference {how}"
+    )
+    rows += [{"technique": "c", "verdict": "differs", "text": "gradient off by 0.3"}]
+    rows += [{"technique": "d", "verdict": "not tested", "text": ""}]
+    assert module.verification_words(rows).endswith(
+        f"2 of 4 techniques equal their reference {how}; c differs: gradient off by 0.3; "
+        "no time for d"
+    )
+
+
+class Shown:
+    """Keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, float]] = []
+        self.begun = 0
+
+    def tell(self, text: str) -> None: ...
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def show(self, text: str, share: float) -> None:
+        self.seen.append((text, share))
+
+
+def test_one_bar_runs_from_0_to_100_over_all_phases_and_names_them() -> None:
+    shown, now = Shown(), [0.0]
+    progress = PhasedProgress(shown, {"data": 10.0, "measuring": 30.0}, lambda: now[0])
+    progress.show("tokenising", 0.5)
+    progress.begin()  # a piece of the work that would have had its own bar
+    progress.show("tokenising", 0.1)  # and begins anew
+    progress.enter("measuring")
+    now[0] = 15.0
+    progress.show("round 1", 0.0)
+    progress.show("round 2", 0.9)
+    now[0] = 99.0
+    progress.show("round 3", 0.95)
+    progress.end()
+    assert shown.begun == 1
+    assert [text for text, _ in shown.seen] == [
+        *("data: tokenising", "data: tokenising", "measuring"),
+        *("measuring: round 1", "measuring: round 2", "measuring: round 3", "done"),
+    ]
+    shares = [share for _, share in shown.seen]
+    assert shares == pytest.approx([0.125, 0.125, 0.25, 0.625, 0.925, 0.9925, 1.0])
+
+
+def test_a_measurement_that_waits_too_long_for_another_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(tell: Any, seconds: float) -> None:
+        raise InputError("budget: waiting for pid 7 took all of it; start again")
+
+    monkeypatch.setattr(module, "one_measurement", never)
+    progress = PhasedProgress(Shown(), module.PHASES)
+    subject = replace(subject_on(tmp_path, ()), plan=Plan.from_list(["packed"], catalogue()))
+    with WorkerPool(tmp_path) as pool:
+        assert module._measured(subject, pool, progress, module._Clock(0.0)) is None
+    assert module._why_nothing(None) == "another measurement had this machine for 4 min"
+
+
+def test_everything_ends_within_six_minutes() -> None:
+    assert module.DESIGN.every_variant
     assert module.DESIGN.partial
-    assert module.DESIGN.budget_seconds * (1 + GRACE) == module.LADDER_SECONDS
-    assert module.LADDER_SECONDS < module.MEASURING_SECONDS == 300
-    assert module.CHOOSING * (1 + PROOF_SHARE) < 1
-    assert module.TRAINING_SECONDS == 120
+    assert module.DESIGN.budget_seconds == module.MEASURED_BY
+    measured = module.MEASURED_BY * (1 + GRACE)
+    assert measured < module.VERIFIED_BY < module.TRAINED_BY < 330
 
 
 def test_a_row_that_is_slower_than_the_row_above_it_is_red_on_a_terminal() -> None:
-    report = report_on(SPEEDS)
+    report = report_on({**SPEEDS, "+ fused_layers": 2.0})
     screen = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=40)
     print_table(report, screen)
     lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
     red = [line.split("|")[1].strip() for line in lines if line.startswith("\x1b[31m")]
-    assert red == ["+ bf16_master_weights"]
+    assert red == ["+ fused_layers"]
     plain = Console(file=io.StringIO(), width=40)
     print_table(report, plain)
     assert plain.file.getvalue() == render_markdown(report) + "\n"  # type: ignore[attr-defined]

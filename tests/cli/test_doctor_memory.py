@@ -36,3 +36,14 @@ def test_memory_has_a_row_and_what_can_not_fit_is_refused(
     found = capsys.readouterr().out
     assert said in found
     assert "plan         auto, which begins with" in found
+
+
+def test_a_batch_with_fewer_examples_than_ranks_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(Recipe(**small(tmp_path, nproc=2, global_batch_size=1)).to_yaml())
+    assert doctor(path, []) == 2
+    found = capsys.readouterr().out
+    assert "FAIL batch        global_batch_size: 1 examples a step are too few for 2 ranks" in found
+    assert "give at least global_batch_size: 2" in found

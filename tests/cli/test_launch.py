@@ -145,3 +145,27 @@ def test_a_rehearsal_runs_the_scripts_to_the_end(hasten: Hasten, recipe: Path) -
     assert "done: 3 steps" in out
     summary = json.loads(Path("out/rehearsal/run/summary.json").read_text())
     assert summary["steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "code"),
+    [
+        (("global_batch_size=15",), 2),
+        (("global_batch_size=16",), 0),
+        (("global_batch_size=4", "plan=[{pipeline: {stages: 4}}]"), 0),
+        (("global_batch_size=3", "plan=[{pipeline: {stages: 4}}]"), 2),
+        (("global_batch_size=2", "plan=[{hybrid: {tp: 4, pp: 2, dp: 2}}]"), 0),
+        (("global_batch_size=null", "global_batch_tokens=30"), 2),
+    ],
+)
+def test_a_batch_with_fewer_examples_than_ranks_is_refused_before_anything_is_written(
+    hasten: Hasten, recipe: Path, keys: tuple[str, ...], code: int
+) -> None:
+    """Ranks that hold pieces of one copy share its examples."""
+    words = ("launch", recipe, "--nodes", 2, "--gpus-per-node", 8, "--hosts", "a,b", *keys)
+    found, _, err = hasten(*words)
+    assert found == code, err
+    assert Path("launch").exists() == (code == 0)
+    if code:
+        assert "16 ranks" in err
+        assert "give at least" in err

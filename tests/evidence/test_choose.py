@@ -27,11 +27,13 @@ from hasten.measure.ablation import Arm
 from hasten.measure.choose import PLAIN, Choice, choose, kept_choice, kept_choices
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import prepared
+from hasten.measure.significance import with_luck
 from hasten.progress import SilentProgress
 from hasten.recipe import build, memory_check, prepare
 from hasten.recipe.build import build_model
 from hasten.recipe.candidates import candidates
 from hasten.recipe.schema import Recipe, recipe_from
+from hasten.report.verdicts import judge_arms
 
 SLICED = 3**-0.5  # slices leave a third of the variance of whole turns
 
@@ -164,7 +166,7 @@ def test_what_usually_helps_stays_where_it_does(sums: dict[str, Any], tmp_path: 
     assert found.gain is not None
     assert found.gain["low"] is not None
     assert found.gain["low"] < math.prod(speeds.values()) < (found.gain["high"] or 0)
-    assert "x [" in found.sentence
+    assert "× [" in found.sentence
 
 
 def test_where_everything_hurts_nothing_is_taken(sums: dict[str, Any], tmp_path: Path) -> None:
@@ -182,6 +184,23 @@ def test_one_round_decides_nothing(sums: dict[str, Any], tmp_path: Path) -> None
     assert "the best supported one of" in found.why
     raced = [row for row in found.rows if row.ratio is not None]
     assert {row.why for row in raced} == {"undecided"}
+
+
+def test_plan_auto_and_the_report_have_one_word_for_the_same_rounds() -> None:
+    draw, arms = np.random.default_rng(4), list[Arm]()
+    for place, speed in enumerate((1.0, 1.03, 1.2, 0.9, 1.0, 1.06)):
+        values = [1000 * speed * float(x) for x in draw.lognormal(0, 0.02, 6)]
+        arm = Arm(f"with {place}", Plan(), values, kind="other" if place else "baseline")
+        arm.beside = arms[0].rounds if place else []
+        arms.append(arm)
+    arms = with_luck(arms)
+    ours = {name: (text, ratio) for name, (ratio, text) in module._verdicts(arms).items()}
+    theirs = {
+        arm.name: (said.verdict, said.effect)
+        for arm, said in zip(arms[1:], judge_arms(arms)[1:], strict=True)
+    }
+    assert ours == theirs
+    assert len({text.partition(":")[0] for text, _ in ours.values()}) > 1
 
 
 def test_a_choice_is_kept_for_the_same_job_and_no_other(

@@ -94,8 +94,28 @@ def test_the_headline_is_the_fastest_plan_of_equal_quality(ladder: Report, tmp_p
     assert lead_of(read_report(ladder))["name"] == "+ c"
     assert "fastest at equal quality" not in render_markdown(ladder)
     ladder["arms"][2]["verdict"] = "held"
-    ladder["arms"][3]["ratio"]["median"] = 3.1
+    last = ladder["arms"][3]
+    last["rounds"] = [1.3 * rate for rate in last["rounds"]]
+    last["ratio"] = {end: 1.3 * value for end, value in last["ratio"].items()}
     assert lead_of(read_report(ladder))["name"] == "+ c"
+    last["rounds"] = [rate * 1.11 / 1.3 for rate in last["rounds"]]  # as fast as the row above
+    last["ratio"] = {end: value * 1.12 / 1.3 for end, value in last["ratio"].items()}
+    assert lead_of(read_report(ladder))["name"] == "+ b"  # the simpler plan
+
+
+def test_a_headline_is_a_figure_only_where_that_figure_is_shown(
+    ladder: Report, tmp_path: Path
+) -> None:
+    plan, base = ladder["arms"][3], ladder["arms"][0]
+    ladder["arms"] = [base, plan]
+    plan["ratio"] = {"median": 2.81, "low": 0.19, "high": 39.78}
+    plan["verdict"] = "inconclusive"
+    text = page(ladder, tmp_path)
+    assert '<span class="big">undecided</span>' in text
+    assert "interval 0.19× to 39.78×" in text
+    plan["ratio"] |= {"low": 2.5, "high": 3.1}
+    plan["verdict"] = "held"
+    assert '<span class="big">2.81×</span>' in page(ladder, tmp_path)
 
 
 def test_arms_with_the_same_proof_share_a_row(ladder: Report) -> None:

@@ -1,6 +1,7 @@
 """p-values against scipy, Holm's correction against its definition and against simulation."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,14 @@ from hasten.errors import InputError
 from hasten.measure.significance import (
     MOST_ROUNDS,
     holm,
+    judge_effects,
     noise_floor,
     p_beyond,
     p_value,
+    ratio_of_rounds,
     rounds_needed,
 )
-from hasten.measure.statistics import DOUBT, Interval, paired_ratio, verdict
+from hasten.measure.statistics import DOUBT, Interval, ProcessVariance, paired_ratio, verdict
 
 RATIOS = st.lists(st.floats(min_value=0.5, max_value=2.0), min_size=2, max_size=12)
 CHANCES = st.lists(st.floats(min_value=0, max_value=1), max_size=9)
@@ -116,19 +119,63 @@ def test_copies_that_differ_beyond_doubt_raise_the_floor_to_their_difference() -
     assert noise_floor([1e-9, 1e-9, 1e-9]) < 1
 
 
-@pytest.mark.parametrize(("mean", "word"), [(0.05, "helped"), (-0.05, "hurt"), (0.0, "no effect")])
-def test_the_rounds_that_are_needed_do_tell_four_times_of_five(mean: float, word: str) -> None:
-    few = ratio_of(drawn(mean, 0.03, 4))
-    assert verdict(few) == "undecided"
-    more = rounds_needed(few)
-    assert isinstance(more, int)
-    assert 1 < more < MOST_ROUNDS
-    rng = np.random.default_rng(5)
-    told = sum(
-        verdict(ratio_of(list(np.exp(rng.normal(mean, 0.03, few.rounds + more))))) == word
-        for _ in range(400)
-    )
-    assert 0.74 <= told / 400 <= 0.9
+def decided_after(logs: Any, edges: tuple[float, float], doubt: float = 0.05) -> Any:
+    """Of each row: whether its first n values decide, by scipy's quantiles."""
+    count = np.arange(1, logs.shape[1] + 1)
+    mean = np.cumsum(logs, axis=1) / count
+    squares = np.cumsum(logs**2, axis=1) - count * mean**2
+    freedom = np.maximum(count - 1, 1)
+    half = stats.t.ppf(1 - doubt / 2, freedom) * np.sqrt(np.maximum(squares, 0) / freedom / count)
+    low, high = mean - half, mean + half
+    found = (low > edges[1]) | (high < edges[0]) | ((low >= edges[0]) & (high <= edges[1]))
+    return found & (count > 1)
+
+
+@pytest.mark.parametrize("few", [4, 8])
+@pytest.mark.parametrize(
+    ("effect", "noise"),
+    [
+        *((-0.05, 0.05), (-0.05, 0.1), (0.03, 0.02), (0.03, 0.05), (0.03, 0.1), (0.05, 0.05)),
+        *((0.05, 0.1), (0.05, 0.2), (0.1, 0.1), (0.1, 0.2), (0.2, 0.2)),
+    ],
+)
+def test_the_forecast_of_further_rounds_is_right_within_a_factor_of_two(
+    effect: float, noise: float, few: int
+) -> None:
+    """Compared with the rounds that were really drawn until there was a word, in the median."""
+    logs = np.random.default_rng(7).normal(effect, noise, (1000, few + MOST_ROUNDS))
+    decided = decided_after(logs, (math.log(0.99), math.log(1.01)))
+    rows = np.flatnonzero(~decided[:, few - 1])[:150]
+    assert len(rows) == 150
+    later = decided[rows, few:]
+    actual = np.where(later.any(axis=1), later.argmax(axis=1) + 1, 10 * MOST_ROUNDS)
+    found = [rounds_needed(ratio_of(list(np.exp(logs[row, :few])))) for row in rows]
+    forecast = [10 * MOST_ROUNDS if isinstance(more, str) else more for more in found]
+    assert 0.5 <= np.median(np.array(forecast) / actual) <= 2
+
+
+def test_no_round_decides_what_lies_within_the_luck_of_processes() -> None:
+    few = ratio_of(drawn(0.03, 0.03, 6))
+    luck = ProcessVariance(0.01, 4, 1)
+    assert isinstance(rounds_needed(few), int)
+    assert rounds_needed(few, luck=luck) == "more than 200"
+    assert isinstance(rounds_needed(ratio_of(drawn(0.08, 0.12, 6)), luck=luck), int)
+
+
+@pytest.mark.parametrize("change", [0.05, -0.05, 0.2])
+def test_words_of_several_ratios_are_those_of_one_after_the_correction(change: float) -> None:
+    rounds = {"a": drawn(change, 0.01, 6), "b": drawn(0.0, 0.03, 6), "c": drawn(0.3, 0.02, 6)}
+    luck = ProcessVariance(0.005, 8, 1)
+    effects = {name: (ratio_of_rounds(found, luck), found) for name, found in rounds.items()}
+    judged = judge_effects(effects, 0.01, luck)
+    p_values = holm([p_beyond(found, 0.01, luck) for found in rounds.values()])
+    assert [judged[name].p_value for name in rounds] == p_values
+    for name, p in zip(rounds, p_values, strict=True):
+        said = verdict(luck.widened(ratio_of(rounds[name])), 0.01, p_value=p)
+        assert judged[name].word == said
+        assert judged[name].text.startswith(said)
+    assert judged["b"].rivals == 1
+    assert {judged["a"].rivals, judged["c"].rivals} == {2, 3}
 
 
 def test_more_arms_and_a_wider_floor_need_more_rounds() -> None:

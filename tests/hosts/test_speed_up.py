@@ -29,9 +29,8 @@ from hasten.machine.ways import Gain
 from hasten.measure import choose
 from hasten.measure.choose import Choice, ChoiceRow, _remember
 from hasten.recipe.schema import AutoPlan
-from hasten.techniques import kernel_figures
+from hasten.techniques import kernel_figures, precision
 from hasten.techniques.collate import Packed
-from hasten.techniques.precision import BF16MasterWeights
 from hosts.test_techniques_in_the_trainer import as_others_have_them, collate, compiles
 from tiny import tiny_model
 
@@ -215,7 +214,7 @@ def test_without_a_race_the_figures_of_the_machine_decide_and_the_speed_is_compa
 ) -> None:
     slower = Gain(0.8, 0.7, 0.9, 6)
     monkeypatch.setattr(kernel_figures, "layers_gain", lambda device: slower)
-    monkeypatch.setattr(BF16MasterWeights, "obstacles", lambda self, facts: ())  # of any processor
+    monkeypatch.setattr(precision, "_slow_bf16", lambda facts: ())  # as if this one had bf16
     trainer = trainer_of(tmp_path)
     hasten.speed_up(trainer)
     joined, _, left = said(caplog)[0].partition("\n  left out: ")

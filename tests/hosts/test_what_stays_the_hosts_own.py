@@ -25,6 +25,7 @@ from transformers import (
 import hasten
 from hasten.integrations.batches import packed_batch, padded_rows
 from hasten.integrations.transformers import TrainerTechniques
+from hasten.parts.nn.losses import LabelOnlyLoss
 from hosts.test_first_step import joined, left_padded, rows, weights
 from tiny import COMMON, VOCABULARY, tiny_model
 
@@ -350,10 +351,20 @@ def test_noise_that_depends_on_the_row_keeps_one_example_a_row(
     assert "packed: NEFTune's noise depends on the length of a row" in caplog.text
 
 
-def test_bf16_as_the_message_advises(tmp_path: Path) -> None:
-    trainer = hasten.speed_up(trainer_of(tmp_path, bf16=True))
+def test_bf16_as_the_message_advises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    usual = LabelOnlyLoss.cross_entropy
+
+    def counted(self: Any, *args: Any) -> Any:
+        calls.append(torch.is_autocast_enabled("cpu"))
+        return usual(self, *args)
+
+    monkeypatch.setattr(LabelOnlyLoss, "cross_entropy", counted)
+    trainer = hasten.speed_up(trainer_of(tmp_path, bf16=True, max_steps=4))
     trainer.train()
-    assert {"packed", "document_attention", "labelled_token_loss"} <= set(joined(trainer))
+    assert set(PLAN) <= set(joined(trainer))
+    # A pass in float32 and one in the run's own format, of one batch with padding; four steps.
+    assert calls == [False, True] + 4 * [True]
 
 
 def test_a_loader_that_reads_ahead_loses_no_batch(tmp_path: Path) -> None:

@@ -1,18 +1,25 @@
 """``hasten demo``: a DeepSeek-architecture model on the embedded corpus, plainly and hastened.
 
-  1. the comparison: the same records in the same order, one process per arm, taking turns
-  2. the choice: ``plan: auto`` races changes of the plan, and its winner is proven
-  3. the training: what was chosen trains a little longer, so that the model can say something
+  1. data: Python's standard library, tokenised
+  2. measuring: seven variants of one training, each with one technique more than the one above,
+     take turns on the same examples
+  3. verification: what each technique requires, on the same job, where there is time
+  4. training: with the fastest variant of equal quality, so that the model can write something
 
-On a GPU the model is larger. All parts end in time however busy the machine is: the first two
-measure fewer rows or rounds, the third takes fewer steps.
+On a GPU the model is larger. It ends within six minutes on any machine. A slow or busy one has
+fewer rounds, shorter turns and fewer training steps, but always all variants. Where others use much
+of the processor, every variant computes with fewer threads: threads that wait for each other lose
+most there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,144 +27,427 @@ from hasten.cli.speedup import design_line
 from hasten.cli.terminal import print_table
 from hasten.cli.train import StepLine
 from hasten.core.loop import ask_to_leave
+from hasten.core.plan import Plan
 from hasten.core.session import Session
 from hasten.core.timing import StepMetrics
+from hasten.data.file_lock import one_measurement
+from hasten.errors import InputError
 from hasten.formatting import duration, span
-from hasten.machine import host
-from hasten.measure.ablation import Design, Which
-from hasten.measure.budget import GRACE
-from hasten.measure.choose import Choice
-from hasten.progress import Display
-from hasten.recipe.schema import AutoPlan, Recipe
-from hasten.report.gains import fastest_of_equal_quality
+from hasten.machine import environment, host
+from hasten.machine.processes import LoadMeter
+from hasten.machine.threads import with_threads
+from hasten.measure.ablation import Design, plans_of
+from hasten.measure.budget import rounded_up
+from hasten.measure.experiment import Measured
+from hasten.measure.quality.guard import GuardDesign, Rows, guarded
+from hasten.measure.quality.requirements import FAILED
+from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared
+from hasten.measure.workers import WorkerPool
+from hasten.progress import Audience, Display
+from hasten.recipe.schema import Recipe
+from hasten.recipe.shorthands import catalogue
+from hasten.report.gains import fastest_of_equal_quality, ladder_of, on_the_whole
 from hasten.report.page import recipe_plan, write_report
 from hasten.report.schema import read_report
-from hasten.report.speedup import ablate
-from hasten.training.chosen_plan import with_chosen_plan
+from hasten.report.speedup import experiment_report
+from hasten.report.verdicts import MARGIN, verdict_word
+from hasten.training.chosen_plan import TrainingSpeed
 from hasten.training.run import train
 
 TINY, SMALL, LARGE = "deepseek-llm-tiny", "deepseek-llm-small", "deepseek-llm-1b"
-PLAN = [
+LARGE_GPU_BYTES = 60e9  # holds two variants of the larger model with its optimizer's state
+TECHNIQUES = (
     *("packed", "document_attention", "fused_layers", "labelled_token_loss"),
     *("bf16_master_weights", "fused_adamw"),
-]
-MEASURING_SECONDS, TRAINING_SECONDS = 300.0, 120.0  # at most, with all that belongs to them
-LADDER_SECONDS = 180.0  # of the measuring: the rest is for the choice and its proof
-DESIGN = Design(
-    rounds=6,
-    steps=3,
-    warmup=2,
-    evaluations=2,
-    budget_seconds=LADDER_SECONDS / (1 + GRACE),
-    partial=True,
 )
-CHOOSING = 0.7  # of what the ladder leaves: the rest is for the proof, and for a last round
-LARGE_GPU_BYTES = 60e9  # holds two arms of the larger model with its optimizer's state
+SPARES = ("prefetched", "allocator")  # in place of those that can't work on a machine
+
+# Seconds since the command began. On a quiet machine nothing comes near them.
+MEASURED_BY = 225.0  # rounds that end later aren't begun; a first one may take a quarter more
+VERIFIED_BY = 285.0
+TRAINED_BY = 325.0  # the last step: the rest is for the eval loss, a sample and saving
+LEAST_TRAINING = 20.0
+LEAST_VERIFICATION = 25.0  # less isn't worth the start of its processes
+
+DESIGN = Design(
+    rounds=8,
+    steps=3,
+    warmup=1,
+    longest_warmup=2,
+    evaluations=1,
+    budget_seconds=MEASURED_BY,
+    partial=True,
+    every_variant=True,
+    samples=False,
+)
 TRAINING_STEPS = 160
-STEPPING = 0.6  # of the training's time: the rest is for its held-out loss, its sample and saving
+BUSY_LATER = 1.3  # a training that is foretold to fit has so much time for each step
+TOO_SLOW = 0.6  # of the measured speed: a training below it is named, with the cause
+BUSY = 0.2  # of the processor: others that use more are named, and get a share of the threads
+SAMPLE_SECONDS = 1.0  # for which they are looked at
+PHASES = {"data": 45.0, "measuring": 160.0, "verification": 40.0, "training": 80.0}
+NEARLY = 0.99  # of a phase, or of all: done is what has ended
+SAMPLE_LINES = 12
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
+
+
+class PhasedProgress:
+    """One bar from 0 to 100 % over several phases, each with its name and its share of the time.
+
+    A phase is as far as the clock says, or as it says itself, whichever is more; it never goes
+    back.
+
+    Args:
+        display: shows it.
+        phases: names in their order, with the seconds that each usually takes at most.
+        clock: tells the time.
+    """
+
+    def __init__(
+        self,
+        display: Audience,
+        phases: Mapping[str, float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._display, self._phases, self._clock = display, phases, clock
+        self._name, self._from, self._share = next(iter(phases)), 0.0, 0.0
+        self._began = clock()
+        display.begin()
+
+    def enter(self, name: str) -> None:
+        """The phase that is shown from now on."""
+        names = list(self._phases)
+        before = sum(self._phases[n] for n in names[: names.index(name)])
+        self._name, self._from = name, before / sum(self._phases.values())
+        self._began = self._clock()
+        self.show("", 0.0)
+
+    def tell(self, text: str) -> None:
+        self._display.tell(text)
+
+    def begin(self) -> None:
+        """Pieces of a phase have no bar of their own."""
+
+    def show(self, text: str, share: float) -> None:
+        seconds = self._phases[self._name]
+        done = max(share, (self._clock() - self._began) / seconds)
+        width = seconds / sum(self._phases.values())
+        self._share = max(self._share, self._from + width * min(max(done, 0.0), NEARLY))
+        self._display.show(f"{self._name}: {text}" if text else self._name, self._share)
+
+    def end(self) -> None:
+        self._display.show("done", 1.0)
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """What other processes take of this machine.
+
+    Args:
+        cores: of the machine that this process may use.
+        share: of their time (0 to 1) that others used in the demo's first second.
+        load_average: of the last minute before the demo began.
+    """
+
+    cores: int
+    share: float
+    load_average: float
+
+    @property
+    def threads(self) -> int:
+        """With how many threads each variant computes: the cores that others leave."""
+        if self.share < BUSY:
+            return self.cores
+        return max(1, round(self.cores * (1 - self.share)))
+
+    def __str__(self) -> str:
+        return (
+            f"other processes use {self.share:.0%} of the processor (load average "
+            f"{self.load_average:.1f} on {self.cores} cores)"
+        )
 
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """The plan with which the demo trains."""
+    """The plan with which the demo trains, and why.
+
+    Args:
+        name: of its row in the table.
+        plan: as a recipe lists it.
+        why: one sentence, with the gain as the table has it.
+        tokens_per_second: as measured; None: it wasn't.
+        step_seconds: likewise.
+    """
 
     name: str
     plan: list[Any]
     why: str
-    step_seconds: float | None = None  # as measured
-    least: float = 1.0  # the lower bound of its speed over the baseline's
+    tokens_per_second: float | None = None
+    step_seconds: float | None = None
 
-    def steps(self) -> int:
-        """As many as fit by what was measured, with half as much again for a busy machine."""
+    def steps(self, seconds: float) -> int:
+        """As many as fit by what was measured, with some reserve."""
         if not self.step_seconds:
             return TRAINING_STEPS
-        fit = int(STEPPING * TRAINING_SECONDS / 1.5 / self.step_seconds)
+        fit = int(seconds / BUSY_LATER / self.step_seconds)
         return max(1, min(TRAINING_STEPS, fit))
 
 
-def demo(output: Path) -> None:
-    """Measure, choose, train, print the table and a sample, write the page."""
-    began = time.monotonic()
-    gpu_bytes = min((gpu.memory_bytes for gpu in host.hardware().accelerators), default=0)
-    recipe = recipe_for(output, gpu_bytes)
-    arms: Which = "plan" if recipe.model == LARGE else "ladder"  # arms stay in memory side by side
-    print(
-        f"hasten demo: {recipe.model} on Python's standard library, {host.hardware().short}\n"
-        f"measuring and choosing end within {duration(MEASURING_SECONDS)}, the training within "
-        f"{duration(TRAINING_SECONDS)}; on a busy machine fewer rows, rounds and steps fit",
-        flush=True,
-    )
-    with Display() as display:
-        report = ablate(
-            recipe,
-            arms,
-            design=DESIGN,
-            title="hasten demo",
-            command="hasten demo",
-            fresh=True,
-            audience=display,
-        )
-        display.begin()
-        left = MEASURING_SECONDS - (time.monotonic() - began)
-        _, choice = with_chosen_plan(auto_of(recipe, CHOOSING * left), display, fresh=True)
-        chosen = plan_to_train(report, recipe.plan, choice)
-        recipe = recipe.model_copy(update={"plan": chosen.plan, "max_steps": chosen.steps()})
-        display.tell(f"training with {chosen.name}, for {recipe.max_steps} steps")
-        line = StepLine(display, recipe)
-        stop = TimedStop(time.monotonic() + STEPPING * TRAINING_SECONDS, line.start, line.step)
-        summary = train(recipe, tell=display.tell, on_start=stop.start, on_step=stop.step)
-    who = f"{chosen.name}, {summary['steps']} steps"
-    report["samples"] = [{**s, "arm": who} for s in summary["samples"]]
-    page = write_report(report, output)
-    print_table(report)
-    print(design_line(report["design"]))
-    print(report["quality"]["text"])
-    _show_training(summary, chosen.name)
-    print(f"\ndone in {duration(time.monotonic() - began)}; the report: {page}\n{chosen.why}")
-
-
-def auto_of(recipe: Recipe, seconds: float) -> Recipe:
-    """The demo's job with ``plan: auto``: the same as examples/stdlib_tiny.yaml."""
-    chosen = {"auto_plan": AutoPlan(), "auto_budget": max(seconds, 1.0)}
-    return recipe.model_copy(update={"plan": [], "on_obstacle": "stop", **chosen})
-
-
-def plan_to_train(report: Mapping[str, Any], plan: list[Any], choice: Choice | None) -> DemoPlan:
-    """What ``plan: auto`` chose, or the table's best row where that is surely faster.
+def demo(
+    output: Path,
+    started: float | None = None,
+    load: Callable[[int], LoadMeter] = LoadMeter,
+) -> None:
+    """Measure, verify, train; print the table, a sample and the choice, and write the page.
 
     Args:
-        report: the ladder's.
-        plan: the ladder's; taken where nothing was measured.
-        choice: of ``plan: auto``; one without a measured gain counts for nothing.
+        output: folder of the run.
+        started: when the command began, by `time.perf_counter`; now, if left out.
+        load: makes the meter of what others take of so many cores.
     """
-    row = _best_row(report, plan)
-    if choice is None or choice.gain is None or choice.tokens_per_second is None:
-        return row
-    if row.least > (choice.gain["median"] or 0.0):
-        return row
-    base = read_report(report)["arms"][0]
-    step, rate = base["step_seconds"]["p50"], base["tokens_per_second"]["median"]
-    step_seconds = step * rate / choice.tokens_per_second if step and rate else None
-    return DemoPlan("the choice", choice.entries, choice.sentence, step_seconds)
+    clock = _Clock(time.perf_counter() if started is None else started)
+    hardware = host.hardware()
+    gpus = hardware.accelerators
+    recipe = recipe_for(output, min((gpu.memory_bytes for gpu in gpus), default=0))
+    print(
+        f"hasten demo: {recipe.model} on Python's standard library, {hardware.short}\n"
+        "seven variants of one training take turns, then the fastest trains; it ends within 6 min",
+        flush=True,
+    )
+    neighbours = look_at_neighbours(load)
+    with Display() as display, contextlib.ExitStack() as stack:
+        progress = PhasedProgress(display, PHASES)
+        if not gpus:
+            _share_cores(neighbours, stack)
+        with _warm_pool(recipe, "cuda" if gpus else "cpu") as pool:
+            subject = with_usable_techniques(prepared(recipe, progress), progress.tell)
+            progress.enter("measuring")
+            found = _measured(subject, pool, progress, clock)
+        report = None
+        if found is not None and found.arms[0].rounds:
+            progress.enter("verification")
+            proofs = _verified(subject, progress, clock)
+            report = experiment_report(subject, found, DESIGN, "hasten demo", "hasten demo", proofs)
+        chosen = plan_to_train(report, subject.recipe.plan)
+        progress.enter("training")
+        meter = load(hardware.usable_cores)
+        summary, speed = _trained(subject.recipe, chosen, progress, clock, meter)
+        progress.end()
+    if report is None:
+        print(f"nothing could be measured: {_why_nothing(found)}; {neighbours}")
+    else:
+        report["samples"] = [{**s, "arm": _writer(summary, subject)} for s in summary["samples"]]
+        write_report(report, output)
+        _show_measured(report)
+    _show_training(summary, chosen, speed, subject)
+    _show_next_steps(output, report is not None)
+    print(f"\ndone in {duration(clock.spent)}\n{chosen.why}")
 
 
-def _best_row(report: Mapping[str, Any], plan: list[Any]) -> DemoPlan:
-    """The fastest row of equal quality; all of the plan if none is known."""
+class _Clock:
+    """The seconds of the whole command."""
+
+    def __init__(self, started: float) -> None:
+        self._started = started
+
+    @property
+    def spent(self) -> float:
+        return time.perf_counter() - self._started
+
+    @property
+    def began(self) -> float:
+        """The start, by `time.monotonic`."""
+        return time.monotonic() - self.spent
+
+
+def recipe_for(output: Path, gpu_bytes: float) -> Recipe:
+    """The demo's job: minutes on two cores, a larger model where there is a GPU."""
+    on_gpu = gpu_bytes > 0
+    return Recipe(
+        model=LARGE if gpu_bytes >= LARGE_GPU_BYTES else SMALL if on_gpu else TINY,
+        dataset="stdlib",
+        held_out=48,
+        cutoff_len=512,
+        max_steps=TRAINING_STEPS,
+        global_batch_size=16,
+        learning_rate=3e-4 if on_gpu else 2e-3,
+        warmup_steps=4,
+        output=str(output),
+        plan=[],
+    )
+
+
+def with_usable_techniques(
+    subject: ExperimentSubject, tell: Callable[[str], None]
+) -> ExperimentSubject:
+    """The subject with as many techniques as the demo has rows for, each of which can work here."""
+    kinds = {kind.name(): kind for kind in catalogue()}
+    known, wanted = subject.known, (*TECHNIQUES, *SPARES)
+    refused = {name: why[0] for name in wanted if (why := kinds[name]().obstacles(known))}
+    names = [name for name in wanted if name not in refused][: len(TECHNIQUES)]
+    spares = [name for name in names if name in SPARES]
+    for name in TECHNIQUES:
+        if name in refused:
+            other = spares.pop(0) if spares else "nothing"
+            tell(f"{name} can't work here, so {other} is measured instead: {refused[name]}")
+    plan = Plan.from_list(names, catalogue())
+    recipe = subject.recipe.model_copy(update={"plan": [t.name() for t in plan]})
+    return replace(subject, recipe=recipe, plan=plan)
+
+
+def plan_to_train(report: Mapping[str, Any] | None, plan: Sequence[Any]) -> DemoPlan:
+    """The fastest row of equal quality in the table; all techniques where nothing was measured."""
+    everything = DemoPlan("all techniques", list(plan), "")
+    if report is None:
+        why = f"chosen: {', '.join(plan)}: all techniques, since nothing could be measured"
+        return replace(everything, why=why)
     read = read_report(report)
+    base, *rows = read["arms"]
     arm = fastest_of_equal_quality(read)
     kept = None if arm is None else recipe_plan(arm, read)
-    if arm is None or kept is None:
-        why = "chosen: the whole plan, since nothing could be measured in time"
-        return DemoPlan("the whole plan", plan, why, least=0.0)
-    step = arm["step_seconds"]["p50"]
-    if arm is read["arms"][0]:
-        why = "chosen: no technique, since no row was shown to be faster at equal quality"
-        return DemoPlan(arm["name"], kept, why, step, least=0.0)
-    why = (
-        f'chosen: "{arm["name"]}" ({", ".join(arm["techniques"])}), the fastest row of equal '
-        f"quality: {span(arm['ratio'], 'times')} the baseline's speed"
-    )
-    return DemoPlan(arm["name"], kept, why, step, arm["ratio"]["low"] or 1.0)
+    if arm is None or kept is None or not any(row["quality"] for row in rows):
+        why = f"chosen: {', '.join(plan)}: all techniques, since no speed could be compared"
+        return replace(everything, why=why)
+    if arm is base and all(verdict_word(row["quality"]) == "undecided" for row in rows):
+        why = f"chosen: {', '.join(plan)}: all techniques; there was no time to compare quality"
+        return replace(everything, why=why)
+    speed, step = arm["tokens_per_second"]["median"], arm["step_seconds"]["p50"]
+    if arm is base:
+        why = "chosen: no technique: no row is faster at equal quality"
+        return DemoPlan(arm["name"], kept, why, speed, step)
+    return DemoPlan(arm["name"], kept, _choice_words(arm, read), speed, step)
+
+
+def _choice_words(arm: Mapping[str, Any], read: Mapping[str, Any]) -> str:
+    """What was chosen and what it gains, as its row in the table says it."""
+    gain = f"{span(arm['ratio'], 'times')} the baseline's speed at equal quality"
+    word = on_the_whole(arm, read)
+    if len(arm["rounds"]) == 1:
+        gain += ", in a single round, which proves nothing"
+    elif word != "helped":
+        gain += f", which is {word}"
+    rows = ladder_of(read["arms"])
+    inside = rows[1 : next((i for i, row in enumerate(rows) if row is arm), 0) + 1]
+    words = f"chosen: {', '.join(arm['techniques'])} (row {arm['name']!r}): {gain}"
+    found: dict[str, list[str]] = {}
+    for row in inside if len(arm["rounds"]) > 1 else ():
+        found.setdefault(verdict_word(row["verdict"]), []).append(row["name"].removeprefix("+ "))
+    for word in ("undecided", "no effect", "hurt", "failed"):
+        if word in found:
+            words += f"; {word} by itself in it: {', '.join(found[word])}"
+    return words
+
+
+def look_at_neighbours(load: Callable[[int], LoadMeter] = LoadMeter) -> Neighbours:
+    """What others take of this machine now."""
+    cores = host.usable_cores()
+    average = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    meter = load(cores)
+    time.sleep(SAMPLE_SECONDS)
+    meter.lap(Neighbours)
+    return Neighbours(cores, meter.share(Neighbours), average)
+
+
+def _warm_pool(recipe: Recipe, device: str) -> WorkerPool:
+    """The variants' processes, of which one imports everything while the data is prepared."""
+    folder = Path(recipe.output) / "experiments" / "demo"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "recipe.yaml"
+    path.write_text(recipe.to_yaml())
+    pool = WorkerPool(folder, device, fork=True, recipe=path)
+    pool.warm_up({})
+    return pool
+
+
+def _share_cores(neighbours: Neighbours, stack: contextlib.ExitStack) -> None:
+    """Compute with fewer threads where others use the processor, unless the user set a number."""
+    chosen = environment.variable("OMP_NUM_THREADS")
+    if chosen is not None or neighbours.threads == neighbours.cores:
+        return
+    count = neighbours.threads
+    stack.enter_context(with_threads(count))
+    threads = "1 thread" if count == 1 else f"{count} threads"
+    print(f"{neighbours}: every variant computes with {threads}", flush=True)
+
+
+def _measured(
+    subject: ExperimentSubject, pool: WorkerPool, progress: PhasedProgress, clock: _Clock
+) -> Measured | None:
+    """All variants; None where another measurement had this machine all the time."""
+    plans, kinds = plans_of(subject.plan, "ladder")
+    with contextlib.ExitStack() as machine:
+        try:
+            machine.enter_context(one_measurement(progress.tell, MEASURED_BY - clock.spent))
+        except InputError:
+            return None
+        return measured(
+            subject,
+            plans,
+            kinds,
+            DESIGN,
+            fresh=True,
+            audience=progress,
+            pool=pool,
+            began=clock.began,
+        )
+
+
+def _why_nothing(found: Measured | None) -> str:
+    if found is None:
+        return f"another measurement had this machine for {rounded_up(MEASURED_BY)}"
+    dropped = found.design["dropped"]
+    why = dropped[0] if dropped else "no round of all variants ended"
+    return f"{why}, which the {rounded_up(MEASURED_BY)} for data and measuring don't hold"
+
+
+def _verified(subject: ExperimentSubject, progress: PhasedProgress, clock: _Clock) -> Rows:
+    """What each technique requires, as far as there is time for it."""
+    left = VERIFIED_BY - clock.spent
+    if left < LEAST_VERIFICATION:
+        return {"guard": [_not_tested(t.name()) for t in subject.plan], "invariance": []}
+    progress.show("each technique against a reference, on this job", 0.0)
+    design = GuardDesign(budget_seconds=left)
+    recipe, known, plan = subject.recipe, subject.known, subject.plan
+    return guarded(recipe, known, plan, subject.data_key, design, lambda text: None, fresh=False)
+
+
+def _not_tested(technique: str) -> dict[str, Any]:
+    return {
+        "technique": technique,
+        "fidelity": None,
+        "test": None,
+        "verdict": "not tested",
+        "found": None,
+        "allowed": None,
+        "seeds": None,
+        "text": "there was no time",
+    }
+
+
+def _trained(
+    recipe: Recipe, chosen: DemoPlan, progress: PhasedProgress, clock: _Clock, load: LoadMeter
+) -> tuple[dict[str, Any], TrainingSpeed | None]:
+    """Train with the chosen plan: its summary, and how its speed compares with the measured one."""
+    seconds = max(TRAINED_BY - clock.spent, LEAST_TRAINING)
+    steps = chosen.steps(seconds)
+    recipe = recipe.model_copy(update={"plan": chosen.plan, "max_steps": steps})
+    measured_speed = chosen.tokens_per_second
+    speed = None if measured_speed is None else TrainingSpeed(measured_speed, load)
+    line = StepLine(progress, recipe)
+    stop = TimedStop(time.monotonic() + seconds, line.start, _both(line.step, speed))
+    summary = train(recipe, tell=lambda text: None, on_start=stop.start, on_step=stop.step)
+    return {**summary, "planned_steps": steps, "seconds_allowed": seconds}, speed
+
+
+def _both(
+    step: Callable[[StepMetrics], None], speed: TrainingSpeed | None
+) -> Callable[[StepMetrics], None]:
+    def note(metrics: StepMetrics) -> None:
+        if speed is not None:
+            speed.note(metrics)
+        step(metrics)
+
+    return note
 
 
 class TimedStop:
@@ -185,34 +475,116 @@ class TimedStop:
     def step(self, metrics: StepMetrics) -> None:
         self._step(metrics)
         if self._clock() >= self._at:
-            ask_to_leave(self._session, haste=False)
+            ask_to_leave(self._session, haste=False, reason="time limit")
 
 
-def recipe_for(output: Path, gpu_bytes: float) -> Recipe:
-    """The demo's job: minutes on two cores, a larger model where there is a GPU."""
-    on_gpu = gpu_bytes > 0
-    return Recipe(
-        model=LARGE if gpu_bytes >= LARGE_GPU_BYTES else SMALL if on_gpu else TINY,
-        dataset="stdlib",
-        held_out=48,
-        cutoff_len=512,
-        max_steps=TRAINING_STEPS,
-        global_batch_size=16,
-        learning_rate=3e-4 if on_gpu else 2e-3,
-        warmup_steps=4,
-        output=str(output),
-        plan=PLAN,
-        on_obstacle="skip",
+# What is printed at the end.
+
+
+def _show_measured(report: dict[str, Any]) -> None:
+    print_table(report)
+    print(design_line(report["design"]))
+    print(quality_words(read_report(report)))
+    print(verification_words(report["guard"]))
+
+
+def quality_words(read: Mapping[str, Any]) -> str:
+    """What was compared of the models, and how far apart they are."""
+    base, *rows = read["arms"]
+    losses = [row["held_out_loss"] for row in rows if row["held_out_loss"] is not None]
+    if base["held_out_loss"] is None or not losses:
+        return "quality: there was no time to compare eval losses"
+    apart = max(abs(loss / base["held_out_loss"] - 1) for loss in losses)
+    tokens = base["held_out_curve"][-1][0]
+    return (
+        f"quality: the eval losses of {len(losses)} variants lie within {apart:.2g} of the "
+        f"baseline's {base['held_out_loss']:.4f} (relative; {MARGIN:g} is allowed), after the same "
+        f"{tokens:,.0f} tokens from random weights, one seed"
     )
 
 
-def _show_training(summary: dict[str, Any], name: str) -> None:
+def verification_words(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the verification found, in a line."""
+    by_verdict: dict[str, list[str]] = {}
+    for row in rows:
+        by_verdict.setdefault(row["verdict"], []).append(row["technique"])
+    words = []
+    if equal := by_verdict.pop("equal", []):
+        words.append(
+            f"{len(equal)} of {len(rows)} techniques equal their reference (gradients in float64, "
+            "updates of the weights, or losses bit by bit)"
+        )
+    for row in rows:
+        if row["verdict"] in FAILED:
+            words.append(f"{row['technique']} {row['verdict']}: {row['text']}")
+    if untested := by_verdict.get("not tested"):
+        words.append(f"no time for {', '.join(untested)}")
+    return f"verification on this job: {'; '.join(words)}"
+
+
+def _show_training(
+    summary: dict[str, Any],
+    chosen: DemoPlan,
+    speed: TrainingSpeed | None,
+    subject: ExperimentSubject,
+) -> None:
     loss, rate = summary["held_out_loss"], summary["tokens_per_second"]
+    steps = f"{summary['steps']} steps"
+    if summary["stopped"] == "time limit":
+        allowed = duration(summary["seconds_allowed"])
+        steps += f" of {summary['planned_steps']} (its {allowed} were over)"
     print(
-        f"\nafter {summary['steps']} steps with {name}: "
-        + (f"held-out loss {loss:.4f}, " if loss is not None else "")  # None: asked to leave
-        + (f"{rate:,.0f} tokens/s, " if rate else "")
-        + f"saved in {summary['saved']}"
+        f"\ntraining with {chosen.name}: {steps}, {summary['tokens']:,} tokens"
+        + (f", eval loss {loss:.4f}" if loss is not None else "")  # None: asked to leave
+        + (f", {rate:,.0f} tokens/s" if rate else "")
+        + f", saved in {summary['saved']}"
     )
+    if speed is not None and (said := speed.shortfall(TOO_SLOW)):
+        print(f"slower than measured: {said}")
     for sample in summary["samples"]:
-        print(f"\nasked:\n{sample['prompt']}\nit writes:\n{sample['answer']}")
+        print(f"\n{_writer(summary, subject)}")
+        print(f"prompt:\n{_indented(sample['prompt'])}\nanswer:\n{_indented(sample['answer'])}")
+
+
+def _writer(summary: Mapping[str, Any], subject: ExperimentSubject) -> str:
+    """What to expect of the model's text."""
+    parameters = subject.known.model.parameters
+    usual = TOKENS_PER_PARAMETER * parameters
+    return (
+        f"{parameters / 1e6:,.1f} M parameters after {summary['tokens']:,} tokens from random "
+        f"weights, where {usual / 1e6:,.0f} M are usual: its text shows at best how Python looks"
+    )
+
+
+def _indented(text: str) -> str:
+    lines = text.strip().splitlines()
+    more = [f"... {len(lines) - SAMPLE_LINES} more lines"] if len(lines) > SAMPLE_LINES else []
+    return "\n".join(f"  {line}".rstrip() for line in [*lines[:SAMPLE_LINES], *more])
+
+
+def _show_next_steps(output: Path, has_page: bool) -> None:
+    command = _command()
+    print(f"\nnext, in {Path.cwd()}:")
+    rows = [
+        (f"{command} init MODEL DATA", "a recipe for your own model and data"),
+        (f"{command} train recipe.yaml", "trains it; plan: auto chooses the techniques"),
+    ]
+    if has_page:
+        page = output / "report.html"
+        rows.insert(0, (f"{_opener()} {page}", "curves and intervals; one file, needs no network"))
+    width = max(len(row[0]) for row in rows)
+    for row in rows:
+        print(f"  {row[0].ljust(width)}  {row[1]}")
+
+
+def _command() -> str:
+    """How ``hasten`` is started from this folder."""
+    path = Path(sys.executable).with_name("hasten")
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path) if path.exists() else f"{sys.executable} -m hasten"
+
+
+def _opener() -> str:
+    """The command that opens a page in a browser on this system."""
+    return {"darwin": "open", "win32": "start"}.get(sys.platform, "xdg-open")

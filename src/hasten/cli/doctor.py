@@ -18,6 +18,7 @@ from hasten.machine.environment import World
 from hasten.models.adapters import lora_targets
 from hasten.parts.distributed.deepspeed_config import HONOURED, IGNORED, REFUSED
 from hasten.parts.kernels import amx, codec, rowwise
+from hasten.recipe.batch_check import check_batch_of_ranks
 from hasten.recipe.build import batch_of, build_model, facts_of, job_of, requested_plan
 from hasten.recipe.candidates import candidates, first_plan
 from hasten.recipe.gpu_check import check_kernels
@@ -159,6 +160,9 @@ def _space(recipe: Recipe, known: Facts) -> tuple[str, None]:
 
 
 def _batch(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> tuple[str, None]:
+    records = data.record_facts()
+    ranks = max(recipe.nproc, known.world.size)
+    check_batch_of_ranks(recipe, ranks, records.tokens / max(records.count, 1))
     job = job_of(recipe, data, known, plan)
     batch = batch_of(recipe)
     unit = f"{batch.records} records" if batch.records else f"{batch.tokens:,} tokens"

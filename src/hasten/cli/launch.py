@@ -25,6 +25,7 @@ from hasten.planner.launching import (
     scaled_rate,
     tiny_recipe,
 )
+from hasten.recipe.batch_check import check_batch_of_ranks
 from hasten.recipe.schema import Recipe, load_recipe
 
 UNITS = {"m": 1, "h": 60, "d": 1440}
@@ -81,6 +82,8 @@ def launch(
     made = launch_of(recipe, asked, name, folder)
     if rehearse:
         return rehearsal(recipe, asked, made, folder)
+    if asked.target != "megatron":  # whose own plan deals a batch out
+        check_batch_of_ranks(recipe, cloud_of(asked).devices)
     texts = files(asked.target, made, folder)
     if dry_run:
         for file, text in texts.items():

@@ -55,7 +55,7 @@ def demo(
     """Train a small DeepSeek model with and without hasten's techniques and compare (minutes)."""
     from hasten.cli.demo import demo as command
 
-    command(output)
+    command(output, STARTED)
 
 
 @app.command()

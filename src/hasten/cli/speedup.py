@@ -170,10 +170,15 @@ def _measure(
     return climbed.report
 
 
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def design_line(design: dict[str, Any]) -> str:
     """How it was measured, in a line."""
     words = [
-        f"{design['rounds']} rounds of {design['steps']} steps in {duration(design['seconds'])}",
+        f"{_counted(design['rounds'], 'round')} of {_counted(design['steps'], 'step')} in "
+        f"{duration(design['seconds'])}",
         design["grouping"],
     ]
     if design.get("ranks"):

@@ -26,7 +26,7 @@ from hasten.machine import environment, host
 from hasten.machine.environment import World
 from hasten.machine.processes import attempt_folder, on_a_leash
 from hasten.measure.choose import Choice
-from hasten.progress import Display
+from hasten.progress import Audience, Display
 from hasten.recipe.build import facts_of, plan_of, saves, supervision_of
 from hasten.recipe.prepare import prepare_run
 from hasten.recipe.schema import Recipe, load_recipe
@@ -149,7 +149,7 @@ def warn_of_idle(acted: Mapping[str, Mapping[str, Any]]) -> list[str]:
 class StepLine:
     """The line that says where a run is."""
 
-    def __init__(self, display: Display, recipe: Recipe) -> None:
+    def __init__(self, display: Audience, recipe: Recipe) -> None:
         self._display, self._recipe = display, recipe
         self._steps = 1
         self._began = time.perf_counter()

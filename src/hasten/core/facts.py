@@ -32,6 +32,7 @@ class ModelFacts:
     # Why a loss may not call trunk and head by itself; empty: it may.
     head_reason: str = "the model's forward hasn't been looked at"
     router_loss: bool = False  # the model's own loss has a part for the balance of its routers
+    attention: str = ""  # transformers' name of it, where the model is somebody's and built already
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,12 @@ HASTE = tuple(getattr(signal, n) for n in ("SIGTERM", "SIGUSR1") if hasattr(sign
 COMMAND_SECONDS = 30.0  # a command of a notice that takes longer says nothing
 
 
-def ask_to_leave(session: Session, haste: bool) -> None:
-    """Stop after this step, on all ranks; ``haste``: the machine goes away."""
+def ask_to_leave(session: Session, haste: bool, reason: str = "interrupted") -> None:
+    """Stop after this step, on all ranks; ``haste``: the machine goes away.
+
+    ``reason`` is what the summary of the rank that was asked says of it.
+    """
+    session.stop_reason = reason
     session.leaving = session.leaving or haste
     session.stop_requested = True
 
@@ -266,7 +270,7 @@ class Outcome:
     last_loss: float = math.nan
     peak_memory_bytes: int = 0
     model_flops: float = 0.0
-    stopped: str = "done"  # done | early stop | interrupted | left
+    stopped: str = "done"  # done | early stop | time limit | interrupted | left
 
     @property
     def best(self) -> Evaluation | None:
@@ -333,7 +337,7 @@ def fit(session: Session, watch: Watch | None = None) -> Outcome:
                     break
     stopped, in_haste = asked(session)
     if stopped:
-        outcome.stopped = "left" if in_haste else "interrupted"
+        outcome.stopped = "left" if in_haste else session.stop_reason
     if in_haste:
         outcome.seconds = time.perf_counter() - began
         return outcome

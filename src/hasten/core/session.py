@@ -65,6 +65,7 @@ class Session:
     startup_seconds: dict[str, float]
     progress: Progress = field(default_factory=Progress)
     stop_requested: bool = False
+    stop_reason: str = "interrupted"  # of such a request, for the run's summary
     leaving: bool = False  # this machine goes away: what can wait is left out
     meter: Meter = field(default_factory=Meter)
     changes: list[str] = field(default_factory=list)  # since the checkpoint that it goes on from

@@ -228,16 +228,9 @@ class HostedTechniques:
         hooked = _hooked(edits.modules) if technique.slot in BYPASSES else ""
         if hooked:
             raise InputError(f"{technique.name()}: {hooked}, which its code would not call")
-        implementation = getattr(_config(self.model), "_attn_implementation", None)
-        if technique.slot is Slot.ATTENTION and implementation not in REPLACEABLE:
-            raise InputError(
-                f"{technique.name()}: the model's attention is {implementation}; set it to sdpa "
-                "or eager"
-            )
 
 
 BYPASSES = (Slot.EXPERTS, Slot.LAYERS, Slot.LOSS)  # their code reads weights of modules inside
-REPLACEABLE = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", None)
 LIBRARIES = ("transformers", "torch", "peft", "accelerate", "hasten")
 
 
@@ -430,6 +423,7 @@ def _model_facts(model: nn.Module) -> ModelFacts:
         sliding_window=bool(getattr(config, "use_sliding_window", False)),
         heads=getattr(config, "num_attention_heads", 0) or 0,
         key_value_heads=getattr(config, "num_key_value_heads", 0) or 0,
+        attention=getattr(config, "_attn_implementation", None) or "",
         head_reason=plain_head_reason(model) or "",
     )
 

@@ -162,14 +162,17 @@ def _last_label(labels: Tensor) -> list[int]:
 
 
 class PackedBatch(dict[str, Any]):
-    """A packed batch that still has at hand the batch it was made of, ``host``."""
+    """A packed batch, the batch it was made of while it is at hand, and that one's labels."""
 
-    def __init__(self, inputs: Mapping[str, Any], host: Any = None) -> None:
+    def __init__(
+        self, inputs: Mapping[str, Any], host: Any = None, labels: Tensor | None = None
+    ) -> None:
         super().__init__(inputs)
-        self.host = host
+        self.host, self.labels = host, labels
 
 
 _HOST, _PACKED, _REASON = "hasten_host", "hasten_packed", "hasten_reason"
+_LABELS = "hasten_labels"
 UNDECIDED, PACK, KEEP = 0, 1, 2
 
 
@@ -178,10 +181,19 @@ class PackedCollator:
 
     As long as nothing is decided a batch carries both layouts, so that no batch that a loader has
     read ahead is lost; :meth:`chosen` takes the one that was decided for.
+
+    Args:
+        keeps_labels: a packed batch always carries the labels that ``usual`` returned, for a host
+            that counts them.
     """
 
-    def __init__(self, usual: Callable[[Any], Any], decided: int = UNDECIDED) -> None:
-        self.usual = usual
+    def __init__(
+        self,
+        usual: Callable[[Any], Any],
+        decided: int = UNDECIDED,
+        keeps_labels: bool = False,
+    ) -> None:
+        self.usual, self.keeps_labels = usual, keeps_labels
         self._decision = torch.tensor([decided]).share_memory_()
 
     @property
@@ -202,16 +214,19 @@ class PackedCollator:
         packed = packed_batch(batch)
         if isinstance(packed, str):
             return {_HOST: batch, _REASON: packed}
-        return packed if decision == PACK else {_HOST: batch, _PACKED: packed}
+        if decision == UNDECIDED:
+            return {_HOST: batch, _PACKED: packed}
+        return {_PACKED: packed, _LABELS: batch["labels"]} if self.keeps_labels else packed
 
     def chosen(self, batch: Any) -> tuple[Any, str]:
         """The batch in the layout that was decided for, and why it couldn't be packed, if so."""
-        if not isinstance(batch, Mapping) or _HOST not in batch:
+        if not isinstance(batch, Mapping) or not {_HOST, _PACKED} & set(batch):
             return batch, ""
-        host, packed = batch[_HOST], batch.get(_PACKED)
-        if packed is None or self.decision == KEEP:
+        host, packed = batch.get(_HOST), batch.get(_PACKED)
+        if packed is None or (host is not None and self.decision == KEEP):
             return host, batch.get(_REASON, "")
-        return PackedBatch(packed, host), ""
+        labels = batch[_LABELS] if host is None else host["labels"]
+        return PackedBatch(packed, host, labels), ""
 
 
 class Pass(list[Any]):

@@ -69,11 +69,16 @@ class ModuleEdits:
         finally:
             self.edits = tuple(_differences(before))
             self._undo()
+        # A forward of the instance would cover that of another class.
+        self._forwards = [
+            (e.owner, vars(e.owner).get("forward")) for e in self.edits if e.place is None
+        ]
 
     @property
     def fits(self) -> bool:
         """False if a place holds another value than the one that the edits replaced."""
-        return all(edit.current() is edit.before for edit in self.edits)
+        covered = any(vars(owner).get("forward") is not own for owner, own in self._forwards)
+        return not covered and all(edit.current() is edit.before for edit in self.edits)
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -28,6 +28,7 @@ from hasten.errors import InputError
 from hasten.integrations.adapt import facts_of
 from hasten.integrations.batches import row_sizes
 from hasten.integrations.checkpoints import TokenCount
+from hasten.machine import versions
 from hasten.techniques import CATALOGUE
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
@@ -140,6 +141,9 @@ def _chosen(
         found = list(Plan.from_list(told[0], CATALOGUE))
     if not known.world.is_main:
         return found, note
+    outside = versions.untested()
+    if outside is not None:
+        _LOG.warning("speed_up: %s", outside)
     names = ", ".join(t.name() for t in found) or "no technique"
     lines = "".join(f"\n  left out: {reason}" for reason in left.values())
     _LOG.warning("speed_up: %s joined%s%s", names, note.promise, lines)

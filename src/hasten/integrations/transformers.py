@@ -343,7 +343,7 @@ class TrainerTechniques(TrainerCallback):
     def _get_train_dataloader(self) -> Any:
         trainer, usual = self._trainer, self._trainer.data_collator
         if Slot.COLLATE in self.setup.plan:
-            self._packing = PackedCollator(usual)
+            self._packing = PackedCollator(usual, keeps_labels=True)
             trainer.data_collator = self._packing
         try:
             if Slot.SAMPLER in self.setup.plan:
@@ -373,7 +373,10 @@ class TrainerTechniques(TrainerCallback):
                 if reason:
                     self._report(f"packed: left out for some batches: {reason}")
             batches = [batch for batch, _ in chosen]
-        return self._usual["get_batch_samples"](iter(batches), count, device)
+        # A loss is divided by the number of labels that the trainer counts in its own batches.
+        own = [{"labels": b.labels} if isinstance(b, PackedBatch) else b for b in batches]
+        counted, items = self._usual["get_batch_samples"](iter(own), count, device)
+        return batches[: len(counted)], items
 
     # Passes.
 

@@ -16,9 +16,10 @@ the variables it is given. No other module reads ``os.environ``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hasten.errors import InputError
@@ -197,6 +198,21 @@ def bound_compiled_products() -> None:
 def take_over(variables: Mapping[str, str]) -> None:
     """Go on with these variables, in a process that began before they were known."""
     os.environ.update(variables)
+
+
+@contextlib.contextmanager
+def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Within it these variables hold for this process and for those that it starts."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def variable(name: str) -> str | None:

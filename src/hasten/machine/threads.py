@@ -16,17 +16,19 @@ updates instead.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from hasten.machine import environment
 from hasten.machine.memory import is_loaded
 
 WAITING = {  # how idle threads may wait
@@ -104,6 +106,18 @@ def keep_to(cores: Sequence[int]) -> None:
             os.sched_setaffinity(int(path.name), cores)
         except ProcessLookupError:  # it ended meanwhile
             continue
+
+
+@contextlib.contextmanager
+def with_threads(count: int) -> Iterator[None]:
+    """Within it this process, and those that it starts, compute with so many threads."""
+    before = torch.get_num_threads()
+    with environment.with_variables({"OMP_NUM_THREADS": str(count)}):
+        torch.set_num_threads(count)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
 
 def use_threads(count: int, interop: int) -> None:

@@ -28,7 +28,8 @@ class Design:
         rounds: turns of each arm that count; with a budget the most there may be.
         steps: steps of a turn.
         warmup: steps before the first round, at least.
-        evaluations: looks at the held-out loss, spread evenly over the rounds; 0: none.
+        evaluations: looks at the held-out loss, spread evenly over the rounds, and one before
+            them; 1: at the end alone; 0: none.
         seed: of the order of turns.
         longest_warmup: the warm-up goes on to so many steps while step times still fall or
             something is still compiled; 0: it has exactly ``warmup`` steps.
@@ -40,11 +41,15 @@ class Design:
             longer than that and one round more, which is a quarter of it at most.
         partial: whatever is measured within the budget counts, be it one round of two arms; else
             a budget that doesn't hold two rounds is refused.
+        every_variant: with a budget whose partial results count, no arm is left out: there are
+            fewer rounds, then turns of one step. A first round may take a quarter of the budget
+            more. The warm-up has ``warmup`` steps, and ``longest_warmup`` where there is time.
         grouping: which arms are alive together; auto: as many as memory holds.
         eliminate: a race for the fastest: an arm that is surely slower than the first one has no
             further rounds, there are no more once all are decided, and arms end without a proof.
         slices: arms of a round run in slices of a quarter of a second where they can, so that all
             see the same machine; else one after the other.
+        samples: the model of each arm writes samples at the end.
     """
 
     rounds: int = 8
@@ -58,9 +63,11 @@ class Design:
     foreign_load: float | None = None
     budget_seconds: float | None = None
     partial: bool = False
+    every_variant: bool = False
     grouping: Grouping = "auto"
     slices: bool = True
     eliminate: bool = False
+    samples: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("rounds", 1), ("steps", 1), ("warmup", 0), ("builds", 1)):

@@ -25,14 +25,26 @@ earlier start took for turns that are kept counts. Without a budget it keeps qui
 Nobody waits for an answer longer than the budget and one round, which is a quarter of the budget at
 most. Where partial results count (``Design.partial``), nothing is refused: one round is enough, and
 arms are asked about before they start.
+
+Where every variant is wanted (``Design.every_variant``), nothing is dropped either. Then all start
+with the shortest warm-up, and what those steps took says how the rest of the budget is used:
+
+  1. neither two rounds of the first two arms fit, nor the shortest round of all of them: nothing is
+     measured, which is known after two starts
+  2. there is time for the longest warm-up and for a round after it: all arms do it
+  3. three rounds of whole turns fit: turns have all their steps, else one step each
+  4. rounds go on while one more fits; the first one is done whatever it takes, up to the grace
+
+Arms that memory doesn't hold together have cohorts one after the other, of which the first has its
+share of the time and decides how many rounds all of them have.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hasten.core.plan import Plan
@@ -200,6 +212,12 @@ class BudgetTracker:
         self.dropped: set[str] = {name for e in earlier for name in e["arms"]}
         self.builds: int = min([design.builds, *(e["builds"] for e in earlier if "builds" in e)])
         self.over = False  # nothing more fits
+        self.every_variant = design.every_variant and design.budget_seconds is not None
+        shortened = [e["length"] for e in record.events if e["event"] == "turns"]
+        self.steps: int = shortened[-1] if shortened else design.steps  # of a turn
+        self._until = design.budget_seconds or math.inf  # of a first cohort among several
+        self._cohort_began, self._cohorts, self._is_first = 0.0, 1, True
+        self._hopeless = False
         self.fresh = design.grouping == "fresh"  # every turn pays for a start
         self._round_seconds = 0.0  # of the last round's forecast
         self._fewest, self._worth = FEWEST_ROUNDS, WORTH_ROUNDS
@@ -211,7 +229,13 @@ class BudgetTracker:
         budget = self._design.budget_seconds
         if budget is None:
             return math.inf
-        return budget + min(self._round_seconds, GRACE * budget) - self._record.spent
+        grace = GRACE * budget
+        more = grace if self.every_variant else min(self._round_seconds, grace)
+        return budget + more - self._record.spent
+
+    def begin_cohort(self) -> None:
+        """Before the first arm of a cohort starts."""
+        self._cohort_began, self._is_first = self._record.spent, not self._measured()
 
     def allows(self, name: str, arms: Sequence[ArmProcess]) -> bool:
         """Whether there is time to start one more arm; else it is dropped.
@@ -219,7 +243,7 @@ class BudgetTracker:
         The first two are started in any case: without them there is nothing to compare.
         """
         budget = self._design.budget_seconds
-        if budget is None or not self._design.partial or len(arms) < 2:
+        if budget is None or not self._design.partial or self.every_variant or len(arms) < 2:
             return True
         rounds = min(self._worth, self._design.rounds)
         rest = self._costs(arms).of(len(arms) + 1, rounds, looks=1, to_start=1)
@@ -241,6 +265,10 @@ class BudgetTracker:
         costs = self._costs(arms)
         self._round_seconds = costs.of(arms=2, rounds=1, looks=1, to_start=0)
         least = costs.of(arms=2, rounds=FEWEST_ROUNDS, looks=1, to_start=2 - len(arms))
+        if self.every_variant:
+            if len(arms) == 2 and self._is_first:
+                self._refuse_hopeless(len(waiting), replace(costs, finish=0.0))
+            return
         if self._measured():
             self.over = self.over or self._record.spent + least > budget
         elif not self._design.partial:
@@ -248,8 +276,34 @@ class BudgetTracker:
         if len(arms) == 2 and not self.over:
             self._choose(waiting, len(arms), costs)
 
+    def _refuse_hopeless(self, variants: int, costs: Costs) -> None:
+        """End where two rounds of two arms don't fit, nor the shortest round of all of them."""
+        two = costs.of(arms=2, rounds=FEWEST_ROUNDS, looks=1, to_start=0)
+        short = replace(costs, turns=tuple(turn / self.steps for turn in costs.turns))
+        every = short.of(variants, rounds=1, looks=0, to_start=variants - 2)
+        budget = self._design.budget_seconds or 0.0
+        if self._record.spent + two > budget and every > self.left():
+            took = rounded_up(two)
+            text = f"two rounds of the baseline and the whole plan take about {took} more"
+            self._record.append("dropped", text=text, arms=[])
+            self.over = self._hopeless = True
+
+    def warmup(self, waiting: Sequence[str], arms: Sequence[ArmProcess]) -> int:
+        """Steps to which all of these are warmed up together, beyond those that each needed."""
+        budget = self._design.budget_seconds
+        if budget is None or not self.every_variant or not arms or not self._is_first:
+            return 0
+        self._cohorts = math.ceil(max(len(waiting) - 1, 1) / max(len(arms) - 1, 1))
+        self._until = self._cohort_began + (budget - self._cohort_began) / self._cohorts
+        more = self._design.most_warmup - self._design.warmup
+        rest = self._costs(arms, steps=1).of(len(arms), more + WORTH_IN_PART, looks=1, to_start=0)
+        return self._design.most_warmup if self._record.spent + rest <= self._until else 0
+
     def settle(self, waiting: Sequence[str], arms: Sequence[ArmProcess]) -> None:
         """After all have started that are to be alive together: how many rounds there will be."""
+        if self.every_variant:
+            self._shorten(arms)
+            return
         names = [name for name in waiting if name not in self.dropped]
         if self._design.budget_seconds is None or not arms or len(names) < 2:
             return
@@ -269,12 +323,32 @@ class BudgetTracker:
         budget = self._design.budget_seconds
         if budget is None or not arms:
             return self.over
-        rest = self._costs(arms).of(len(arms), rounds=1, looks=1, to_start=0)
+        costs = self._costs(arms)
+        if self.every_variant and done < FEWEST_ROUNDS:  # what techniques did is worth less
+            costs = replace(costs, finish=0.0)
+        rest = costs.of(len(arms), rounds=1, looks=1, to_start=0)
         self._round_seconds = rest
         if done < self._fewest and self.left() > 0:
             return self.over
-        self.over = self.over or self._record.spent + rest > budget
-        return self.over
+        if self.every_variant and not self._is_first:  # as many rounds as the first cohort has
+            self.over = self.over or rest > self.left()
+            return self.over
+        if self._record.spent + rest <= min(budget, self._until):
+            return self.over
+        if self._cohorts > 1:
+            self._record.append("rounds", rounds=done)
+        else:
+            self.over = True
+        return True
+
+    def _shorten(self, arms: Sequence[ArmProcess]) -> None:
+        """Turns of one step, for all cohorts, where not three rounds of whole turns fit."""
+        if not arms or not self._is_first:
+            return
+        rest = self._costs(arms).of(len(arms), WORTH_IN_PART, looks=1, to_start=0)
+        if self._record.spent + rest > self._until:
+            self.steps = 1
+            self._record.append("turns", length=1)
 
     def close(self, base: str, lacking: Sequence[str]) -> None:
         """Note what there was no time for, and how many rounds and builds there are.
@@ -289,6 +363,9 @@ class BudgetTracker:
                 "machine; give twice as much"
             )
         turned = {e["arm"] for e in self._record.events if e["event"] == "turn"}
+        if self.every_variant:
+            self._explain(base, lacking, turned)
+            lacking = []
         if self._design.partial:
             lacking = [name for name in lacking if name != base]  # the report needs one
         for name in lacking:
@@ -306,6 +383,18 @@ class BudgetTracker:
         if max(builds, 1) < self.builds:
             text = "further builds: no time for them"
             self._record.append("dropped", text=text, arms=[], builds=max(builds, 1))
+
+    def _explain(self, base: str, lacking: Sequence[str], turned: Set[str]) -> None:
+        """Why rows have no figures: they stay, and the rounds of the others are complete."""
+        if turned - {base}:
+            for name in lacking:
+                if name not in turned:
+                    why = "there was no time for a round of it"
+                    self._record.append("failed", arm=name, cohort=0, why=why)
+        elif not self._hopeless:
+            end = rounded_up((1 + GRACE) * (self._design.budget_seconds or 0.0))
+            text = f"not a single round of all variants ended within {end}"
+            self._record.append("dropped", text=text, arms=[])
 
     def _drop(self, name: str) -> None:
         self._record.append("dropped", text=f"{name}: no time for it", arms=[name])
@@ -347,12 +436,15 @@ class BudgetTracker:
         names = {name for members in rounds.members.values() for name in members}
         return {name for name in names if rounds.complete(name)}
 
-    def _costs(self, arms: Sequence[ArmProcess]) -> Costs:
-        """As these arms have shown."""
-        turns = tuple(self._design.steps * arm.step_seconds for arm in arms)
+    def _costs(self, arms: Sequence[ArmProcess], steps: int | None = None) -> Costs:
+        """As these arms have shown; ``steps``: of a turn, if not those of the rounds."""
+        paces = [arm.pace if self.every_variant else arm.step_seconds for arm in arms]
+        turns = tuple((steps or self.steps) * pace for pace in paces)
+        step = statistics.fmean(paces)
         look = statistics.fmean(arm.evaluation_seconds for arm in arms)
+        if self.every_variant and not look and self._design.evaluations:
+            look = step  # none was taken yet
         start = statistics.fmean(arm.start_seconds for arm in arms)
-        step = statistics.fmean(arm.step_seconds for arm in arms)
         # At its end an arm that is looked at writes samples, and runs a step to say where it goes.
         finish = look + step if self._design.evaluations else 0.0
         if self.fresh:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -43,7 +42,8 @@ from hasten.measure.recipe_experiment import (
     recipe_worker,
 )
 from hasten.measure.record import key_of, source_digest
-from hasten.measure.statistics import Interval, paired_ratio, student_quantile
+from hasten.measure.significance import judge_effects, ratio_of_rounds
+from hasten.measure.statistics import Interval, is_likely, paired_ratio
 from hasten.measure.workers import WorkerError, WorkerPool
 from hasten.progress import Audience
 from hasten.recipe.build import job_of, plan_of
@@ -67,7 +67,6 @@ FIRST_RACE = 0.65  # of the budget: the rest is for changes together, and no tec
 FORECAST = 0.01  # of expected logarithms of speed: less is no promise
 LEAST_UNSEEN = 0.96  # without such a promise nothing is lost by leaving out what can't be told from
 # noise, unless it may be more than this
-LIKELY, LEAST_GAIN = 0.7, 1.03  # a change joins if it is likely to help, and by so much
 ALIKE = 0.02  # a technique is left out if training without it loses no more than this, surely
 PROBE_STEPS = 3
 RACE = Design(rounds=30, steps=3, warmup=2, longest_warmup=6, evaluations=0, eliminate=True, seed=1)
@@ -122,7 +121,7 @@ class Choice:
         if self.gain is not None:
             low, high = self.gain["low"], self.gain["high"]
             between = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
-            gained = f"; {self.gain['median']:.2f}x{between} the speed without techniques"
+            gained = f"; {self.gain['median']:.2f}×{between} the speed without techniques"
         return f"plan: auto chose {', '.join(names) or 'no technique'}: {self.why}{gained}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -248,7 +247,7 @@ class _Chooser:
         self._slots = self._micro_batch(first)
         self._first, self._fitted = fitted_to_memory(first, self._recipe, self._known, self._slots)
         self._pool: WorkerPool | None = None
-        self._speeds: dict[str, list[float]] = {}  # tokens per second of the first race
+        self._arms: list[Arm] = []  # of the first race
 
     def run(self) -> Choice:
         """Race, or say why there is none.
@@ -388,9 +387,8 @@ class _Chooser:
         return self._choice(plans, best, ratios, final)
 
     def _ratios(self, plans: Mapping[str, Plan], seconds: float) -> dict[str, Interval]:
-        found = self._race(plans, seconds)
-        self._speeds = {arm.name: arm.rounds for arm in found}
-        return {arm.name: ratio for arm in found if (ratio := _ratio(arm)) is not None}
+        self._arms = self._race(plans, seconds)
+        return {arm.name: ratio for arm in self._arms if (ratio := _ratio(arm)) is not None}
 
     def _race(self, plans: Mapping[str, Plan], seconds: float) -> list[Arm]:
         """Race plans against the first of them; it and the last one are never dropped."""
@@ -419,47 +417,66 @@ class _Chooser:
     ) -> Choice:
         plan, arms = plans[best], {arm.name: arm.rounds for arm in final if arm.rounds}
         chosen, plain = arms.get(best, []), arms.get(PLAIN, [])
-        gain, count = None, min(len(chosen), len(plain))  # one that is out has fewer rounds
-        if count and best != PLAIN:
-            gain = paired_ratio(plain[:count], chosen[:count]).summary()
-        speeds = chosen or self._speeds.get(best, [])
+        gain = None
+        if chosen and plain and best != PLAIN:  # one that is out has fewer rounds
+            ratios_to_plain = [a / b for a, b in zip(chosen, plain, strict=False)]
+            gain = ratio_of_rounds(ratios_to_plain, final[0].luck).summary()
+        speeds = chosen or next((arm.rounds for arm in self._arms if arm.name == best), [])
         others = {name: r.low for name, r in ratios.items() if plans[name] != plan}
         if plan != self._first:
             others[FIRST] = 1.0
         nearest = max(others, key=others.__getitem__, default=None)
-        seconds = time.monotonic() - self._began
-        unsure = [n for n, r in ratios.items() if _verdict(r) == "undecided"]
+        verdicts, seconds = _verdicts(self._arms), time.monotonic() - self._began
         raced = len({*ratios, *arms, FIRST})
-        words = f"the fastest of {raced} plans raced for {duration(seconds)}"
-        if unsure:
-            words = (
-                f"the best supported one of {raced} plans raced for {duration(seconds)} "
-                f"({len(unsure)} undecided)"
-            )
+        words = self._found_words(plans, verdicts, plan, f"{raced} plans in {duration(seconds)}")
         return Choice(
             entries=_entries(Plan([*plan, *self._saving]), self._known),
             source="measured",
             why="; ".join(filter(None, (words, self._fitted))),
-            rows=self._told(plans, ratios, plan),
+            rows=self._told(plans, verdicts, plan),
             gain=gain,
             tokens_per_second=statistics.median(speeds) if speeds else None,
             next_best=None if nearest is None else _entries(plans[nearest], self._known),
             seconds=round(seconds, 1),
         )
 
+    def _found_words(
+        self,
+        plans: Mapping[str, Plan],
+        verdicts: Mapping[str, tuple[Interval, str]],
+        chosen: Plan,
+        compared: str,
+    ) -> str:
+        """How sure the choice is: what was compared, what is open, what a forecast decided."""
+        unsure = sum(text.startswith("undecided") for _, text in verdicts.values())
+        words = f"the fastest of {compared}"
+        if unsure:
+            words = f"the best supported one of {compared} ({unsure} undecided)"
+        changes = [name for name in plans if name not in (FIRST, PLAIN, TOGETHER)]
+        if missed := len(changes) - sum(name in verdicts for name in changes):
+            words += f"; no time for {missed} of {len(changes)} changes"
+            tested = self._tested(plans, verdicts)
+            if forecast := [t.name() for t in chosen if t not in tested]:
+                words += f", so a forecast decided on {', '.join(forecast)}"
+        return words
+
+    def _tested(self, plans: Mapping[str, Plan], names: Iterable[str]) -> set[Technique]:
+        """The techniques that these changes add, or leave out."""
+        return {t for name in names for t in set(plans[name]) ^ set(self._first)}
+
     def _told(
         self,
         plans: Mapping[str, Plan],
-        ratios: Mapping[str, Interval],
+        verdicts: Mapping[str, tuple[Interval, str]],
         chosen: Plan,
     ) -> list[ChoiceRow]:
         """A row for every change that was raced, and for every candidate that wasn't."""
         rows = []
-        for name, ratio in ratios.items():
+        for name, (ratio, text) in verdicts.items():
             taken = _applied(self._first, plans[name], chosen)
             decision = "taken" if taken else "not taken"
-            rows.append(ChoiceRow(name, decision, _verdict(ratio), ratio.summary()))
-        raced = {t for name in ratios for t in set(plans[name]) ^ set(self._first)}
+            rows.append(ChoiceRow(name, decision, text, ratio.summary()))
+        raced = self._tested(plans, verdicts)
         rows += [ChoiceRow(n, "not taken", "memory would run out") for n in self._too_large]
         for candidate in self._found:
             if candidate.refused:
@@ -489,7 +506,7 @@ def _changes(
     A technique of which a forecast promises something (``founded``) stays until it is shown to
     gain nothing; of any other it is enough that no gain was seen.
     """
-    helping = [name for name in arms if name in ratios and _helps(ratios[name])]
+    helping = [n for n in arms if n in ratios and (ratios[n].low > 1 or is_likely(ratios[n]))]
     alike = []
     for name in arms:
         ratio, technique = ratios.get(name), name.removeprefix("without ")
@@ -503,17 +520,6 @@ def _changes(
     for name in sorted([*helping, *alike], key=lambda n: -ratios[n].low):
         best.setdefault(_about(name), name)
     return list(best.values())
-
-
-def _helps(ratio: Interval) -> bool:
-    """Whether it is surely faster, or likely and by enough."""
-    if ratio.low > 1:
-        return True
-    if ratio.rounds < 2 or ratio.estimate < LEAST_GAIN:
-        return False
-    wide, narrow = (student_quantile((1 + p) / 2, ratio.rounds - 1) for p in (0.95, LIKELY))
-    half = math.log(ratio.high / ratio.estimate) * narrow / wide
-    return math.log(ratio.estimate) > half
 
 
 def _about(change: str) -> str:
@@ -556,15 +562,20 @@ def _ratio(arm: Arm) -> Interval | None:
     """Its speed over the first plan's; None: it is that plan, or was never raced."""
     if arm.kind == "baseline" or not arm.beside or arm.failed:
         return None
-    return paired_ratio(arm.beside, arm.rounds)
+    return paired_ratio(arm.beside, arm.rounds)  # decisions allow for no luck of processes
 
 
-def _verdict(ratio: Interval) -> str:
-    if ratio.low > 1:
-        return "helped"
-    if ratio.high < 1:
-        return "hurt"
-    return "no effect" if ratio.high < (1 + 2 * ALIKE) * ratio.low else "undecided"
+def _ratio_rounds(arm: Arm) -> list[float]:
+    return [ours / theirs for ours, theirs in zip(arm.rounds, arm.beside, strict=True)]
+
+
+def _verdicts(arms: Sequence[Arm]) -> dict[str, tuple[Interval, str]]:
+    """Each measured change's ratio and verdict, as the report of the same rounds has them."""
+    luck = arms[0].luck if arms else None
+    rounds = {arm.name: _ratio_rounds(arm) for arm in arms if _ratio(arm) is not None}
+    effects = {name: (ratio_of_rounds(found, luck), found) for name, found in rounds.items()}
+    judged = judge_effects(effects, luck=luck)
+    return {name: (ratio, judged[name].text) for name, (ratio, _) in effects.items()}
 
 
 def _rows(found: Iterable[TechniqueCandidate]) -> list[ChoiceRow]:
@@ -612,8 +623,11 @@ def _home(folder: Path) -> Path:
 
 def _about_job(known: Facts) -> dict[str, Any]:
     """What another program must share to use a choice, as it is after a way through JSON."""
+    model = asdict(known.model)
+    for key in ("attention", "head_reason"):  # of one instance, which another program builds anew
+        del model[key]
     told = {
-        "model": asdict(known.model),
+        "model": model,
         "records": asdict(known.records),
         "hardware": {**asdict(known.hardware), "device": known.device},
         "ranks": known.world.size,

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -58,6 +59,8 @@ class ExperimentContext:
         cores: that they share.
         joules: a counter of the training device's energy; None where none can be read.
         patience: the longest wait for one reply; None: by the steps seen.
+        clock: tells the time, in seconds.
+        load: makes the meter of what others take of so many cores.
     """
 
     pool: WorkerPool
@@ -66,6 +69,8 @@ class ExperimentContext:
     cores: int
     joules: Callable[[], float | None] = lambda: None
     patience: float | None = None
+    clock: Callable[[], float] = time.monotonic
+    load: Callable[[int], LoadMeter] = LoadMeter
 
 
 class Experiment:
@@ -138,6 +143,7 @@ class Experiment:
 
     def _cohort(self, waiting: Sequence[str]) -> None:
         number = self._next_cohort()
+        self.time.begin_cohort()
         with contextlib.ExitStack() as stack:
             self.alive = {}
             names = self._start_all(waiting, number, stack)
@@ -156,6 +162,7 @@ class Experiment:
         """Catch up with the longest warm-up, then take turns as long as there is time."""
         settled = max((len(arm.warm) for arm in self.alive.values()), default=0)
         settled = max(settled, self._rounds().warmup)
+        settled = max(settled, self.time.warmup(waiting, list(self.alive.values())))
         for name in names:
             self._attempt(name, lambda arm: arm.warm_up(settled))
         self.time.settle(waiting, list(self.alive.values()))
@@ -206,9 +213,12 @@ class Experiment:
         worker = self.context.pool.start(self.context.spec(name), name_of_log)
         stack.callback(worker.close)
         note = partial(self.record.append, cohort=number, arm=name)
-        self.alive[name] = ArmProcess(worker, self.time.left, note, self.context.patience)
-        least, most = self.design.warmup, self.design.longest_warmup
-        look = evaluate_first and self.design.evaluations > 0
+        self.alive[name] = ArmProcess(
+            worker, self.time.left, note, self.context.patience, self.context.clock
+        )
+        least = self.design.warmup
+        most = 0 if self.time.every_variant else self.design.longest_warmup
+        look = evaluate_first and self.design.evaluations > 1
         self._attempt(name, lambda arm: arm.begin(least, most, look=look), at_the_end)
         if name in self.alive and (peak := self.alive[name].peak):
             self.peaks[name] = peak
@@ -218,10 +228,10 @@ class Experiment:
         planned = self._lacking(names)
         looks, count = self.design.looks(planned) if planned else set(), 0
         done = len(self._rounds().complete(names[-1]))
-        load = LoadMeter(self.context.cores)
+        load = self.context.load(self.context.cores)
         while self._lacking(names) and not self.time.out(list(self.alive.values()), done):
             count, done = count + 1, done + 1
-            self._round(names, count, draw, load, f"round {done}/{self._in_all(names[-1])}")
+            self._round(names, count, draw, load, self._round_words(done, names[-1]))
             for name in names if count in looks else ():
                 self._attempt(name, lambda arm: arm.evaluate())
             if not self.alive:
@@ -230,7 +240,8 @@ class Experiment:
                 names = self._without_slower(names, number, count)
                 if self._decided(names):
                     self.record.append("rounds", rounds=done)
-        if self.time.over and count and looks and count not in looks:
+        ended_early = self.time.over or count < planned
+        if ended_early and count and looks and count not in looks:
             for name in names:
                 self._attempt(name, lambda arm: arm.evaluate())
 
@@ -248,7 +259,7 @@ class Experiment:
             self._say(shown)
         turns = run_round(
             arms,
-            [self.design.steps],
+            [self.time.steps],
             draw,
             load,
             slices=self.design.slices,
@@ -287,7 +298,7 @@ class Experiment:
         names = list(waiting)
         self.record.append("cohort", cohort=number, members=names, fresh=True)
         done = len(self._rounds().complete(names[-1]))
-        shown = f"round {done + 1}/{self._in_all(names[-1])}"
+        shown = self._round_words(done + 1, names[-1])
         draw, seen = random.Random(self.design.seed * 1_000_003 + number), list[ArmProcess]()
         for name in draw.sample(names, len(names)):
             self.alive = {}
@@ -300,7 +311,7 @@ class Experiment:
                 seen += self.alive.values()
                 if first:
                     self.time.look(names, seen)
-                self._round([name], 1, draw, LoadMeter(self.context.cores), shown)
+                self._round([name], 1, draw, self.context.load(self.context.cores), shown)
                 if unseen:
                     self._attempt(name, lambda arm: arm.evaluate())
                 self._finish(name)
@@ -332,7 +343,7 @@ class Experiment:
         if done or self.design.eliminate:
             return
         self._say(f"finishing {name}")
-        self._attempt(name, lambda arm: arm.finish(), at_the_end=True)
+        self._attempt(name, lambda arm: arm.finish(self.design.samples), at_the_end=True)
 
     def _attempt(
         self, name: str, act: Callable[[ArmProcess], None], at_the_end: bool = False
@@ -362,6 +373,14 @@ class Experiment:
         for name in self.time.dropped & set(self.alive):
             self.alive.pop(name).worker.close()
         return [name for name in names if name not in self.time.dropped]
+
+    def _round_words(self, number: int, name: str) -> str:
+        most = self._in_all(name)
+        return (
+            f"round {number} of up to {most}"
+            if self.time.every_variant
+            else f"round {number}/{most}"
+        )
 
     def _in_all(self, name: str) -> int:
         """Rounds an arm will have had, those included that are done again."""
@@ -449,8 +468,8 @@ def design_words(events: Sequence[Event], base: str, design: Design) -> dict[str
     dropped = [e for e in events if e["event"] == "dropped"]
     return {
         "rounds": rounds.wanted,
-        "steps": design.steps,
-        "warmup": design.warmup,
+        "steps": next((e["length"] for e in events if e["event"] == "turns"), design.steps),
+        "warmup": rounds.warmup if design.every_variant else design.warmup,
         "seed": design.seed,
         "builds": min([design.builds, *(e["builds"] for e in dropped if "builds" in e)]),
         "seconds": round(seconds_of(events), 1),

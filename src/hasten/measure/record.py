@@ -17,6 +17,7 @@ record:
     finish   arm acted        what its techniques did, and its samples
     failed, unfinished        an arm, and why
     cohort_done               the cohort's rounds are complete
+    turns    length           steps of each turn, where the budget allows fewer than asked for
     rounds, dropped           what the budget allows, and what it doesn't
     done                      nothing is missing
 
@@ -30,7 +31,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -65,17 +66,24 @@ class ExperimentRecord:
     Args:
         path: the file; made if it isn't there.
         key: of the experiment, see `key_of`.
-        began: the moment (of `time.monotonic`) from which its seconds count, if not this one.
+        began: the moment (of the clock) from which its seconds count, if not this one.
+        clock: tells the time, in seconds.
 
     Raises:
         InputError: the file can't be written, isn't a record, or is one of another experiment.
     """
 
-    def __init__(self, path: Path | None = None, key: str = "", began: float | None = None) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path | None = None,
+        key: str = "",
+        began: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path, self._clock = path, clock
         self.events: list[Event] = []
         self._earlier = 0.0  # seconds of the starts before this one
-        self._began = time.monotonic() if began is None else began
+        self._began = clock() if began is None else began
         self._file = None
         if path is None:
             return
@@ -109,7 +117,7 @@ class ExperimentRecord:
     @property
     def elapsed(self) -> float:
         """Seconds since this process opened the record, or since the moment that it was given."""
-        return time.monotonic() - self._began
+        return self._clock() - self._began
 
     @property
     def spent(self) -> float:

@@ -146,7 +146,20 @@ def arms_of(
     found = Rounds(events, base, design)
     dropped = {name for e in events if e["event"] == "dropped" for name in e["arms"]}
     names = [name for name in plans if name not in dropped]
-    return with_luck([_arm(Arm(n, plans[n], kind=kinds.get(n, "other")), found) for n in names])
+    arms = [_arm(Arm(n, plans[n], kind=kinds.get(n, "other")), found) for n in names]
+    return with_luck(_named_by_what_they_add(arms))
+
+
+def _named_by_what_they_add(arms: list[Arm]) -> list[Arm]:
+    """The same arms; a row of a ladder that stands for dropped ones, too, is named so."""
+    rungs = [arm for arm in arms if arm.kind in ("ladder", "all")]
+    above = arms[0]
+    for arm in rungs:
+        new = [t.name() for t in arm.plan if t not in above.plan.techniques]
+        if arm.name.startswith("+ ") and len(new) > 1:
+            arm.name = f"+ {' + '.join(new)}"
+        above = arm
+    return arms
 
 
 def _arm(arm: Arm, found: Rounds) -> Arm:

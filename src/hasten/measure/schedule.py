@@ -193,9 +193,9 @@ class ArmProcess:
         self.evaluation_seconds = max(self.evaluation_seconds, self._clock() - began)
         self.note("evaluate", tokens=found["tokens"], held_out_loss=found["held_out_loss"])
 
-    def finish(self) -> None:
+    def finish(self, samples: bool = True) -> None:
         """What its techniques did, and what its model writes; it trains no more."""
-        last = self.ask("finish", BUILD_SECONDS)
+        last = self.ask("finish", BUILD_SECONDS, samples=samples)
         known = ("acted", "samples", "ledger", "peak_memory_bytes")
         self.note("finish", **{key: last[key] for key in known if key in last})
 

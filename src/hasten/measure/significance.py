@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,17 +19,20 @@ from hasten.errors import InputError
 from hasten.measure.ablation import Arm
 from hasten.measure.statistics import (
     DOUBT,
+    Effect,
     Interval,
     ProcessVariance,
     mean_and_error,
+    paired_ratio,
     require_positive,
     student_quantile,
     student_tail,
+    verdict,
 )
 
 LEAST_FLOOR = 0.01  # a change of one per cent is nothing that anybody should act on
 MOST_ROUNDS = 200  # beyond these the answer to "how many more?" is "too many"
-POWER = 0.8  # how sure the rounds that are still needed should bring a word
+EARLY = 0.6  # of the rounds after which the expected interval decides: tests draw such rounds
 HALF = 0.975  # the upper end of a 95 % interval
 
 
@@ -91,40 +94,111 @@ def noise_floor(again: Sequence[float], luck: ProcessVariance | None = None) -> 
     return min(max(found), 0.99)
 
 
-def rounds_needed(ratio: Interval, floor: float = LEAST_FLOOR, arms: int = 1) -> int | str | None:
-    """How many more rounds would turn "undecided" into a word with a chance of 80 %.
+@dataclass(frozen=True)
+class EffectVerdict:
+    """What is said of one ratio among those that were measured together.
 
-    Supposes that the ratio is what was measured and that rounds go on to vary as they did; `arms`
-    is how many are judged at once. A floor above `LEAST_FLOOR` came from noise and shrinks with
-    its root. None: a single round, which says nothing of how rounds vary. Beyond `MOST_ROUNDS` the
-    answer is the text "more than 200": a true ratio at the very edge of the floor is never told
-    from it.
+    Args:
+        word: helped, no effect, hurt or undecided.
+        text: the word, with a reason behind a colon where the interval alone would say another.
+        p_value: after the correction for their number; None for a ratio without common rounds.
+        rivals: p-values that the correction still counts when it comes to this one.
+    """
+
+    word: Effect
+    text: str
+    p_value: float | None
+    rivals: int
+
+
+def ratio_of_rounds(ratios: Sequence[float], luck: ProcessVariance | None = None) -> Interval:
+    """The interval of ratios to another arm, one for each round; at least as wide as processes."""
+    found = paired_ratio([1.0] * len(ratios), ratios)
+    return found if luck is None else luck.widened(found)
+
+
+def judge_effects(
+    effects: Mapping[str, tuple[Interval, Sequence[float]]],
+    floor: float = LEAST_FLOOR,
+    luck: ProcessVariance | None = None,
+) -> dict[str, EffectVerdict]:
+    """The words for ratios that were measured together: the rule of reports and of ``plan: auto``.
+
+    Args:
+        effects: by name the interval (`ratio_of_rounds`) and the ratio of each round; without
+            rounds, since two arms never ran side by side, the interval decides alone.
+        floor: the change that nobody should act on.
+        luck: how far processes of the experiment lie apart.
+    """
+    rounds = {name: ratios for name, (_, ratios) in effects.items() if ratios}
+    raw = {name: p_beyond(ratios, floor, luck) for name, ratios in rounds.items()}
+    p_values = dict(zip(raw, holm(list(raw.values())), strict=True))
+    found = {}
+    for name, (ratio, _) in effects.items():
+        p = p_values.get(name)
+        rivals = 1 if p is None else sum(other >= raw[name] for other in raw.values())
+        word = verdict(ratio, floor, nothing=LEAST_FLOOR, p_value=p)
+        found[name] = EffectVerdict(word, _with_reason(word, ratio, floor, p), p, rivals)
+    return found
+
+
+def _with_reason(word: Effect, ratio: Interval, floor: float, p: float | None) -> str:
+    """The word, with the reason where the interval alone would say another."""
+    if word != "undecided" or (ratio.high >= 1 - LEAST_FLOOR and ratio.low <= 1 + LEAST_FLOOR):
+        return word
+    if ratio.low <= 1 + floor and ratio.high >= 1 - floor:
+        return f"{word}: within the noise of {100 * floor:.1f} %"
+    return f"{word}: not beyond doubt among several arms (p = {p:.3g}, at most {DOUBT:g} wanted)"
+
+
+def rounds_needed(
+    ratio: Interval,
+    floor: float = LEAST_FLOOR,
+    arms: int = 1,
+    luck: ProcessVariance | None = None,
+) -> int | str | None:
+    """How many more rounds turn "undecided" into a word, as a median.
+
+    Supposes that the ratio is what was measured and that rounds go on to vary as they did. The
+    word comes with the first round whose interval leaves the edges out, and rounds scatter: that
+    is sooner than where the expected interval does so, by `EARLY`.
+
+    Args:
+        ratio: by rounds alone, not widened by processes.
+        floor: of the noise; one above `LEAST_FLOOR` came from noise and shrinks with its root.
+        arms: how many p-values Holm's correction still counts when it comes to this one.
+        luck: of processes, which no further round makes smaller.
+
+    Returns:
+        None for a single round, which says nothing of how rounds vary. Beyond `MOST_ROUNDS` the
+        text "more than 200": a true ratio at the very edge of the floor is never told from it.
     """
     if ratio.rounds < 2 or not (ratio.low > 0 and math.isfinite(ratio.high)):
         return None
     mean = math.log(ratio.estimate)
     half = (math.log(ratio.high) - math.log(ratio.low)) / 2
     deviation = half / student_quantile(HALF, ratio.rounds - 1) * math.sqrt(ratio.rounds)
+    strict = 1 - DOUBT / 2 / max(arms, 1)
+    within = math.log1p(LEAST_FLOOR) - abs(mean)
 
     def tells(rounds: int) -> bool:
         wide = max(LEAST_FLOOR, floor * math.sqrt(ratio.rounds / rounds))
         beyond = abs(mean) - abs(math.log1p(math.copysign(wide, mean)))
-        within = math.log1p(LEAST_FLOOR) - abs(mean)
         error = deviation / math.sqrt(rounds)
-        power = student_quantile(POWER, rounds - 1)
-        strict = student_quantile(1 - DOUBT / 2 / max(arms, 1), rounds - 1)
-        both = student_quantile((1 + POWER) / 2, rounds - 1)  # either edge may be crossed by chance
-        return beyond >= (strict + power) * error or (
-            within >= (student_quantile(HALF, rounds - 1) + both) * error
-        )
 
-    low, high = ratio.rounds, ratio.rounds + MOST_ROUNDS
+        def clears(gap: float, p: float) -> bool:
+            by_processes = 0.0 if luck is None else luck.half(2 * p - 1)
+            return gap >= max(student_quantile(p, rounds - 1) * error, by_processes)
+
+        return clears(beyond, strict) or clears(within, HALF)
+
+    low, high = ratio.rounds, ratio.rounds + math.ceil(MOST_ROUNDS / EARLY)
     if not tells(high):
         return f"more than {MOST_ROUNDS}"
     while high - low > 1:  # more rounds tell whatever fewer tell
         middle = (low + high) // 2
         low, high = (low, middle) if tells(middle) else (middle, high)
-    return high - ratio.rounds
+    return max(1, min(MOST_ROUNDS, round(EARLY * (high - ratio.rounds))))
 
 
 def _mean_and_error(ratios: Sequence[float]) -> tuple[float, float]:

@@ -101,6 +101,7 @@ def _beta_share(a: float, b: float, x: float, rest: float) -> float:
 Effect = Literal["helped", "no effect", "hurt", "undecided"]
 ClaimWord = Literal["held", "fell short", "not comparable"]
 
+LIKELY, LEAST_GAIN = 0.7, 1.03  # of a gain that is taken without proof
 DOUBT = 0.05  # the chance of a false "helped" or "hurt" that an experiment may have
 
 
@@ -249,6 +250,18 @@ def verdict(
     if ratio.low >= 1 - nothing and ratio.high <= 1 + nothing:
         return "no effect"
     return "undecided"
+
+
+def is_likely(ratio: Interval) -> bool:
+    """Whether a gain is worth acting on without proof: 3 % at least, and above 1 at 70 %.
+
+    For a choice that has to be made now; the word for it stays "undecided" (`verdict`).
+    """
+    if ratio.rounds < 2 or ratio.estimate < LEAST_GAIN:
+        return False
+    wide, narrow = (student_quantile((1 + p) / 2, ratio.rounds - 1) for p in (0.95, LIKELY))
+    half = math.log(ratio.high / ratio.estimate) * narrow / wide
+    return math.log(ratio.estimate) > half
 
 
 def claim_verdict(ratio: Interval, claim: float, effect: Effect) -> ClaimWord:

@@ -237,7 +237,7 @@ class RecipeJob:
         if op == "evaluate":
             return evaluate(self.session).to_dict()
         if op == "finish":
-            return self._finish()
+            return self._finish(arguments.get("samples", True))
         raise ValueError(f"unknown request {op!r}")
 
     def _steps(self, count: int, from_start: bool) -> Reply:
@@ -256,7 +256,7 @@ class RecipeJob:
         apart = self.session.setup.agreement.apart  # steps of ranks don't wait for each other
         return {"steps": [m.to_dict() for m in found], "compiled": took, "apart": apart}
 
-    def _finish(self) -> Reply:
+    def _finish(self, samples: bool) -> Reply:
         from dataclasses import asdict
 
         from hasten.measure.profile import efficiency_once_more, ledger_of
@@ -269,7 +269,7 @@ class RecipeJob:
         self.session.finish()
         return {
             "acted": [{"technique": name, **asdict(proof)} for name, proof in proofs],
-            "samples": [asdict(s) for s in self._samples()],
+            "samples": [asdict(s) for s in self._samples()] if samples else [],
             "ledger": ledger,
         }
 

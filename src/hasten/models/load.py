@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from hasten.errors import InputError
+from hasten.machine import versions
 from hasten.models.presets import PRESETS, build_config, with_vocabulary
 from hasten.parts.nn.causal_lm import freeze_indexers
 
@@ -96,7 +97,7 @@ def check_native(source: str, raw: dict[str, Any], *, needs_weights: bool) -> No
             )
         raise InputError(
             f"{source} is of model type {model_type!r}, unknown to transformers "
-            f"{transformers.__version__}: install a newer one or choose another model"
+            f"{transformers.__version__}: {_where_known(model_type)}"
         )
     if needs_weights and raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "an unnamed method")
@@ -105,6 +106,20 @@ def check_native(source: str, raw: dict[str, Any], *, needs_weights: bool) -> No
             "convert them to bfloat16 first"
         )
     _check_kernels(source, raw)
+
+
+def _where_known(model_type: Any) -> str:
+    """What to do about a model type that the installed transformers doesn't know."""
+    import transformers
+
+    since = versions.knows_since(str(model_type))
+    if since is not None:
+        return f"install {since} or newer, or choose another model"
+    newest = versions.tested()["ranges"]["transformers"][1]
+    near = difflib.get_close_matches(str(model_type), list(transformers.CONFIG_MAPPING), n=3)
+    return f"no release up to {newest} has it either, so choose another model" + (
+        f", or correct model_type ({' or '.join(near)})" if near else ""
+    )
 
 
 def _check_kernels(source: str, raw: dict[str, Any]) -> None:
@@ -422,6 +437,9 @@ def _from_weights(source: str, config: PreTrainedConfig, dtype: torch.dtype) -> 
             ignore_mismatched_sizes=True,  # only so that the report names them
         )
     _check_report(source, report)
+    for weight in model.parameters():  # transformers 5.24 leaves a router's in float32
+        if weight.is_floating_point() and weight.dtype != dtype:
+            weight.data = weight.data.to(dtype)
     return model
 
 

@@ -35,7 +35,7 @@ RECENT = 200  # steps that rates and bands are of
 SILENT_SECONDS = 60.0  # without a new step before that is said
 SILENT_STEPS = 20.0  # or so many median steps, whichever is longer
 HUNG_SECONDS = 10.0  # without an answer of the folder before that is said
-FINISHED = ("done", "early stop", "interrupted", "left")
+FINISHED = ("done", "early stop", "time limit", "interrupted", "left")
 
 
 def run_numbers(run: Run, now: float) -> dict[str, Any]:

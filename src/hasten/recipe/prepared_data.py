@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -222,6 +223,7 @@ def _stamp(path: Path) -> list[Any]:
 # The prepared data, and its note.
 
 OnProgress = Callable[[int, int], None]
+SHOWN_REASONS = 3  # for which records were left out; rejected.jsonl has all
 _FATE = {
     "truncate": "dialogues are cut, plain texts go on in further pieces",
     "split": "they go on in further pieces, as far as those have a part of an answer",
@@ -332,8 +334,8 @@ def _prepared(
     if train.long:
         tell(
             f"{train.long:,} of {len(source.train):,} records are longer than "
-            f"cutoff_len={recipe.cutoff_len}: {_FATE[recipe.too_long]} "
-            f"(too_long: {recipe.too_long})"
+            f"cutoff_len={recipe.cutoff_len}, the most tokens that one may have: "
+            f"{_FATE[recipe.too_long]} (too_long: {recipe.too_long})"
         )
     held_out = store(source.held_out) if source.held_out else None
     tokenizer.save_pretrained(folder / "tokenizer")
@@ -354,6 +356,16 @@ def _prepared(
     replace_file(folder / "index.json", json.dumps(asdict(note), indent=1))
     sweep(folder)
     return _fitted(recipe, note, tokenizer, train, held_out)
+
+
+def rejected_words(note: PreparedDataIndex) -> str:
+    """How many records were left out, and why: the most frequent reasons with their counts."""
+    reasons = Counter(str(reason) for _, _, reason in note.rejected)
+    common = reasons.most_common(SHOWN_REASONS)
+    words = [f"{why} ({count:,})" if len(reasons) > 1 else why for why, count in common]
+    if len(reasons) > len(common):
+        words.append(f"{len(reasons) - len(common)} more reasons")
+    return f"{len(note.rejected):,} records left out: {', '.join(words)}"
 
 
 def write_rejected(note: PreparedDataIndex, path: Path) -> None:

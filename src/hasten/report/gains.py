@@ -19,7 +19,7 @@ from hasten.formatting import NOT_MEASURED, duration, span, words
 from hasten.measure import ablation
 from hasten.measure.quality.requirements import FAILED
 from hasten.measure.significance import LEAST_FLOOR
-from hasten.measure.statistics import Interval, ProcessVariance, verdict
+from hasten.measure.statistics import Interval, ProcessVariance, is_likely, verdict
 from hasten.report import verdicts
 from hasten.report.verdicts import NOT_MEASURED as NOTHING
 from hasten.report.verdicts import ratio_between, verdict_word
@@ -79,15 +79,16 @@ def measured_arm(row: Arm, base: Arm) -> ablation.Arm:
 
 def ladder_of(arms: Sequence[Arm]) -> list[Arm]:
     """The baseline and the arms that each add something to the one above; empty if none do."""
-    kinds = {arm["name"]: arm["kind"] for arm in arms}
+    kinds = {arm["name"]: arm.get("kind") for arm in arms}
     names = verdicts.ladder_of(kinds, {arm["name"]: arm["techniques"] for arm in arms})
     return [arm for arm in arms if arm["name"] in names]
 
 
 def on_the_whole(arm: Arm, report: Mapping[str, Any]) -> str:
     """The word for an arm's speed against the baseline, whatever its own effect is against."""
-    if arm.get("against") in (None, report["arms"][0]["name"]):
-        return verdict_word(arm["verdict"])
+    word = verdict_word(arm["verdict"])
+    if arm.get("against") in (None, report["arms"][0]["name"]) and word != "together":
+        return word
     ratio = arm["ratio"]
     if None in ratio.values():
         return "undecided"
@@ -116,14 +117,38 @@ def switches(arms: Sequence[Arm]) -> list[SwitchGain]:
 def fastest_of_equal_quality(report: Mapping[str, Any]) -> Arm | None:
     """The fastest arm whose model isn't worse; None where nothing was measured.
 
-    The baseline is one of these arms.
+    The baseline is one of these arms. Of a ladder, last rows that aren't likely to gain anything
+    are left off: the simpler plan wins, as with ``plan: auto``.
     """
-    base: Arm = report["arms"][0]
+    arms: Sequence[Arm] = report["arms"]
+    base = arms[0]
     if base["tokens_per_second"]["median"] is None:
         return None
-    equal = [arm for arm in report["arms"][1:] if verdict_word(arm["quality"]) == "not worse"]
+    equal = [arm for arm in arms[1:] if verdict_word(arm["quality"]) == "not worse"]
     every: list[Arm] = [base, *(arm for arm in equal if arm["ratio"]["median"] is not None)]
-    return max(every, key=lambda arm: arm["ratio"]["median"] or 0.0)
+    best = max(every, key=lambda arm: arm["ratio"]["median"] or 0.0)
+    for above in reversed(_above(best, arms)):
+        if above not in every or not _is_idle_row(best, above):
+            break
+        best = above
+    return best
+
+
+def _above(arm: Arm, arms: Sequence[Arm]) -> list[Arm]:
+    """The rows of the ladder above an arm; none of an arm that isn't in one."""
+    rows = ladder_of(arms)
+    place = next((i for i, row in enumerate(rows) if row is arm), 0)
+    return rows[:place]
+
+
+def _is_idle_row(arm: Arm, above: Arm) -> bool:
+    """Whether a row isn't likely to be faster than the one above; one round doesn't tell."""
+    effect = arm.get("effect") or NOTHING
+    median, low, high = (effect[key] for key in ("median", "low", "high"))
+    if arm.get("against") != above["name"] or median is None or low is None or high is None:
+        return False
+    ratio = Interval(median, median, low, high, rounds=len(arm["rounds"]))
+    return not (ratio.low > 1 or is_likely(ratio))
 
 
 def compared(arms: Sequence[Arm]) -> list[Arm]:
@@ -348,10 +373,10 @@ def machine(hardware: Mapping[str, Any]) -> str:
 
 def lead_of(report: Mapping[str, Any]) -> Arm:
     """The arm of the headline: the fastest of equal quality if it helped, else the result."""
-    final, best = result_of(report["arms"]), fastest_of_equal_quality(report)
+    best = fastest_of_equal_quality(report)
     if best is None or on_the_whole(best, report) != "helped":
-        return final
-    return best if (best["ratio"]["median"] or 0) > (final["ratio"]["median"] or 0) else final
+        return result_of(report["arms"])
+    return best
 
 
 def proofs(arms: Sequence[Arm]) -> list[dict[str, Any]]:

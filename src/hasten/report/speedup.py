@@ -167,7 +167,7 @@ def ablate(
         plans, kinds = with_second_baseline(plans, kinds)
     further = also(subject)
     found = measured(subject, plans, kinds, design, fresh, audience, began=began)
-    return _report(subject, found, design, title, command, further)
+    return experiment_report(subject, found, design, title, command, further)
 
 
 def gradual_optimize(
@@ -218,12 +218,12 @@ def gradual_optimize(
     plans, kinds = with_second_baseline(*plans_of(climbed.plan, "plan"))
     further = also(subject)
     found = measured(subject, plans, kinds, design, fresh, audience)
-    report = _report(subject, found, design, title, command, further, sum(seconds))
+    report = experiment_report(subject, found, design, title, command, further, sum(seconds))
     report["design"]["climb"] = climbed.rows()
     return replace(climbed, report=report)
 
 
-def _report(
+def experiment_report(
     subject: ExperimentSubject,
     found: Measured,
     design: Design,
@@ -232,6 +232,10 @@ def _report(
     further: Mapping[str, Any],
     earlier_seconds: float = 0.0,
 ) -> dict[str, Any]:
+    """The report of an experiment on a recipe; ``bundle.json`` is written into its folder.
+
+    ``further`` are more arguments of `report_of`: guard, invariance, cost.
+    """
     recipe, known = subject.recipe, subject.known
     records = subject.data.record_facts() if subject.data else known.records
     epoch = {"epoch_tokens": records.tokens, "epoch_records": records.count}

@@ -16,15 +16,15 @@ from typing import Any
 from hasten.formatting import signed, span
 from hasten.measure.ablation import Arm
 from hasten.measure.quality.requirements import FAILED
-from hasten.measure.significance import LEAST_FLOOR, holm, noise_floor, p_beyond, rounds_needed
-from hasten.measure.statistics import (
-    DOUBT,
-    Interval,
-    joint_ratio,
-    paired_ratio,
-    unpaired_ratio,
-    verdict,
+from hasten.measure.significance import (
+    LEAST_FLOOR,
+    EffectVerdict,
+    judge_effects,
+    noise_floor,
+    ratio_of_rounds,
+    rounds_needed,
 )
+from hasten.measure.statistics import Interval, joint_ratio, unpaired_ratio
 
 SAME_LOSS = 1e-5  # relative: what the order of float32 sums changes, and no more
 NOT_MEASURED: dict[str, float | None] = {"median": None, "low": None, "high": None}
@@ -44,7 +44,7 @@ def ratio_to(arm: Arm, base: Arm) -> Interval | None:
     Rounds are complete from the first on, so those with the same number ran in the same turn.
     """
     found = ratios_of(arm, base)
-    return _widened(paired_ratio([1.0] * len(found), found), arm) if found else None
+    return ratio_of_rounds(found, arm.luck) if found else None
 
 
 def ratio_between(arm: Arm, other: Arm, base: Arm) -> tuple[Interval, list[float]] | None:
@@ -56,7 +56,7 @@ def ratio_between(arm: Arm, other: Arm, base: Arm) -> tuple[Interval, list[float
         theirs = arm.beside if other is base and arm.beside else other.rounds
         ours = other.beside if arm is base and other.beside else arm.rounds
         found = [a / b for a, b in zip(ours, theirs, strict=False)]
-        return (_widened(paired_ratio([1.0] * len(found), found), arm), found) if found else None
+        return (ratio_of_rounds(found, arm.luck), found) if found else None
     sides = ratios_of(other, base), ratios_of(arm, base)
     return (_widened(unpaired_ratio(*sides), arm), []) if all(sides) else None
 
@@ -73,7 +73,7 @@ def noise_of(arms: Sequence[Arm]) -> dict[str, Any] | None:
     if not ratios:
         return None
     luck, floor = arms[0].luck, floor_of(arms)
-    ratio = _widened(paired_ratio([1.0] * len(ratios), ratios), arms[0])
+    ratio = ratio_of_rounds(ratios, arms[0].luck)
     said = span(ratio.summary(), "times")
     rounds = "1 round" if len(ratios) == 1 else f"{len(ratios)} rounds"
     text = f"A second copy of the baseline ran at {said} of the first over {rounds}."
@@ -194,10 +194,11 @@ def _interaction_words(ratio: Interval) -> str:
 #
 # An arm's effect is its speed against another arm: on a ladder the row above, for a plan without
 # one technique the whole plan, else the baseline. Whether the model is as good is judged apart,
-# against the baseline. The effect's word is the first that applies: it failed; nobody knows what
-# its techniques did; none of those that the other arm hasn't acted. Only then does the ratio
-# decide, by the rules of `statistics.verdict`, beyond the noise floor of the experiment and after
-# Holm's correction for the number of its arms.
+# against the baseline. The effect's word is the first that applies: it failed; it is a row of a
+# ladder that adds several techniques at once, so that its effect is that of none of them; nobody
+# knows what its techniques did; none of those that the other arm hasn't acted. Only then does the
+# ratio decide, by the rules of `significance.judge_effects`: beyond the noise floor of the
+# experiment and after Holm's correction for the number of its arms.
 
 MARGIN = 0.01  # of the held-out loss: fixed before any run, for the whole plan; wide for one seed
 GUILTY = FAILED
@@ -248,25 +249,40 @@ def judge_arms(
     others = references(arms, plans)
     usable = others if _has_result(base) else {}
     effects = {n: ratio_between(a, usable[n], base) for a in arms if (n := a.name) in usable}
-    # Arms of different groups have an interval and no rounds in common; it decides alone.
-    rounds = {name: effect[1] for name, effect in effects.items() if effect and effect[1]}
-    p_values = holm([p_beyond(ratios, floor, base.luck) for ratios in rounds.values()])
-    of_arm = dict(zip(rounds, p_values, strict=True))
+    rows = ladder_of({arm.name: arm.kind for arm in arms}, plans)[1:]
+    rows = rows or [arm.name for arm in arms[1:] if arm.name.startswith("+ ")]  # of a ladder's end
+    several = {n: new for n in rows if n in usable and len(new := _new(n, others, plans)) > 1}
+    known = {n: effect for n, effect in effects.items() if effect is not None and n not in several}
+    words = judge_effects(known, floor, base.luck)
+    tested = sum(said.p_value is not None for said in words.values())
     found = []
     for arm in arms:
-        effect, p, names = effects.get(arm.name), of_arm.get(arm.name), plans[arm.name]
+        effect, names = effects.get(arm.name), plans[arm.name]
         is_as_good = _quality_of(arm, base, guard, names)
         if effect is None or arm.failed is not None:
             found.append(Judgement(_state(arm, base), is_as_good))
             continue
-        ratio, other = effect[0], others[arm.name].name
-        own = {text.partition("(")[0] for text in names if text not in plans[other]}
-        said = _effect_word(arm, own, ratio, floor, p)
-        is_open = verdict_word(said) == "undecided" and arm.unfinished is None
-        needed = rounds_needed(ratio, floor, len(rounds)) if is_open else None
-        several = None if p is None else len(rounds) > 1
-        found.append(Judgement(said, is_as_good, other, ratio, p, several, needed))
+        (ratio, rounds), other = effect, others[arm.name].name
+        if arm.name in several:
+            text = f"together: adds {', '.join(several[arm.name])} at once"
+            found.append(Judgement(text, is_as_good, other, ratio))
+            continue
+        said = words[arm.name]
+        own = set(_new(arm.name, others, plans))
+        text = _effect_text(arm, own, said)
+        needed = None
+        if verdict_word(text) == "undecided" and arm.unfinished is None:
+            by_rounds = ratio_of_rounds(rounds) if rounds else ratio
+            needed = rounds_needed(by_rounds, floor, said.rivals, base.luck)
+        corrected = None if said.p_value is None else tested > 1
+        found.append(Judgement(text, is_as_good, other, ratio, said.p_value, corrected, needed))
     return found
+
+
+def _new(name: str, others: Mapping[str, Arm], plans: Plans) -> list[str]:
+    """The techniques that an arm has and the arm that it is compared with hasn't."""
+    before = plans[others[name].name]
+    return [text.partition("(")[0] for text in plans[name] if text not in before]
 
 
 def references(arms: Sequence[Arm], plans: Plans) -> dict[str, Arm]:
@@ -333,10 +349,8 @@ def _state(arm: Arm, base: Arm) -> str:
     return f"undecided: {'it' if _has_result(base) else 'the baseline'} has no result"
 
 
-def _effect_word(
-    arm: Arm, own: Collection[str], ratio: Interval, floor: float, p: float | None
-) -> str:
-    """The verdict on an effect, with the reason where the interval alone would say another.
+def _effect_text(arm: Arm, own: Collection[str], said: EffectVerdict) -> str:
+    """The verdict on an effect, where what its techniques did is known and they acted.
 
     ``own`` are the techniques that the other arm hasn't.
     """
@@ -345,14 +359,7 @@ def _effect_word(
     at_rest = [name for name in idle_techniques(arm) if name in own]
     if own and set(own) <= set(at_rest):
         return f"no effect: {', '.join(at_rest)} did not act"
-    word: str = verdict(ratio, floor, nothing=LEAST_FLOOR, p_value=p)
-    if at_rest:
-        return f"{word}: {', '.join(at_rest)} did not act"
-    if word != "undecided" or (ratio.high >= 1 - LEAST_FLOOR and ratio.low <= 1 + LEAST_FLOOR):
-        return word
-    if ratio.low <= 1 + floor and ratio.high >= 1 - floor:
-        return f"{word}: within the noise of {100 * floor:.1f} %"
-    return f"{word}: not beyond doubt among several arms (p = {p:.3g}, at most {DOUBT:g} wanted)"
+    return f"{said.word}: {', '.join(at_rest)} did not act" if at_rest else said.text
 
 
 def _quality_of(arm: Arm, base: Arm, guard: Guard, techniques: Iterable[str]) -> str | None:

@@ -40,6 +40,9 @@ class DocumentAttention(Technique):
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         if facts.model.sliding_window:
             return (f"this {facts.model.architecture} attends through a sliding window",)
+        other = attention.why_not_over(facts.model.attention or attention.USUAL[0])
+        if other:
+            return (other,)
         if facts.model.architecture in attention.ARCHITECTURES:
             return kernel_figures.faults(facts, kernel_ways.ATTENTION)
         return (

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,9 @@ from hasten.core.facts import Facts
 from hasten.core.plan import name_of
 from hasten.core.timing import StepMetrics
 from hasten.data.file_lock import replace_file
+from hasten.machine import host
 from hasten.machine.environment import World
+from hasten.machine.processes import LoadMeter
 from hasten.measure.choose import LONGEST_SECONDS, Choice, choose, choose_by_forecast
 from hasten.measure.quality.guard import GuardDesign, guarded
 from hasten.measure.quality.requirements import FAILED
@@ -35,6 +36,7 @@ CHOICE = "choice.json"
 PROOF_SHARE = 0.25  # of the search's budget: what the proof of equal quality may take beside it
 SEEDS = 3  # of a technique with other mathematics, where those are allowed
 WATCHED_STEPS, SLOWER = 50, 0.85  # a run below this share of the measured speed is told of
+LITTLE_LOAD = 0.1  # of the processor: others that use less don't explain such a run
 _LOG = logging.getLogger(__name__)
 
 
@@ -119,7 +121,8 @@ def _proven(recipe: Recipe, choice: Choice, audience: Audience) -> Choice:
     for name, text in wrong.items():
         audience.tell(f"plan: auto: without {name}, whose proof of equal quality failed: {text}")
     kept = [entry for entry in choice.entries if name_of(entry) not in wrong]
-    proof = "equal quality proven"
+    proven = [row["technique"] for row in found["guard"] if row["verdict"] == "equal"]
+    proof = f"verified, each against a reference on this job: {', '.join(proven) or 'none'}"
     if wrong or whole:
         proof = "a proof of equal quality failed"
     elif untested:
@@ -127,30 +130,73 @@ def _proven(recipe: Recipe, choice: Choice, audience: Audience) -> Choice:
     return replace(choice, entries=kept, why=f"{choice.why}; {proof}")
 
 
-class SpeedWatch:
-    """Says once whether a run is slower than its plan was measured to be, after 50 steps.
+class TrainingSpeed:
+    """A training's speed compared with the one that was measured for its plan, and why it is lower.
+
+    The first step is left out: it pays for memory, kernels and the optimizer's state.
 
     Args:
-        choice: with the measured speed; without one nothing is said.
-        tell: is told the line.
+        measured: tokens per second.
+        load: measures what other processes take of this machine meanwhile.
     """
 
-    def __init__(self, choice: Choice, tell: Callable[[str], None]) -> None:
-        self._choice, self._tell = choice, tell
-        self._seen: list[float] = []
+    def __init__(self, measured: float, load: LoadMeter | None = None) -> None:
+        self._measured = measured
+        self._load = LoadMeter(host.usable_cores()) if load is None else load
+        self.steps, self._tokens, self._seconds = 0, 0, 0.0
 
     def note(self, metrics: StepMetrics) -> None:
         """After each step."""
-        if len(self._seen) >= WATCHED_STEPS or self._choice.tokens_per_second is None:
+        self._load.lap(None if self.steps == 0 else TrainingSpeed)
+        self.steps += 1
+        if self.steps > 1:
+            self._tokens += metrics.tokens
+            self._seconds += metrics.step_seconds
+
+    def shortfall(self, least: float) -> str:
+        """What to say of a speed below this share of the measured one; empty if it isn't.
+
+        The mean over all steps decides, not the median: a few long waits are the usual case.
+        """
+        rate = self._tokens / self._seconds if self._seconds else self._measured
+        if rate >= least * self._measured:
+            return ""
+        others = self._load.share(TrainingSpeed)
+        cause = f"other processes used {others:.0%} of the processor meanwhile"
+        if others < LITTLE_LOAD:
+            cause += ", too little to explain it: look for longer examples, or a lower clock rate"
+        return (
+            f"{self.steps} steps ran at {rate / self._measured:.0%} of the speed that was measured "
+            f"for their plan ({rate:,.0f} of {self._measured:,.0f} tokens/s): {cause}"
+        )
+
+
+class SpeedWatch:
+    """Prints once whether a run is slower than its plan was measured to be, after 50 steps.
+
+    Args:
+        choice: with the measured speed; without one nothing is printed.
+        tell: prints the line.
+        load: see `TrainingSpeed`.
+    """
+
+    def __init__(
+        self, choice: Choice, tell: Callable[[str], None], load: LoadMeter | None = None
+    ) -> None:
+        self._choice, self._tell = choice, tell
+        measured = choice.tokens_per_second
+        self._speed = None if measured is None else TrainingSpeed(measured, load)
+
+    def note(self, metrics: StepMetrics) -> None:
+        """After each step."""
+        speed = self._speed
+        if speed is None:
             return
-        self._seen.append(metrics.tokens_per_second)
-        if len(self._seen) < WATCHED_STEPS:
+        speed.note(metrics)
+        if speed.steps <= WATCHED_STEPS:
             return
-        share = statistics.median(self._seen) / self._choice.tokens_per_second
-        if share < SLOWER:
+        self._speed = None
+        if said := speed.shortfall(SLOWER):
             other = self._choice.next_best
             names = "" if other is None else f"; next best was {', '.join(map(name_of, other))}"
-            self._tell(
-                f"plan: auto: {WATCHED_STEPS} steps ran at {share:.0%} of the speed that was "
-                f"measured when the plan was chosen (another load, or longer records){names}"
-            )
+            self._tell(f"plan: auto: {said}{names}")

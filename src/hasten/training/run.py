@@ -50,7 +50,7 @@ from hasten.recipe.prepare import (
     tell_what_trains,
     terms_of_all_ranks,
 )
-from hasten.recipe.prepared_data import PreparedData, write_rejected
+from hasten.recipe.prepared_data import PreparedData, rejected_words, write_rejected
 from hasten.recipe.price import cost_of
 from hasten.recipe.sample import Sample
 from hasten.recipe.schema import Recipe, load_recipe
@@ -164,7 +164,7 @@ def _open_folder(recipe: Recipe, data: PreparedData, tell: Tell) -> None:
         (output / "recipe.yaml").write_text(recipe.to_yaml())
     if data.note.rejected:
         write_rejected(data.note, output / "rejected.jsonl")
-        tell(f"{len(data.note.rejected)} records left out: {output / 'rejected.jsonl'}")
+        tell(f"{rejected_words(data.note)}; listed in {output / 'rejected.jsonl'}")
 
 
 @dataclass(frozen=True)

@@ -357,6 +357,30 @@ def test_without_a_loss_the_target_s_usual_one_is_taken_and_told(
     assert float(found) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.cross_entropy,
+        None,  # the usual one
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5]).double(), label_smoothing=0.1),
+    ],
+    ids=["function", "usual", "weights of classes"],
+)
+def test_pieces_with_unlike_numbers_of_labels_are_the_mean_over_all_labels(loss: Any) -> None:
+    model, reference = layers(), layers()
+    x, y = classes()
+    y[:3], y[4:8] = -100, -100  # one label in four, none, and four
+    expected = (loss or F.cross_entropy)(reference(x), y)
+    expected.backward()
+    pipeline = AsyncPipeline(stages=2, microbatch_size=4, optimizer=False, loss_fn=loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = pipeline.step(pipeline.partition_model(model), (x, y))
+    assert float(found) == pytest.approx(float(expected.detach()), rel=1e-12)
+    for one, two in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=0, atol=1e-12)
+
+
 def test_an_output_of_another_shape_has_no_squared_error() -> None:
     pipeline = AsyncPipeline(stages=2, microbatch_size=12, optimizer=False)
     stages = pipeline.partition_model(layers())

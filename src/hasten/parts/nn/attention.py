@@ -70,7 +70,15 @@ def use_document_attention(model: Any) -> None:
 
 def why_not(config: Any) -> str:
     """Why a model with this config can't attend by documents, in one sentence; empty: it can."""
-    usual = usual_of(config)
+    kinds = getattr(config, "layer_types", None) or ()
+    windows = any(str(kind).startswith(("sliding", "chunked")) for kind in kinds)
+    if windows or getattr(config, "sliding_window", None) is not None:
+        return "layers of the model attend through a window"
+    return why_not_over(usual_of(config))
+
+
+def why_not_over(usual: str) -> str:
+    """Why it can't take the place of an attention, in one sentence; empty: it can."""
     if usual in USUAL:
         return ""
     return (

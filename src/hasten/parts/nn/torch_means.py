@@ -16,14 +16,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+
+def class_error(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy of (..., classes), or of (rows, classes, ...) as torch takes them."""
+    if output.shape[:-1] == target.shape:
+        output, target = output.flatten(0, -2), target.flatten()
+    return F.cross_entropy(output, target, reduction=reduction)
+
+
+def squared_error(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    """The squared error of tensors of one shape.
+
+    Raises:
+        ValueError: the shapes differ; torch would repeat the smaller tensor.
+    """
+    if output.shape != target.shape:
+        raise ValueError(
+            f"the output has shape {tuple(output.shape)} and the target {tuple(target.shape)}, so "
+            "no squared error was meant; give loss_fn(output, target)"
+        )
+    return F.mse_loss(output, target, reduction=reduction)
+
+
 # Function -> the keywords with which its mean is still divided as this module does. A weight of
 # mse_loss is absent: torch divides by the sum of such weights.
 LABELLED: dict[Any, set[str]] = {
     F.cross_entropy: {"weight", "ignore_index", "label_smoothing"},
     F.nll_loss: {"weight", "ignore_index"},
+    class_error: set(),
 }
 ELEMENTWISE: dict[Any, set[str]] = {
     F.mse_loss: set(),
+    squared_error: set(),
     F.l1_loss: set(),
     F.smooth_l1_loss: {"beta"},
     F.huber_loss: {"delta"},
@@ -65,15 +89,24 @@ class SummedMean(nn.Module):
         return total, self._count(output, target)
 
     def _count(self, output: Tensor, target: Tensor) -> Tensor:
+        labels = label_count(self.loss_fn, target)
+        if labels is not None:
+            return labels
         if _function(self.loss_fn) in ELEMENTWISE:
             return torch.tensor(torch.broadcast_shapes(output.shape, target.shape).numel())
-        if target.is_floating_point():  # probabilities of classes: each position has a label
-            return torch.tensor(target.numel() // target.shape[1 if target.ndim > 1 else 0])
-        labelled = target != _setting(self.loss_fn, "ignore_index", IGNORED)
-        weight: Tensor | None = _setting(self.loss_fn, "weight", None)
-        if weight is None:
-            return labelled.sum()
-        return (weight[target.where(labelled, 0)] * labelled).sum()
+        # Probabilities of classes: each position has a label.
+        return torch.tensor(target.numel() // target.shape[1 if target.ndim > 1 else 0])
+
+
+def label_count(loss_fn: Any, target: Tensor) -> Tensor | None:
+    """The labels, or the sum of their weights, that a mean divides by; None: another count."""
+    if _function(loss_fn) not in LABELLED or target.is_floating_point():
+        return None
+    labelled = target != _setting(loss_fn, "ignore_index", IGNORED)
+    weight: Tensor | None = _setting(loss_fn, "weight", None)
+    if weight is None:
+        return labelled.sum()
+    return (weight[target.where(labelled, 0)] * labelled).sum()
 
 
 def with_sum(loss_fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -44,6 +44,10 @@ OWN = {
     Slot.AVERAGE: "true weights lie in pieces that it keeps",
     Slot.CHECKPOINT: "its state isn't written by hasten yet",
 }
+TWICE = (
+    "whose modules run beside a model that isn't whole under DeepSpeed, and releases 0.18.3 to "
+    "0.19.3 have wrong gradients where a module runs twice in a step (ZeRO-2, bf16)"
+)
 JOBS = ("optimizer", "scheduler", *BATCH_KEYS)
 DTYPES = ("float32", "bf16", "fp16")
 
@@ -103,6 +107,11 @@ class DeepSpeed(Technique):
                 raise InputError(
                     f"plan: {self.name()} can't go with {technique.name()}, as under DeepSpeed "
                     f"{OWN[technique.slot]}; leave {technique.name()} out, or take fsdp2"
+                )
+            if technique.slot is Slot.OBJECTIVE:
+                raise InputError(
+                    f"plan: {self.name()} can't go with {technique.name()}, {TWICE}; take ddp as "
+                    "the layout, or leave one of them out"
                 )
         if not setup.job.counted:
             raise InputError(

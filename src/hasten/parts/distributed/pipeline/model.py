@@ -14,8 +14,9 @@ With a process group of ``stages`` ranks each rank keeps its own part of the mod
 ``torch.distributed.pipelining`` runs the schedule. Without one, all stages run in this process on
 the devices there are. A Hugging Face causal language model takes its usual batch (``input_ids``,
 ``labels``, ...); the loss is the mean over all trained tokens of the batch, whatever the cut.
-An ``nn.Sequential`` takes ``(x, y)`` and a ``loss_fn(output, y)`` that is a mean over rows; without
-one, cross-entropy where ``y`` has whole numbers, else the mean squared error.
+An ``nn.Sequential`` takes ``(x, y)`` and a ``loss_fn(output, y)``: a mean over rows, or one of
+torch's own over labels, which may be ignored or weighted. Without one it is cross-entropy if ``y``
+has whole numbers, else the mean squared error.
 """
 
 from __future__ import annotations

@@ -30,6 +30,13 @@ from hasten.parts.distributed.pipeline.schedules import (
     why_missing,
 )
 from hasten.parts.distributed.pipeline.trace import TraceRecorder, timed_calls
+from hasten.parts.nn.torch_means import (
+    SummedMean,
+    class_error,
+    is_torch_mean,
+    label_count,
+    squared_error,
+)
 
 # One pass of one stage: with its activations kept or not, in the number format of the run.
 #
@@ -517,23 +524,8 @@ def usual_loss(target: Any) -> tuple[LossFunction, str]:
     if not isinstance(target, Tensor) or target.is_complex():
         raise ValueError(f"a target of type {type(target).__name__} has no usual loss; {TAKES}")
     if target.is_floating_point():
-        return _squared_error, "the mean squared error"
-    return _class_error, "cross-entropy"
-
-
-def _class_error(output: Tensor, target: Tensor) -> Tensor:
-    if output.shape[:-1] == target.shape:  # (..., classes)
-        output, target = output.flatten(0, -2), target.flatten()
-    return F.cross_entropy(output, target)
-
-
-def _squared_error(output: Tensor, target: Tensor) -> Tensor:
-    if output.shape != target.shape:
-        raise ValueError(
-            f"the output has shape {tuple(output.shape)} and the target {tuple(target.shape)}, so "
-            f"no squared error was meant; {TAKES}"
-        )
-    return F.mse_loss(output, target)
+        return squared_error, "the mean squared error"
+    return class_error, "cross-entropy"
 
 
 def micro_batches(
@@ -545,6 +537,8 @@ def micro_batches(
     settings: PipelineSettings,
 ) -> tuple[list[dict[str, Any]], float]:
     """A batch in pieces that the schedule can run, and what the sum of their losses is scaled by.
+
+    A mean over labels is taken over those of the whole batch; any other mean is one of equal rows.
 
     Raises:
         ValueError: it isn't what such a model takes, or the schedule wants other pieces.
@@ -569,7 +563,12 @@ def micro_batches(
         pieces = equal_micro_batches(pieces, enough_micro_batches(schedule, ranks, len(pieces)))
     if language:
         return pieces, weight
-    return [{**piece, "loss_fn": loss_fn} for piece in pieces], 1 / len(pieces)
+    labels = label_count(loss_fn, moved["y"]) if is_torch_mean(loss_fn) else None
+    if loss_fn is None or labels is None:
+        return [{**piece, "loss_fn": loss_fn} for piece in pieces], 1 / len(pieces)
+    summed = SummedMean(loss_fn)
+    pieces = [{**piece, "loss_fn": lambda out, y: summed(out, y)[0]} for piece in pieces]
+    return pieces, 1 / float(labels) if labels else 0.0
 
 
 def is_pair(batch: Any) -> bool:

@@ -1,0 +1,65 @@
+"""Which releases of other packages hasten was tested with, and whether these are among them.
+
+``tested_versions.json`` is written by ``make test-versions``, which runs the tests of models,
+kernels and other trainers against the oldest and the newest releases that the pins allow.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import re
+import sys
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+ALWAYS = ("torch", "transformers")  # the others only where the process has imported them
+
+
+@functools.cache
+def tested() -> Mapping[str, Any]:
+    """``ranges``: package to its oldest and newest tested release; ``model_types``: since when."""
+    text = resources.files("hasten.machine").joinpath("tested_versions.json").read_text()
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Its numbers, without what stands behind them: 2.13.0+cpu is (2, 13, 0)."""
+    plain = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(n) for n in plain[0].split(".")) if plain else ()
+
+
+def untested(installed: Mapping[str, str] | None = None) -> str | None:
+    """A sentence on the installed packages that lie outside the tested range; None: all inside.
+
+    A patch of the newest tested release (5.24.1 after 5.24.0) is inside.
+    """
+    found = _in_use() if installed is None else installed
+    outside = []
+    for name, (oldest, newest) in tested()["ranges"].items():
+        here = release(found.get(name, ""))
+        if here and not (release(oldest) <= here and here[:2] <= release(newest)[:2]):
+            outside.append(f"{name} {found[name]} (tested: {oldest} to {newest})")
+    if not outside:
+        return None
+    return f"hasten wasn't tested with {', '.join(outside)}"
+
+
+def knows_since(model_type: str) -> str | None:
+    """The tested release of Transformers that knows a model type which the oldest doesn't."""
+    found: str | None = tested()["model_types"].get(model_type)
+    return found
+
+
+def _in_use() -> dict[str, str]:
+    names = [name for name in tested()["ranges"] if name in ALWAYS or name in sys.modules]
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
