@@ -141,6 +141,20 @@ def test_a_failure_that_comes_back_is_caused_and_one_that_does_not_is_unsteady()
     ]
 
 
+def test_losses_that_differ_in_tests_that_pass_are_named() -> None:
+    plain = {"same": [[1.0, 2.0]], "other": [[1.0], [2.0, 3.0]], "shorter": [[1.0, 2.0]]}
+    found = {"same": [[1.0001, 2.0]], "other": [[1.0], [2.5, 3.0]], "shorter": [[1.0]]}
+    runs = []
+    for losses in (plain, found):
+        run = Run(dict.fromkeys(losses, (PASSED, "")))
+        run.records = {test: {"losses": values} for test, values in losses.items()}
+        runs.append(run)
+    assert peer_tests.other_losses(*runs) == {
+        "other": "1 of 3, 2.5 for 2",
+        "shorter": "1 of 2, nan for 2",
+    }
+
+
 def test_a_test_that_never_ended_with_techniques_is_a_failure() -> None:
     plain = Run({"hangs": (PASSED, "")})
     _, failures, _ = compare(Scripted([{}, {"hangs": PASSED}, {}]), USUAL, plain, USUAL)
@@ -152,14 +166,21 @@ def test_the_exit_code_says_whether_a_test_was_lost(
 ) -> None:
     def rows_of(peer: Any, checkout: Path, options: argparse.Namespace) -> list[peer_tests.Row]:
         counts = (2, 2, 1, 2, 1, {"packed": 1}, 0)
-        return [peer_tests.Row("trl", "1.0", "abc", USUAL, *counts, {"x::y": "an error"}, ["z"])]
+        lost: tuple[Any, ...] = ({"x::y": "an error"}, ["z"], {"w": "1 of 2, 3 for 4"})
+        return [peer_tests.Row("trl", "1.0", "abc", USUAL, *counts, *lost)]
 
     monkeypatch.setattr(peer_tests, "rows_of", rows_of)
+    earlier = peer_tests.Row("lightning", "2.0", "def", USUAL, 9, 8, 8, 0, 0, {}, 0, {}, [], {})
+    peer_tests.save_results(tmp_path, [earlier])
     assert peer_tests.main(["--trl", str(tmp_path), "-o", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
     assert "FAILED trl usual: x::y: an error" in printed
     assert "UNSTEADY trl usual: z" in printed
+    assert "LOSS trl usual: w: 1 of 2, 3 for 4" in printed
     assert "| trl 1.0 | abc | usual | 2 of 2 | 1 | 1 of 2 | 0 | packed 1 |" in printed
+    assert "| lightning 2.0 | def | usual | 8 of 9 | 8 | 0 of 0 | 0 | none |" in printed
+    assert peer_tests.main(["--trl", str(tmp_path), "-o", str(tmp_path)]) == 1
+    assert len(json.loads((tmp_path / "results.json").read_text())) == 2
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,11 @@ name the commit of the tests and the version of the package.
         with the usual techniques; then with each --plan, of which a trainer gets what it can carry.
     (4) A test that failed only with techniques runs once more in both modes. If its two plain runs
         or its two runs with techniques differ, it is unsteady, and is named instead of judged.
-    (5) A table counts the tests, and in how many of them each technique acted. What acted is
-        counted by calls of its code in training (`technique_counts.py`), not by its message.
+    (5) Losses that the trainers log are compared too: a test may pass with another training. A
+        difference is printed, and is no failure.
+    (6) A table counts the tests, and in how many of them each technique acted. What acted is
+        counted by calls of its code in training (`technique_counts.py`), not by its message. Rows
+        of other trainers that an earlier run left in FOLDER stay in it.
 
 Hub models and data sets have local stand-ins (`peer_stand_ins.py`); no network is used.
 
@@ -26,14 +29,16 @@ Exit codes: 0, no test failed because of techniques; 1, at least one did; 2, not
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +49,7 @@ from technique_counts import COUNTED
 TOOLS = Path(__file__).resolve().parent
 BEGIN, END = "<!-- peer tests: begin -->", "<!-- peer tests: end -->"
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+LOSS_BOUND = 2e-3  # relative; what a few steps make of rounding
 CAUSAL = ("packed", "document_attention", "labelled_token_loss")  # the column "all three"
 
 
@@ -125,6 +131,7 @@ class Row:
     together: int  # tests in which packing, document attention and the loss acted
     failures: dict[str, str]
     unsteady: list[str]
+    other_losses: dict[str, str]  # tests whose logged losses aren't those of the plain run
 
 
 def commit_of(checkout: Path) -> str:
@@ -304,7 +311,37 @@ def row_of(peer: Peer, checkout: Path, version: str, mode: str, plain: Run, chan
         together=sum(all(name in entry["acted"] for name in CAUSAL) for entry in records),
         failures={},
         unsteady=[],
+        other_losses=other_losses(plain, changed),
     )
+
+
+def other_losses(plain: Run, changed: Run) -> dict[str, str]:
+    """Tests that passed in both runs with different losses in the trainers' logs, and where.
+
+    A difference may be right: dropout draws other numbers on rows of another length.
+    """
+    found = {}
+    for test in sorted(plain.passed() & changed.passed()):
+        series = [run.records.get(test, {}).get("losses", []) for run in (plain, changed)]
+        before, after = ([loss for one in trainers for loss in one] for trainers in series)
+        pairs = itertools.zip_longest(before, after, fillvalue=math.nan)
+        apart = [(a, b) for a, b in pairs if not math.isclose(a, b, rel_tol=LOSS_BOUND)]
+        apart = [(a, b) for a, b in apart if not (math.isnan(a) and math.isnan(b))]
+        if apart:
+            found[test] = f"{len(apart)} of {len(before)}, {apart[0][1]:.6g} for {apart[0][0]:.6g}"
+    return found
+
+
+def save_results(folder: Path, rows: Sequence[Row]) -> list[Row]:
+    """Adds rows to those in the folder, in the place of older ones of the same trainers."""
+    path, packages = folder / "results.json", {row.package for row in rows}
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    every = [Row(**result) for result in results if result["package"] not in packages]
+    order = [peer.package for peer in PEERS]
+    every = sorted([*every, *rows], key=lambda row: order.index(row.package))
+    text = json.dumps([asdict(row) for row in every], indent=1)
+    path.write_text(text, encoding="utf-8")
+    return every
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -340,11 +377,12 @@ def write_between_marks(page: Path, text: str) -> None:
 
 
 def report_of(rows: Iterable[Row]) -> str:
-    """Failures and unsteady tests, one line each."""
+    """Failures, unsteady tests and other losses, one line each."""
     lines = []
     for row in rows:
         lines += [f"FAILED {row.package} {row.mode}: {t}: {e}" for t, e in row.failures.items()]
         lines += [f"UNSTEADY {row.package} {row.mode}: {test}" for test in row.unsteady]
+        lines += [f"LOSS {row.package} {row.mode}: {t}: {e}" for t, e in row.other_losses.items()]
     return "\n".join(lines)
 
 
@@ -409,9 +447,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FileNotFoundError, RuntimeError) as error:
         print(f"peer_tests: {error}", file=sys.stderr)
         return 2
-    text = table(rows)
-    results: list[Mapping[str, Any]] = [asdict(row) for row in rows]
-    (options.output / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    text = table(save_results(options.output, rows))
     (options.output / "table.md").write_text(text + "\n", encoding="utf-8")
     if options.page is not None:
         write_between_marks(options.page, text)

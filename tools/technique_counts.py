@@ -132,7 +132,9 @@ def counted(counts: TechniqueCounts | None = None) -> Iterator[TechniqueCounts]:
         AttributeError: a part isn't where `PARTS` says.
     """
     counts = counts or TechniqueCounts()
-    wrappers = [(part.place, functools.partial(counts.wrapper, part)) for part in PARTS]
+    wrappers: list[tuple[str, Callable[..., Callable[..., Any]]]] = [
+        (part.place, functools.partial(counts.wrapper, part)) for part in PARTS
+    ]
     before: list[tuple[Any, str, Any]] = []
     try:
         for place, wrap in [*wrappers, (PROOF, counts.pausing)]:
