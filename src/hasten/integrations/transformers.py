@@ -205,8 +205,8 @@ def _needs_rows(trainer: Trainer) -> str:
         return "a learned prompt stands before each row"
     dispatched = trainer.accelerator.dispatch_batches
     streamed = not hasattr(trainer.train_dataset, "__len__")
-    if args.world_size > 1 and (dispatched or (dispatched is None and streamed)):
-        return "one rank reads the batches and deals out their rows"
+    if dispatched or (dispatched is None and streamed):  # accelerate does so with one rank too
+        return "accelerate reads the batches on one rank and deals out their rows"
     if getattr(trainer.accelerator, "split_batches", False) and args.world_size > 1:
         return "split_batches deals out the rows of a batch"
     return ""
