@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import hasten
+from evidence.machines import Machine, MadeUpLoad
 from hasten.cli.main import app
 from hasten.errors import InputError
 from hasten.measure.choose import Choice
@@ -18,7 +19,7 @@ from hasten.progress import SilentProgress
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.training import chosen_plan
-from hasten.training.chosen_plan import SpeedWatch, with_chosen_plan
+from hasten.training.chosen_plan import SpeedWatch, TrainingSpeed, with_chosen_plan
 from hasten.training.run import train
 from sample_data import small
 
@@ -75,17 +76,50 @@ def test_a_recipe_with_a_list_is_left_alone(tmp_path: Path) -> None:
     assert with_chosen_plan(recipe, SilentProgress()) == (recipe, None)
 
 
+def steps_at(rates: list[float]) -> list[Any]:
+    return [SimpleNamespace(tokens=1000, step_seconds=1000 / rate) for rate in rates]
+
+
+def meter(load: float) -> MadeUpLoad:
+    return MadeUpLoad(Machine(lambda techniques: 1.0, load=load))
+
+
 @pytest.mark.parametrize(("speed", "lines"), [(1000.0, 0), (900.0, 0), (700.0, 1)])
 def test_a_run_slower_than_its_plan_was_measured_is_told_of_once(speed: float, lines: int) -> None:
     told: list[str] = []
     raced = Choice(["packed"], "measured", "", tokens_per_second=1000.0, next_best=["prefetched"])
-    watch = SpeedWatch(raced, told.append)
-    for _ in range(120):
-        watch.note(SimpleNamespace(tokens_per_second=speed))  # type: ignore[arg-type]
+    watch = SpeedWatch(raced, told.append, meter(0.4))
+    for metrics in steps_at([speed] * 120):
+        watch.note(metrics)
     assert len(told) == lines
     if told:
-        assert "50 steps ran at 70% of the speed" in told[0]
+        assert "51 steps ran at 70% of the speed that was measured" in told[0]
+        assert "(700 of 1,000 tokens/s)" in told[0]
+        assert "other processes used 40% of the processor meanwhile" in told[0]
         assert "next best was prefetched" in told[0]
+
+
+def test_some_steps_that_wait_long_are_seen_though_the_median_is_as_measured() -> None:
+    speed = TrainingSpeed(1000.0, meter(0.63))
+    for metrics in steps_at(([1000.0] * 3 + [150.0]) * 14):
+        speed.note(metrics)
+    assert speed.shortfall(0.6).startswith("56 steps ran at 4")
+    assert "other processes used 63% of the processor meanwhile" in speed.shortfall(0.6)
+    assert not speed.shortfall(0.3)
+
+
+def test_the_first_step_pays_for_memory_and_kernels_and_does_not_count() -> None:
+    speed = TrainingSpeed(1000.0, meter(0.0))
+    for metrics in steps_at([10.0, 1000.0, 1000.0]):
+        speed.note(metrics)
+    assert not speed.shortfall(0.99)
+
+
+def test_a_slow_run_on_a_quiet_machine_has_another_cause() -> None:
+    speed = TrainingSpeed(1000.0, meter(0.02))
+    for metrics in steps_at([500.0] * 9):
+        speed.note(metrics)
+    assert "used 2% of the processor meanwhile, too little to explain it" in speed.shortfall(0.6)
 
 
 def test_options_of_a_choice_need_one(tmp_path: Path) -> None:

@@ -119,12 +119,12 @@ def test_the_tiny_presets_all_have_an_example() -> None:
     assert {name for name in PRESETS if name.endswith("-tiny")} <= used
 
 
-def test_the_demo_chooses_for_the_recipe_of_the_example() -> None:
-    from hasten.cli.demo import auto_of, recipe_for
+def test_the_demo_has_the_job_of_the_example() -> None:
+    from hasten.cli.demo import recipe_for
 
     example = load_recipe(ROOT / "examples" / "stdlib_tiny.yaml").model_dump()
-    demo = auto_of(recipe_for(Path("runs/demo"), 0), 120.0).model_dump()
-    assert {key for key in demo if demo[key] != example[key]} == {"output", "auto_budget"}
+    demo = recipe_for(Path("runs/demo"), 0).model_dump()
+    assert {key for key in demo if demo[key] != example[key]} == {"output", "auto_plan"}
 
 
 def test_the_metrics_page_names_every_key_that_a_run_writes(

@@ -27,7 +27,8 @@ class Machine:
     Args:
         step_seconds: of each plan's step, by the number of its techniques.
         start_seconds: of a process, before it is warmed up.
-        look_seconds: of a look at the held-out loss; in steps of the plan.
+        import_seconds: that the first one takes longer.
+        look_steps: of a look at the held-out loss, in steps of the plan.
         first_step: by what factor the first step is slower.
         slows: a factor on all times from then on, by the clock.
         cuts: whether workers can be stopped within a request.
@@ -37,6 +38,7 @@ class Machine:
 
     step_seconds: Callable[[int], float]
     start_seconds: float = 1.0
+    import_seconds: float = 0.0
     look_steps: float = 1.0
     first_step: float = 1.0
     slows: Callable[[float], float] = lambda now: 1.0
@@ -70,7 +72,8 @@ class MadeUpWorker:
         return self.machine.cuts
 
     def ready(self, timeout: float) -> dict[str, Any]:
-        self._spend(self.machine.start_seconds, timeout)
+        imports, self.machine.import_seconds = self.machine.import_seconds, 0.0
+        self._spend(imports + self.machine.start_seconds, timeout)
         return {"startup_seconds": {}}
 
     def request(self, op: str, timeout: float, **arguments: Any) -> dict[str, Any]:

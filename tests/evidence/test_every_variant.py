@@ -88,6 +88,11 @@ def test_a_first_step_that_takes_long_is_not_taken_for_a_slow_machine() -> None:
     assert found.design["rounds"] == DESIGN.rounds
 
 
+def test_the_imports_of_the_first_process_are_not_taken_for_those_of_all() -> None:
+    machine = Machine(ladder(7.0), import_seconds=70.0)
+    assert len(rows(machine)) == 7
+
+
 @pytest.mark.parametrize("memory", [350, 250, 150])
 @pytest.mark.parametrize("step", [0.3, 1.0])
 def test_variants_that_memory_does_not_hold_together_come_one_after_the_other(

@@ -28,8 +28,7 @@ class Design:
         rounds: turns of each arm that count; with a budget the most there may be.
         steps: steps of a turn.
         warmup: steps before the first round, at least.
-        evaluations: looks at the held-out loss, spread evenly over the rounds, and one before
-            them; 1: at the end alone; 0: none.
+        evaluations: looks at the held-out loss, spread evenly over the rounds; 0: none.
         seed: of the order of turns.
         longest_warmup: the warm-up goes on to so many steps while step times still fall or
             something is still compiled; 0: it has exactly ``warmup`` steps.
@@ -43,7 +42,8 @@ class Design:
             a budget that doesn't hold two rounds is refused.
         every_variant: with a budget whose partial results count, no arm is left out: there are
             fewer rounds, then turns of one step. A first round may take a quarter of the budget
-            more. The warm-up has ``warmup`` steps, and ``longest_warmup`` where there is time.
+            more. The warm-up has ``warmup`` steps, and ``longest_warmup`` where there is time;
+            no look at the held-out loss comes before it.
         grouping: which arms are alive together; auto: as many as memory holds.
         eliminate: a race for the fastest: an arm that is surely slower than the first one has no
             further rounds, there are no more once all are decided, and arms end without a proof.

@@ -445,6 +445,8 @@ class BudgetTracker:
         if self.every_variant and not look and self._design.evaluations:
             look = step  # none was taken yet
         start = statistics.fmean(arm.start_seconds for arm in arms)
+        if self.every_variant:  # the first one waited for imports, which the others share
+            start = min(arm.ready_seconds for arm in arms) + self._design.warmup * step
         # At its end an arm that is looked at writes samples, and runs a step to say where it goes.
         finish = look + step if self._design.evaluations else 0.0
         if self.fresh:

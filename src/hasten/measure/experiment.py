@@ -217,8 +217,9 @@ class Experiment:
             worker, self.time.left, note, self.context.patience, self.context.clock
         )
         least = self.design.warmup
-        most = 0 if self.time.every_variant else self.design.longest_warmup
-        look = evaluate_first and self.design.evaluations > 1
+        most, look = self.design.longest_warmup, evaluate_first and self.design.evaluations > 0
+        if self.time.every_variant:
+            most, look = 0, False  # there may be no time for more
         self._attempt(name, lambda arm: arm.begin(least, most, look=look), at_the_end)
         if name in self.alive and (peak := self.alive[name].peak):
             self.peaks[name] = peak

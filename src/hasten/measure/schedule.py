@@ -113,7 +113,7 @@ class ArmProcess:
         self._patience, self._clock, self._began = patience, clock, clock()
         self.warm: list[Mapping[str, Any]] = []  # steps before the first round
         self._graphs: list[int] = []  # compiled, after each of the last requests
-        self.start_seconds = 0.0  # to build and warm up
+        self.ready_seconds = self.start_seconds = 0.0  # to build; to build and warm up
         self.evaluation_seconds = 0.0
         self.cut_off = False  # by the deadline: the reply to an earlier request may be to come
         self._ahead, self._worked = 0, 0.0  # steps of its turn in slices, seconds worked at them
@@ -123,7 +123,7 @@ class ArmProcess:
     def begin(self, least: int, most: int = 0, seconds: float = 0.0, look: bool = False) -> None:
         """Wait until it is built, and warm it up (`warm_up`); ``look``: `evaluate` before that."""
         reply = self._within(self.worker.ready, self._patience or BUILD_SECONDS)
-        took = self._clock() - self._began
+        self.ready_seconds = took = self._clock() - self._began
         self.note("start", startup_seconds=reply.get("startup_seconds", {}), seconds=took)
         if look:
             self.evaluate()

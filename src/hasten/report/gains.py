@@ -225,9 +225,10 @@ def more_rounds(arm: Mapping[str, Any], design: Mapping[str, Any]) -> str | None
     needed, seconds = arm["rounds_needed"], design["round_seconds"]
     if needed is None:
         return None
+    rounds = "1 more round" if needed == 1 else f"{amount(needed)} more rounds"
     if not isinstance(needed, int) or seconds is None:
-        return f"{amount(needed)} more rounds"
-    return f"{needed} more rounds, about {duration(needed * seconds)}"
+        return rounds
+    return f"{rounds}, about {duration(needed * seconds)}"
 
 
 def load_of_others(arms: Sequence[Arm]) -> str | None:
