@@ -99,8 +99,8 @@ def test_what_lightning_decides_itself_is_refused(
     two = trainer_of(tmp_path, devices=2, strategy="ddp")
     with pytest.raises(InputError, match="torchrun"):
         with_techniques(two, module_of(tiny_model()), loader(), [GROUPED])
-    world = lightning.facts.World(rank=0, local_rank=0, size=2)
-    monkeypatch.setattr(lightning.facts, "world", lambda: world)
+    world = lightning.environment.World(rank=0, local_rank=0, size=2)
+    monkeypatch.setattr(lightning.environment, "world", lambda: world)
     with pytest.raises(InputError, match=r"length_grouped: .*use_distributed_sampler=False"):
         with_techniques(two, module_of(tiny_model()), loader(), [GROUPED])
     sharded = trainer_of(tmp_path)
