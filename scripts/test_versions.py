@@ -91,11 +91,8 @@ def wanted(end: str) -> list[str]:
     known = pins()
     if end == "newest":
         return [str(known[name]) for name in PACKAGES]
-    lowest = []
-    for name in PACKAGES:
-        (least,) = (s.version for s in known[name].specifier if s.operator == ">=")
-        lowest.append(f"{name}=={least}.*" if least.count(".") < 2 else f"{name}=={least}")
-    return lowest
+    least = {n: next(s.version for s in known[n].specifier if s.operator == ">=") for n in PACKAGES}
+    return [f"{name}=={version}" for name, version in least.items()]  # 2.11 is 2.11.0
 
 
 def environment(end: str, fresh: bool) -> Path:
