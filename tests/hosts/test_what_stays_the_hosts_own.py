@@ -242,6 +242,22 @@ def test_techniques_join_the_model_that_model_init_builds(tmp_path: Path) -> Non
     assert joined(trainer) == PLAN
 
 
+class TwoLosses(Trainer):
+    """Each step computes its loss twice."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        loss = self.compute_loss(model, dict(inputs)) + self.compute_loss(model, dict(inputs))
+        loss.backward()
+        return loss.detach()
+
+
+def test_a_step_with_two_losses_is_followed(tmp_path: Path) -> None:
+    trainer = same_as_plain(tmp_path, ["labelled_token_loss", "fused_layers"], kind=TwoLosses)
+    assert set(joined(trainer)) == {"labelled_token_loss", "fused_layers"}
+
+
 def test_a_second_call_replaces_the_first(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     hasten.speed_up(trainer, PLAN)

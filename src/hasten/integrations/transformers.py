@@ -305,6 +305,7 @@ class TrainerTechniques(TrainerCallback):
         self._techniques: list[Technique] = []  # that change the training passes
         self._packing: PackedCollator | None = None
         self._window: contextlib.ExitStack | None = None
+        self._is_open = False
         self._host_batch: Any = None
         self._reported: set[str] = set()
 
@@ -383,7 +384,7 @@ class TrainerTechniques(TrainerCallback):
     def _training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         self._host_batch = inputs.host if isinstance(inputs, PackedBatch) else None
         with contextlib.ExitStack() as window:
-            self._window = window
+            self._window, self._is_open = window, False
             try:
                 return self._usual["training_step"](model, inputs, *args, **kwargs)
             finally:
@@ -393,9 +394,11 @@ class TrainerTechniques(TrainerCallback):
         usual = self._usual["compute_loss"]
         if self._window is None or self._hosted is None:  # evaluation, or somebody's own call
             return usual(model, inputs, *args, **kwargs)
-        if self.proof is not None:
-            inputs = self._proven(inputs, kwargs.get("num_items_in_batch"))
-        self._window.enter_context(self._hosted.active(self._techniques))
+        if not self._is_open:  # a step may compute several losses
+            if self.proof is not None:
+                inputs = self._proven(inputs, kwargs.get("num_items_in_batch"))
+            self._window.enter_context(self._hosted.active(self._techniques))
+            self._is_open = True
         return usual(model, inputs, *args, **kwargs)
 
     def _proven(self, inputs: Any, items: Any) -> Any:
