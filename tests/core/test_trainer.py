@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from hasten.core.job import Stop
-from hasten.core.loop import Evaluation, Outcome, Watch, evaluate, fit
+from hasten.core.loop import Evaluation, Outcome, Watch, ask_to_leave, evaluate, fit
 from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.errors import InputError
@@ -131,6 +131,18 @@ def test_a_run_without_a_step_left_has_a_summary_that_json_can_say() -> None:
     summary = fit(second).summary(second)
     assert summary["training_loss"] is None
     json.dumps(summary, allow_nan=False)
+
+
+def test_a_run_that_is_asked_to_stop_says_why() -> None:
+    session = session_of(language_job(steps=50))
+
+    def ask(metrics: Any) -> None:
+        if metrics.step == 3:
+            ask_to_leave(session, haste=False, reason="time limit")
+
+    outcome = fit(session, Watch(on_step=ask))
+    assert (outcome.stopped, session.progress.step) == ("time limit", 3)
+    assert outcome.evaluations  # its loss is still taken
 
 
 def test_an_interrupt_ends_the_run_between_two_steps() -> None:

@@ -290,6 +290,26 @@ def test_where_another_measurement_has_the_machine_for_too_long_a_forecast_choos
     assert not list(tmp_path.glob("*.json"))  # it isn't kept
 
 
+def test_a_choice_says_which_changes_had_no_time_and_what_a_forecast_decided(
+    sums: dict[str, Any], tmp_path: Path
+) -> None:
+    whole, counts = race({"labelled_token_loss": 1.5}, steady(0.02, 1)), list[int]()
+
+    def measured(subject: Any, plans: Mapping[str, Plan], *rest: Any, **more: Any) -> Measured:
+        """Races all of three plans, and of more the first three."""
+        found = whole(subject, plans)
+        counts.append(len(plans) - 1)
+        return Measured(found.arms if len(plans) <= 3 else found.arms[:3], {})
+
+    found = chosen(sums, tmp_path, measured)
+    assert f"; no time for {counts[0] - 2} of {counts[0]} changes, so a forecast decided on " in (
+        found.why
+    )
+    for name in found.why.partition("decided on ")[2].split(", "):
+        assert name in found.entries
+        assert not any(r.ratio is not None and r.name == f"without {name}" for r in found.rows)
+
+
 def test_what_the_recipe_asks_for_by_other_keys_is_kept(
     sums: dict[str, Any], tmp_path: Path
 ) -> None:

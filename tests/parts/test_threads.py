@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hasten.machine import threads
+from hasten.machine import environment, threads
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="core masks are Linux's")
 
@@ -140,3 +140,12 @@ def test_python_collects_again_when_the_optimizer_is_gone() -> None:
 def test_a_collector_that_never_collects_is_refused() -> None:
     with pytest.raises(ValueError, match="every is 0"):
         threads.QuietCollector(0)
+
+
+def test_fewer_threads_hold_for_this_process_and_those_it_starts_and_end_with_the_block() -> None:
+    before, variable = torch.get_num_threads(), environment.variable("OMP_NUM_THREADS")
+    with threads.with_threads(1):
+        assert torch.get_num_threads() == 1
+        assert environment.child_environment({})["OMP_NUM_THREADS"] == "1"
+    assert torch.get_num_threads() == before
+    assert environment.variable("OMP_NUM_THREADS") == variable

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from hasten.errors import InputError
-from hasten.recipe.prepared_data import prepare_data, read_source
+from hasten.recipe.prepared_data import prepare_data, read_source, rejected_words
 from hasten.recipe.schema import Recipe, load_recipe
 
 
@@ -87,6 +87,8 @@ def test_records_that_are_too_long_are_counted_and_told(folder: Path, fate: str)
     else:
         assert len(data.train) == 40
         assert len(data.note.rejected) == 3
+        (words,) = {reason for _, _, reason in data.note.rejected}
+        assert rejected_words(data.note) == f"3 records left out: {words}"
 
 
 def test_a_listed_data_set_is_prepared_anew_when_its_file_changes(folder: Path) -> None:

@@ -66,7 +66,7 @@ SPARES = ("prefetched", "allocator")  # in place of those that can't work on a m
 MEASURED_BY = 225.0  # rounds that end later aren't begun; a first one may take a quarter more
 VERIFIED_BY = 285.0
 TRAINED_BY = 325.0  # the last step: the rest is for the eval loss, a sample and saving
-LEAST_TRAINING = 20.0
+LEAST_TRAINING, MOST_TRAINING = 20.0, 100.0
 LEAST_VERIFICATION = 25.0  # less isn't worth the start of its processes
 
 DESIGN = Design(
@@ -428,7 +428,7 @@ def _trained(
     recipe: Recipe, chosen: DemoPlan, progress: PhasedProgress, clock: _Clock, load: LoadMeter
 ) -> tuple[dict[str, Any], TrainingSpeed | None]:
     """Train with the chosen plan: its summary, and how its speed compares with the measured one."""
-    seconds = max(TRAINED_BY - clock.spent, LEAST_TRAINING)
+    seconds = max(min(TRAINED_BY - clock.spent, MOST_TRAINING), LEAST_TRAINING)
     steps = chosen.steps(seconds)
     recipe = recipe.model_copy(update={"plan": chosen.plan, "max_steps": steps})
     measured_speed = chosen.tokens_per_second

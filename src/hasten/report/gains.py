@@ -143,11 +143,11 @@ def _above(arm: Arm, arms: Sequence[Arm]) -> list[Arm]:
 
 def _is_idle_row(arm: Arm, above: Arm) -> bool:
     """Whether a row isn't likely to be faster than the one above; one round doesn't tell."""
-    effect = arm.get("effect") or NOTHING
-    median, low, high = (effect[key] for key in ("median", "low", "high"))
+    effect: Mapping[str, float | None] = arm.get("effect") or NOTHING
+    median, low, high = effect["median"], effect["low"], effect["high"]
     if arm.get("against") != above["name"] or median is None or low is None or high is None:
         return False
-    ratio = Interval(median, median, low, high, rounds=len(arm["rounds"]))
+    ratio = Interval(median, median, low, high, len(arm["rounds"]))
     return not (ratio.low > 1 or is_likely(ratio))
 
 
