@@ -14,7 +14,7 @@ import pytest
 
 import peer_tests
 from peer_plugin import PLAIN, USUAL, Missing, Settings
-from peer_stand_ins import OTHERS, REVISION, _split, _trl_tables
+from peer_stand_ins import OTHERS, REVISION, ShareRight, _split, _trl_tables
 from peer_tests import BEGIN, END, FAILED, PASSED, PEERS, Run, Runner, compare
 from technique_counts import COUNTED, PARTS, Part, counted
 
@@ -281,6 +281,13 @@ def test_tables_of_trl_are_read_without_running_its_code(tmp_path: Path) -> None
         "    other_dataset = Dataset.from_dict(computed())\n"
     )
     assert _trl_tables(tmp_path, "zen") == {"standard": {"text": ["a", "b"]}}
+
+
+def test_the_metric_is_the_share_that_is_right() -> None:
+    metric = ShareRight()
+    metric.add_batch([1, 0], [1, 1])
+    assert metric.compute([1, 1], [1, 1])["accuracy"] == 0.75
+    assert metric.compute()["accuracy"] == 0.0
 
 
 def test_a_split_is_cut_as_its_name_says() -> None:

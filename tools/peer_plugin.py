@@ -23,7 +23,7 @@ import logging
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -216,29 +216,29 @@ def _application(package: str, mode: str) -> Application:
     return with_plan
 
 
-def _once(trainer: Any, apply: Application, record: TestRecord) -> None:
+def _once(trainer: Any, models: Iterable[Any], apply: Application, record: TestRecord) -> None:
     if "_techniques_applied" not in vars(trainer):
         trainer._techniques_applied = True
-        record.trainers.append(_described(trainer))
+        record.trainers.append(_described(trainer, models))
         with record.counts.paused():  # kernels may be tried and timed here
             apply(trainer)
 
 
-def _described(trainer: Any) -> str:
-    """The kinds of trainer and model."""
-    model = getattr(trainer, "model", None)
-    config = getattr(model, "config", None)
-    kind = getattr(config, "model_type", None) or type(model).__name__
-    causal = "ForCausalLM" in type(getattr(model, "base_model", model)).__name__
-    causal = causal or "CausalLM" in str(type(model).__mro__)
-    return f"{type(trainer).__name__} {kind}{' causal' if causal else ''}"
+def _described(trainer: Any, models: Iterable[Any]) -> str:
+    """The kinds of trainer and model; `causal` if a causal language model is inside."""
+    from torch import nn
+
+    modules = [m for model in models if isinstance(model, nn.Module) for m in model.modules()]
+    names = [type(module).__name__ for module in modules]
+    causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+    return " ".join([type(trainer).__name__, *names[:1], *(["causal"] if causal else [])])
 
 
 def _train(usual: Callable[..., Any], apply: Application, record: TestRecord) -> Any:
     """transformers' `Trainer.train`."""
 
     def train(self: Any, *arguments: Any, **named: Any) -> Any:
-        _once(self, apply, record)
+        _once(self, [self.model], apply, record)
         try:
             return usual(self, *arguments, **named)
         finally:
@@ -254,7 +254,7 @@ def _fit(usual: Callable[..., Any], apply: Application, record: TestRecord) -> A
     def fit(self: Any, *arguments: Any, **named: Any) -> Any:
         if "_techniques_applied" in vars(self):
             return usual(self, *arguments, **named)
-        _once(self, apply, record)
+        _once(self, [*arguments, *named.values()], apply, record)
         return self.fit(*arguments, **named)
 
     return fit
@@ -264,7 +264,7 @@ def _prepare(usual: Callable[..., Any], apply: Application, record: TestRecord) 
     """accelerate's `Accelerator.prepare`."""
 
     def prepare(self: Any, *arguments: Any, **named: Any) -> Any:
-        _once(self, lambda accelerator: apply(arguments), record)
+        _once(self, arguments, lambda accelerator: apply(arguments), record)
         return usual(self, *arguments, **named)
 
     return prepare
