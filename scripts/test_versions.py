@@ -107,7 +107,9 @@ def environment(end: str, fresh: bool) -> Path:
     if not made or end == "newest":
         pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
         eager = ["--upgrade"] if end == "newest" else ["--no-cache-dir"]
-        packages = ["--editable", f"{ROOT}[dev]", "accelerate", *asked]
+        packages = ["--editable", f"{ROOT}[dev]", "accelerate", "requests", *asked]
+        if end == "oldest":
+            packages.append("numpy<2.4")  # for the interpreter of its Triton
         subprocess.run([*pip, *eager, *packages], check=True)
         stamp.write_text(mark)
     return python

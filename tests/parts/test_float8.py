@@ -123,7 +123,12 @@ def test_torchs_own_product_agrees_with_the_emulation(rows: int, summed: int) ->
     a, b = torch.randn(rows, summed), torch.randn(64, summed)
     near = quantise(a, (1, summed)), quantise(b, (1, summed))
     emulated = EMULATED.product(*near, torch.float32)
-    found = Rounding("rowwise", emulate=False).product(*near, torch.float32)
+    try:
+        found = Rounding("rowwise", emulate=False).product(*near, torch.float32)
+    except RuntimeError as error:
+        if "only supports per-tensor scaling" not in str(error):
+            raise
+        pytest.skip("this torch scales whole tensors alone on a processor")
     assert (found - emulated).norm() / emulated.norm() < 4e-3  # it returns bf16
 
 

@@ -7,6 +7,7 @@ a collective has a group of its own, so that messages of two stages can't be mix
 from __future__ import annotations
 
 import datetime
+import inspect
 import queue
 import threading
 import weakref
@@ -82,10 +83,25 @@ def own_of(groups: Iterable[tuple[int, ...]], seconds: float, backend: str | Non
     found = None
     for ranks in groups:
         limit = datetime.timedelta(seconds=seconds)
-        # gloo's ring goes by the ranks' places in the group, so they aren't to be sorted.
-        group = dist.new_group(list(ranks), timeout=limit, backend=backend, sort_ranks=False)
+        group = ordered_group(ranks, timeout=limit, backend=backend)
         found = group if dist.get_rank() in ranks else found
     return found
+
+
+def ordered_group(ranks: Sequence[int], **settings: Any) -> Any:
+    """A new process group with its ranks in the order given: gloo's ring goes by their places.
+
+    Raises:
+        ValueError: torch sorts them (2.11), and they aren't sorted.
+    """
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+        return dist.new_group(list(ranks), sort_ranks=False, **settings)
+    if list(ranks) != sorted(ranks):
+        raise ValueError(
+            f"torch {torch.__version__} can't keep the ranks of a group in the order "
+            f"{list(ranks)}; install torch 2.12 or newer"
+        )
+    return dist.new_group(list(ranks), **settings)
 
 
 # One thread that finishes DDP's buckets in the order in which they were full.

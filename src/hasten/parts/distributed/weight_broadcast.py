@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hasten.parts.comm.groups import ordered_group
 from hasten.parts.comm.topology import host_name
 
 Table = dict[str, Any]  # of a module's parameters, or of its buffers
@@ -45,7 +46,7 @@ class WeightBroadcast:
             # gloo carries what lies in host memory. A default group that has it passes it on; all
             # ranks then split NCCL's communicator together, where those outside would wait for it.
             backend = None if "gloo" in dist.get_backend() else "gloo"
-            group = dist.new_group(list(members), backend=backend, sort_ranks=False)
+            group = ordered_group(members, backend=backend)
             if dist.get_rank() in members:
                 self._group, self._sender = group, members[0]
 
