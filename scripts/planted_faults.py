@@ -826,8 +826,8 @@ PARTS: tuple[Fault, ...] = (
         name="positions-run-on-in-a-row",
         kind="forgotten reset",
         file="parts/data/collate.py",
-        old="_row([np.arange(n, dtype=np.int64) for n in lengths])",
-        new="_row([np.arange(sum(lengths), dtype=np.int64)])",
+        old="torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)",
+        new="torch.arange(sum(lengths)).unsqueeze(0)",
         tests=("tests/parts/test_collate.py",),
     ),
     Fault(
@@ -842,11 +842,8 @@ PARTS: tuple[Fault, ...] = (
         name="held-out-loss-is-smoothed",
         kind="wrong mode",
         file="parts/nn/losses.py",
-        old=(
-            "        head = causal_lm(self.model).lm_head\n"
-            "        terms = self.terms if self.training else self.terms.measured()\n"
-        ),
-        new="        head = causal_lm(self.model).lm_head\n        terms = self.terms\n",
+        old="        terms = self.terms if self.training else self.terms.measured()\n",
+        new="        terms = self.terms\n",
         tests=("tests/parts/test_losses.py",),
     ),
     Fault(
@@ -1664,8 +1661,8 @@ DEVICE: tuple[Fault, ...] = (
         name="the-loss-looks-at-its-labels",
         kind="hidden wait",
         file="parts/nn/losses.py",
-        old="kept = labels.flatten() != IGNORED\n",
-        new="kept = labels.flatten() != IGNORED\n        kept.sum().item()\n",
+        old="        count = (labels != IGNORED).sum()\n",
+        new="        count = (labels != IGNORED).sum()\n        count.item()\n",
         tests=("tests/evidence/test_paper.py",),
     ),
     Fault(

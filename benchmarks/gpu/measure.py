@@ -38,6 +38,7 @@ from hasten.machine import host
 from hasten.models.flops import ModelFlops, model_flops
 from hasten.parts.data.collate import TokenRecord, padded, token_record
 from hasten.parts.nn.causal_lm import routed_experts
+from hasten.parts.nn.head_form import plain_head_reason
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.optim.weight_average import decayed_groups
 
@@ -89,6 +90,15 @@ def model_on(row: Row, device: str, weights: str) -> nn.Module:
     return found
 
 
+def head_reason_of(row: Row) -> str:
+    """Why a loss may not call the row's trunk and head by itself; empty if it may."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config_of(row))
+    return plain_head_reason(skeleton) or ""
+
+
 def facts_of(row: Row, device: str, lengths: list[int]) -> Facts:
     """What techniques are asked about before they run."""
     shape = row.shape
@@ -96,6 +106,7 @@ def facts_of(row: Row, device: str, lengths: list[int]) -> Facts:
         *(row.architecture, 0, shape["hidden_size"], shape["num_hidden_layers"]),
         vocabulary=shape["vocab_size"],
         experts=routed_experts(config_of(row)),
+        head_reason=head_reason_of(row),
     )
     return Facts(
         host.hardware(),

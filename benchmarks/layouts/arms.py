@@ -147,6 +147,7 @@ def _facts(arm: Arm, load: Load, world: World, records: int) -> Facts:
         experts=8 if arm.model == EXPERTS else 0,
         heads=HEADS,
         key_value_heads=HEADS,
+        head_reason="",  # of Llama and Qwen3: head and cross-entropy, no more
     )
     return Facts(
         hardware=host.hardware(),

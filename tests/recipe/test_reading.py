@@ -140,7 +140,7 @@ def test_a_hub_name_without_the_library_is_answered_with_the_way_to_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match=r"pip install 'hasten\[hub\]'"):
+    with pytest.raises(InputError, match=r"pip install 'datasets>="):
         read_source(recipe(folder, dataset="openai/gsm8k"), print)
 
 
