@@ -74,6 +74,12 @@ def test_on_four_ranks_pieces_take_what_was_said(tmp_path: Path) -> None:
         assert rank["copies"]["bytes"] <= 0.6 * rank["ddp"]["bytes"]
 
 
+@pytest.fixture(autouse=True)
+def nothing_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' own process is larger than one that only trains."""
+    monkeypatch.setattr(memory_check, "resident_bytes", lambda: 0)
+
+
 def setup_of(plan: Plan | None = None) -> Setup:
     job = language_job(data=records(8))
     known = job_facts(job)
