@@ -103,7 +103,7 @@ def test_what_can_not_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(memory_check, "room_of", lambda known: 13e9)
     with pytest.raises(InputError, match=r"take 16.0 GB on each rank.*cpu has 13.0 GB") as error:
         settle_memory(RECIPE, setup_of(), lambda text: None)
-    assert "with compact_adamw in the plan it would be about 12.7 GB" in str(error.value)
+    assert "with compact_adamw in the plan it would be about 12.9 GB" in str(error.value)
 
 
 def test_what_is_in_the_plan_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,8 +83,12 @@ def shaped(known: Facts, built: Any) -> Facts:
     count = sum(p.numel() for p in built.parameters())
     shape = replace(
         known.model,
-        parameters=count, hidden_size=WIDTH, layers=LAYERS, heads=4,
-        key_value_heads=4, vocabulary=VOCABULARY,
+        parameters=count,
+        hidden_size=WIDTH,
+        layers=LAYERS,
+        heads=4,
+        key_value_heads=4,
+        vocabulary=VOCABULARY,
     )
     return replace(known, model=shape)
 
