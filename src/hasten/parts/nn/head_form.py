@@ -399,4 +399,4 @@ def _with_routers(probe: _Probe, form: HeadForm) -> HeadForm:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one.double(), other, rtol=CLOSE, atol=1e-7)
+    return bool(torch.allclose(one.double(), other, rtol=CLOSE, atol=1e-7))
