@@ -152,6 +152,7 @@ CONFIG: dict[str, Any] = {
 
 
 @pytest.mark.slow
+@pytest.mark.cold
 def test_a_simulated_gpu_takes_what_was_forecast(tmp_path: Path) -> None:
     recipes = {
         name: paper_recipe(
