@@ -9,6 +9,7 @@ import math
 import os
 import re
 import stat
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -104,6 +105,51 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def fitted(rows: Sequence[Sequence[str]], width: int) -> str:
+    """A table of at most ``width`` characters, its head first.
+
+    While it is too wide, its widest column moves to a second line below each row, with its title.
+    """
+    columns = list(range(len(rows[0])))
+    moved: list[int] = []
+    while len(columns) > 2 and _width([[row[c] for c in columns] for row in rows]) > width:
+        widest = max(columns[1:], key=lambda c: max(len(row[c]) for row in rows))
+        columns.remove(widest)
+        moved.append(widest)
+    lines = aligned([[row[c] for c in columns] for row in rows]).splitlines()
+    if not moved:
+        return "\n".join(lines)
+    found = [lines[0]]
+    for line, row in zip(lines[1:], rows[1:], strict=True):
+        second = ", ".join(f"{rows[0][c]} {row[c]}".strip() for c in sorted(moved) if row[c])
+        found += [line, *([wrapped(f"     {second}", width)] if second else [])]
+    return "\n".join(found)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Lines of at most ``width`` characters; what is cut off goes below, two characters further."""
+    lines = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())] + "  "
+        lines += (
+            textwrap.wrap(
+                line,
+                width,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+                drop_whitespace=True,
+            )
+            if len(line) > width
+            else [line]
+        )
+    return "\n".join(lines)
+
+
+def _width(rows: Sequence[Sequence[str]]) -> int:
+    return max(map(len, aligned(rows).splitlines()))
 
 
 def _milliseconds(count: float) -> str:

@@ -9,6 +9,7 @@ import pytest
 from hasten.cli.report import card
 from hasten.errors import InputError
 from hasten.recipe.schema import Recipe
+from hasten.report.card import card_text
 from hasten.training.run import train
 from sample_data import small
 
@@ -29,6 +30,13 @@ def test_a_run_writes_its_models_card_and_findings_join_it_later(tmp_path: Path)
     with pytest.raises(InputError, match="somebody else"):
         card(run, None)
     assert cards[1].read_text() == "mine"
+
+
+@pytest.mark.parametrize(("adapter", "begins"), [(True, "An adapter"), (False, "A language model")])
+def test_its_first_sentence_is_english(tmp_path: Path, adapter: bool, begins: str) -> None:
+    recipe = Recipe(**small(tmp_path)).model_dump(mode="json")
+    text = card_text(recipe, {"acted": {}}, None, adapter)
+    assert any(line.startswith(begins) for line in text.splitlines())
 
 
 def test_what_is_no_run_or_no_report_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -61,8 +62,12 @@ def test_train_report_and_doctor_work_on_one_recipe(tmp_path: Path, hasten: Hast
     assert "[[" in out
     assert "no obstacle" in out
     assert not (tmp_path / "run" / "summary.json").exists()
+    count = re.search(r"([\d.,]+) M parameters", out)
     code, out, err = hasten("train", path, "max_steps=4")
     assert code == 0, err
+    # The tokenizer that is trained on the data decides how many rows the embedding has.
+    assert count is not None
+    assert f"{count[1]} M parameters of which" in err
     assert "done: 4 steps" in out
     assert "labelled_token_loss: acted (" in out
     assert "warning: packed was requested and had no effect: 0 of" in err  # all have one length
@@ -257,6 +262,7 @@ def test_an_interrupted_run_saves_its_model_and_says_so(tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == 130
     assert "interrupted:" in out
+    assert "this run can't continue, since its plan has no checkpoints" in out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["stopped"] == "interrupted"
     assert summary["steps"] == len(metrics.read_text().splitlines()) < 5000

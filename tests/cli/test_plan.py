@@ -43,6 +43,23 @@ def test_the_table_says_what_people_ask() -> None:
     assert "in a recipe:\n  layout: {" in said
 
 
+def test_no_line_is_wider_than_the_terminal_or_100_characters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for columns in (100, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        said = run(MODEL, *HERE, "--top", "3", "--gpus")
+        assert max(map(len, said.splitlines())) <= columns
+        assert "MFU" in said
+
+
+def test_a_layout_for_lora_names_no_target_that_refuses_it() -> None:
+    """Megatron-LM's files are for training all weights."""
+    said = run("deepseek-v3", "--cluster", "dgx_h100", "--nodes", "32", "--task", "lora")
+    assert "--target megatron" not in said
+    assert "no files of other software for LoRA" in " ".join(said.split())
+
+
 def test_files_hold_the_plan(tmp_path: Path) -> None:
     price = tmp_path / "price.yaml"
     price.write_text("currency: CNY\nper_device_hour: 0.6\n")

@@ -269,7 +269,7 @@ def test_doctor_tells_of_each_kernel(on_a_gpu: Child, capsys: pytest.CaptureFixt
     checks = doctor._Checks()
     doctor._gpu(replace(job_facts(language_job()), device="cuda:1"), checks)
     _, refusal, good = capsys.readouterr().out.splitlines()
-    assert refusal.startswith("ok   gpu kernels  swiglu isn't used on NVIDIA H100 (9.0): ")
+    assert refusal.startswith("warn gpu kernels  swiglu isn't used on NVIDIA H100 (9.0): ")
     assert good == "ok   gpu kernels  agree with float64 on NVIDIA H100 (9.0): fused_adamw"
     assert not checks.failed, "a run goes on without the kernel"
 

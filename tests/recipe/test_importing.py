@@ -234,7 +234,7 @@ def test_a_number_format_is_kept_and_told_where_it_gains_nothing(
     written = yaml.safe_load((tmp_path / "recipe.yaml").read_text())["plan"]
     formats = {"bf16": {"autocast": {"dtype": "bf16"}}, "fp16": {"autocast": {"dtype": "fp16"}}}
     assert formats.get(asked, "bf16_master_weights") in written
-    told = "and gains nothing here: bf16 has 0.60× [0.50, 0.70]" in capsys.readouterr().out
+    told = "hasten wouldn't choose it here: bf16 has 0.60× [0.50, 0.70]" in capsys.readouterr().out
     assert told == (low < 1 and asked != "fp16")
 
 

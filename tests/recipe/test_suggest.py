@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from hasten.cli.init import init
 from hasten.core.facts import Facts
@@ -43,6 +44,16 @@ def test_every_choice_has_its_reason_beside_it(tmp_path: Path) -> None:
         above = text.splitlines()[text.splitlines().index(line) - 1]
         assert "#" in line or above.startswith("#"), key
     assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_a_short_run_gets_a_short_warm_up_and_evaluations(tmp_path: Path) -> None:
+    """500 examples, of which 475 train, are 15 steps of 32."""
+    rows = [f'{{"instruction": "say {i}", "output": "{i}"}}\n' for i in range(500)]
+    (tmp_path / "few.jsonl").write_text("".join(rows))
+    text = suggest("deepseek-llm-tiny", str(tmp_path / "few.jsonl"), "runs/x")
+    values = yaml.safe_load(text)
+    assert (values["warmup_steps"], values["eval_every"]) == (1, 5)
+    assert "of about 15 steps" in text
 
 
 def test_the_cut_holds_nearly_all_records() -> None:

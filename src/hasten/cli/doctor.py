@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.core.setup import prepare
 from hasten.core.slot import Slot
+from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.launch import transport
-from hasten.machine import host
+from hasten.machine import environment, host
 from hasten.machine.environment import World
 from hasten.models.adapters import lora_targets
 from hasten.parts.distributed.deepspeed_config import HONOURED, IGNORED, REFUSED
@@ -22,7 +23,7 @@ from hasten.recipe.batch_check import check_batch_of_ranks
 from hasten.recipe.build import batch_of, build_model, facts_of, job_of, requested_plan
 from hasten.recipe.candidates import candidates, first_plan
 from hasten.recipe.gpu_check import check_kernels
-from hasten.recipe.memory_check import memory_words
+from hasten.recipe.memory_check import MAY_RUN_OUT, memory_words
 from hasten.recipe.peak_flops import ceiling_of
 from hasten.recipe.prepare import check_folder, check_space, first_record
 from hasten.recipe.prepared_data import PreparedData, overlap, prepare_data
@@ -41,49 +42,61 @@ def doctor(path: Path, overrides: Sequence[str]) -> int:
     checks = _Checks()
     checks.note("recipe", f"{path} is well formed")
     checks.run("output", lambda: _folder(Path(recipe.output)))
-    checks.note("kernels", _kernels())
+    _kernels(checks)
     checks.note("transport", transport.shown(recipe.transport))
-    known = checks.run("model", lambda: _model(recipe))
     data = checks.run("data", lambda: _data(recipe))
     if data is not None:
         _sources(recipe, data, checks)
+    # After the data: a preset's size depends on the tokenizer that is trained on them.
+    known = checks.run("model", lambda: _model(recipe, data))
     if known is not None:
         if data is not None:
-            known = facts_of(recipe, data)
             checks.run("built", lambda: _built(recipe, data))
         _gpu(known, checks)
         for hint in transport.hints(recipe.transport, known.on_gpu):
-            checks.note("transport", f"hint: {hint}")
+            checks.note("transport", f"hint: {hint}", "warn")
         checks.run("disk", lambda: _space(recipe, known))
         checks.run("ceiling", lambda: _ceiling(recipe, known))
         plan = _techniques(recipe, known, checks)
         if plan is not None and data is not None:
             checks.run("batch", lambda: _batch(recipe, data, known, plan))
-            checks.run("memory", lambda: _memory(recipe, data, known, plan))
+            checks.run("memory", lambda: _memory(recipe, data, known, plan), _may_run_out)
     if data is not None:
         print(f"\n{first_record(data)}")
     return 2 if checks.failed else 0
 
 
+Status = Literal["ok", "warn", "FAIL"]
+
+
 class _Checks:
-    """Runs checks one after the other; a failed one doesn't keep the next from speaking."""
+    """Runs checks one after the other; a failed one doesn't keep the next from running."""
 
     def __init__(self) -> None:
         self.failed = False
 
-    def note(self, name: str, text: str, good: bool = True) -> None:
-        print(f"{'ok  ' if good else 'FAIL'} {name:<12} {text}", flush=True)
-        self.failed = self.failed or not good
+    def note(self, name: str, text: str, status: Status = "ok") -> None:
+        print(f"{status:<4} {name:<12} {text}", flush=True)
+        self.failed = self.failed or status == "FAIL"
 
-    def run(self, name: str, check: Callable[[], tuple[str, Any]]) -> Any:
-        """The check's value, or None where it failed."""
+    def run(
+        self,
+        name: str,
+        check: Callable[[], tuple[str, Any]],
+        doubtful: Callable[[str], bool] = lambda text: False,
+    ) -> Any:
+        """The check's value, or None where it failed; a text that is ``doubtful`` is a warning."""
         try:
             text, value = check()
         except InputError as error:
-            self.note(name, str(error), good=False)
+            self.note(name, str(error), "FAIL")
             return None
-        self.note(name, text)
+        self.note(name, text, "warn" if doubtful(text) else "ok")
         return value
+
+
+def _may_run_out(text: str) -> bool:
+    return MAY_RUN_OUT in text
 
 
 def _folder(output: Path) -> tuple[str, None]:
@@ -91,25 +104,28 @@ def _folder(output: Path) -> tuple[str, None]:
     return f"{output} can be written", None
 
 
-def _kernels() -> str:
+def _kernels(checks: _Checks) -> None:
     """Which of the processor's kernels run here; without them the plain way does."""
     libraries = {"rows": rowwise.library(), "tiles": amx.library(), "codec": codec.library()}
-    return ", ".join(f"{name}: {found.reason or 'compiled'}" for name, found in libraries.items())
+    words = ", ".join(f"{name}: {found.reason or 'compiled'}" for name, found in libraries.items())
+    # Tiles need AMX, which most processors don't have; the others need a compiler alone.
+    lacking = libraries["rows"].reason or libraries["codec"].reason
+    checks.note("kernels", words, "warn" if lacking else "ok")
 
 
 def _gpu(known: Facts, checks: _Checks) -> None:
     """The GPU's kernels, each tried on small inputs; what was refused before is tried again."""
-    found = check_kernels(known, lambda text: checks.note("gpu kernels", text), again=True)
+    found = check_kernels(known, lambda text: checks.note("gpu kernels", text, "warn"), again=True)
     good = [verdict.kernel for verdict in found if verdict.good]
     if good:
         where = host.accelerator_words(known.device)
         checks.note("gpu kernels", f"agree with float64 on {where}: {', '.join(good)}")
     if unsteady := [v.kernel for v in found if v.good and not v.repeats]:
-        checks.note("gpu kernels", f"give other bits each time: {', '.join(unsteady)}")
+        checks.note("gpu kernels", f"give other bits each time: {', '.join(unsteady)}", "warn")
 
 
-def _model(recipe: Recipe) -> tuple[str, Facts]:
-    known = facts_of(recipe)
+def _model(recipe: Recipe, data: PreparedData | None) -> tuple[str, Facts]:
+    known = facts_of(recipe, data)
     model = known.model
     text = (
         f"{recipe.model}: {model.architecture}, {model.layers} layers, "
@@ -148,10 +164,10 @@ def _sources(recipe: Recipe, data: PreparedData, checks: _Checks) -> None:
         checks.note("files", ", ".join(files[:SHOWN]) + rest)
     advice = overlap(data).advice
     if advice:
-        checks.note("held out", advice)
+        checks.note("held out", advice, "warn")
     if note.long:
         fate = f"cutoff_len={recipe.cutoff_len} (too_long: {recipe.too_long})"
-        checks.note("long", f"{note.long:,} records are longer than {fate}")
+        checks.note("long", f"{note.long:,} records are longer than {fate}", "warn")
 
 
 def _space(recipe: Recipe, known: Facts) -> tuple[str, None]:
@@ -202,13 +218,23 @@ def _techniques(recipe: Recipe, known: Facts, checks: _Checks) -> Plan | None:
     for technique in plan or ():
         reasons = technique.obstacles(known)
         skipped = bool(reasons) and recipe.on_obstacle == "skip"
-        words = "; ".join(reasons) or f"{technique.slot.value}: no obstacle"
-        checks.note(
-            technique.name(), words + (" (skipped)" if skipped else ""), not reasons or skipped
-        )
+        idle = "" if reasons else _idle(technique, recipe)
+        words = "; ".join(reasons) or idle or f"{technique.slot.value}: no obstacle"
+        status: Status = "FAIL" if reasons and not skipped else "ok"
+        if skipped or idle:
+            status = "warn"
+        checks.note(technique.name(), words + (" (skipped)" if skipped else ""), status)
         if reasons and usable is not None:
             usable = usable.without(technique) if skipped else None
     return usable
+
+
+def _idle(technique: Technique, recipe: Recipe) -> str:
+    """Why a layout changes nothing in this run; empty where it does."""
+    alone = recipe.nproc == 1 and environment.world().size == 1
+    if technique.slot is not Slot.LAYOUT or not alone or getattr(technique, "offload", False):
+        return ""
+    return "one rank holds everything, so it changes nothing: give nproc, or start with torchrun"
 
 
 # ``hasten doctor --ds-config FILE``: what becomes of each key of a DeepSpeed configuration.
@@ -230,7 +256,10 @@ def ds_config(file: Path, recipe: Path | None, overrides: Sequence[str]) -> int:
         for row in found.rows:
             if row.fate == fate:
                 print(f"{fate:<9} {row.key:<{width}}  {row.words}")
-    print(f"\nto a recipe, for {world_of(values)} rank(s):")
+    ranks = world_of(values)
+    print(f"\nto a recipe, for {ranks} rank(s):")
+    if ranks == 1:
+        print("  one rank: ZeRO has nothing to shard, whatever its stage; give nproc=N for several")
     for name, value in settings_of(found).items():
         print(f"  {name}: {value}")
     for entry in techniques_of(found, values):

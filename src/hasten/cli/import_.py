@@ -52,14 +52,14 @@ def import_(path: Path, overrides: Sequence[str], output: Path | None, nproc: in
 
 
 def tell_format(values: Mapping[str, Any]) -> None:
-    """Where the file asks for bf16 and this processor gains nothing by it, a line on that."""
+    """A line on bf16, if the file asks for it and no gain is certain on this processor."""
     asked = [{entry: {}} if isinstance(entry, str) else entry for entry in values.get("plan") or []]
     settings = {name: given or {} for entry in asked for name, given in entry.items()}
     autocast = settings.get("autocast", {"dtype": "none"}).get("dtype", "bf16")
     if "bf16_master_weights" not in settings and autocast != "bf16":
         return
     if why := why_no_gain(facts.seen_at_start()):
-        print(f"bf16 is kept, since the file asks for it, and gains nothing here: {why}")
+        print(f"bf16 is kept, since the file asks for it; hasten wouldn't choose it here: {why}")
 
 
 def show(found: ImportedRecipe, path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hasten.errors import InputError
-from hasten.formatting import aligned
+from hasten.formatting import aligned, wrapped
 from hasten.measure.paper import table as paper
 from hasten.measure.paper.request import on_paper, traces
 from hasten.measure.paper.roofline import paper_device
@@ -90,18 +91,24 @@ def plan(
     best = found.best[0]
     changes = [*advice.sensitivity(found), *advice.switches(found)]
     nearest = reasons.rejected(found, NEAREST)
-    print(text.heading(found, seconds, assumed))
-    print(text.layouts_table(found.best, job, price))
-    print(text.waterfalls(best))
-    print(text.spent(spending(best, job, price), best))
-    print(text.front(found.pareto, job, price))
-    print(text.rejections(nearest, reasons.refusals(found)))
-    print(text.changes_table(changes))
-    print(beyond_trainer(best.layout) or f"in a recipe:\n{indent(recipe_lines(best.layout), '  ')}")
+    width = shutil.get_terminal_size((text.WIDTH, 24)).columns
+    lora = job.task == "lora"
+    blocks = [
+        text.heading(found, seconds, assumed),
+        text.layouts_table(found.best, job, price, width),
+        text.waterfalls(best),
+        text.spent(spending(best, job, price), best),
+        text.front(found.pareto, job, price, width),
+        text.rejections(nearest, reasons.refusals(found)),
+        text.changes_table(changes, width),
+        beyond_trainer(best.layout, lora)
+        or f"in a recipe:\n{indent(recipe_lines(best.layout), '  ')}",
+    ]
     if options.check_paper:
-        print(f"\n{counted_on_paper(found, recipe)}")
-    for block in extras(found, options):
-        print(f"\n{block}")
+        blocks.append(f"\n{counted_on_paper(found, recipe)}")
+    blocks += [f"\n{block}" for block in extras(found, options)]
+    for block in blocks:
+        print(wrapped(block, width))
     if out is not None:
         write(out, json.dumps(to_dict(found, price), indent=1, allow_nan=False) + "\n")
     if html is not None:

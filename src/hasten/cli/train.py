@@ -257,6 +257,18 @@ def _conclude(summary: dict[str, Any]) -> None:
     if summary["energy"]["kwh"] is not None:
         print(f"energy {summary['energy']['kwh']:.4g} kWh, {summary['energy']['source']}")
     print(f"saved: {summary['saved']}")
+    if summary["stopped"] in ("interrupted", "left"):
+        print(resume_words("checkpoints" in summary["acted"]))
+
+
+def resume_words(has_checkpoints: bool) -> str:
+    """How a run that was ended early continues."""
+    if has_checkpoints:
+        return "to continue: the same command with resume=auto"
+    return (
+        "this run can't continue, since its plan has no checkpoints: add checkpoint_every: dynamic "
+        "to the recipe before the next one"
+    )
 
 
 def _evenness(stall: float, found: Mapping[str, Any]) -> str:

@@ -96,6 +96,11 @@ def available_bytes(limit_bytes: int) -> int:
     return min(int(psutil.virtual_memory().available), limit_bytes)
 
 
+def resident_bytes() -> int:
+    """What of this process is in memory now."""
+    return int(psutil.Process().memory_info().rss)
+
+
 def host_memory_peak() -> int:
     """Largest resident size of this process in bytes since start or the last reset."""
     with contextlib.suppress(OSError):

@@ -8,8 +8,10 @@
 State is exact up to small tensors. Activations are counted from what the products of a block keep:
 every matrix has the model's width on one side, so the other sides add up to (weights of a block) /
 (width) (Korthikanti et al., arXiv:2205.05198, section 4, without dropout and with fused attention).
-Beside them lie norms and residual sums, and each expert's own copy of its tokens, before and after.
-The low ranks of latent attention are counted by their weights, which is too little.
+Norms, residual sums and copies around attention come on top, and each expert's own copy of its
+tokens, before and after. Their widths were counted from the tensors that live at the peak of traced
+steps; ``tests/recipe/test_memory_peak.py`` compares them again. The low ranks of latent attention
+are counted by their weights, which is too little.
 """
 
 from __future__ import annotations
@@ -17,13 +19,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ADAMW_FLOAT32 = 16.0  # bytes per weight: itself, its gradient, two moments (arXiv:1910.02054)
-LOGITS_COPIES = 2.0  # scores and their gradient
-NORMS_AND_SUMS = 8.0  # widths that a block keeps beside its products; Transformers' norms, measured
+GRADIENT_FLOAT32 = 4.0  # of these, the gradient
+# At the peak of its backward pass whole cross-entropy has its saved softmax, the gradient of that,
+# and the gradient of the scores.
+LOGITS_COPIES = 3.0
+# Widths that a block keeps beside its products, by (fused layers, frozen weights). Fused norms keep
+# their input alone; a frozen weight's product doesn't keep what only its gradient reads.
+BESIDE_PRODUCTS = {
+    (False, False): 7.0,
+    (False, True): 3.0,
+    (True, False): 4.5,
+    (True, True): 0.85,
+}
+HALF_NORMS = 2.0  # more, in 16 bits: Transformers' two norms keep their input in float32
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What is counted of a model; a token meets ``active`` weights and ``chosen`` experts."""
+    """What is counted of a model; a token meets ``active`` weights and ``chosen`` experts.
+
+    ``repeated``: widths by which attention's keys and values grow where heads share them;
+    ``score_heads``: heads whose scores are kept, one number for each pair of positions.
+    """
 
     parameters: int
     active: float
@@ -31,20 +48,34 @@ class ModelSize:
     layers: int
     vocabulary: int
     chosen: int = 0
+    repeated: float = 0.0
+    score_heads: int = 0
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """How a block runs: with fused layers, with frozen weights, and with its keys repeated."""
+
+    fused: bool = False
+    frozen: bool = False
+    repeats: bool = True
+    score_length: float = 0.0  # positions that each scores against, where scores are kept
 
 
 @dataclass(frozen=True)
 class BytesNeeded:
-    """Bytes on one rank."""
+    """Bytes on one rank; ``later`` of the state aren't there yet when activations are."""
 
     state: float
     activations: float = 0.0
     logits: float = 0.0
     overhead: float = 0.0
+    later: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.state + self.activations + self.logits + self.overhead
+        passing = self.activations + self.logits
+        return self.state + max(passing - self.later, 0.0) + self.overhead
 
     def __str__(self) -> str:
         parts = [
@@ -85,21 +116,48 @@ def routed_weights(
 
 
 def activation_bytes(
-    size: ModelSize, slots: int, number_bytes: float = 4.0, recomputed: float = 0.0
+    size: ModelSize,
+    slots: int,
+    number_bytes: float = 4.0,
+    recomputed: float = 0.0,
+    form: BlockForm = BlockForm(),  # frozen
 ) -> float:
     """What a micro-batch of so many slots keeps; ``recomputed`` of its blocks, only the inputs.
 
     Blocks that are computed again need one at a time whole.
     """
+    block = block_bytes(size, slots, number_bytes, form)
+    inputs = slots * number_bytes * size.hidden
+    kept = size.layers * ((1 - recomputed) * block + recomputed * min(inputs, block))
+    return kept + (block if recomputed else 0.0)
+
+
+def block_bytes(size: ModelSize, slots: int, number_bytes: float, form: BlockForm) -> float:
+    """What one block keeps of a micro-batch."""
     if not size.layers or not size.hidden:
         return 0.0
     of_head = size.vocabulary * size.hidden
     widths = max(size.active - of_head, 0.0) / size.layers / size.hidden
-    block = (NORMS_AND_SUMS + 2 * size.chosen) * size.hidden + widths
-    kept = size.layers * ((1 - recomputed) * block + recomputed * size.hidden)
-    return slots * number_bytes * (kept + (block if recomputed else 0.0))
+    beside = BESIDE_PRODUCTS[form.fused, form.frozen]
+    if not form.fused:
+        beside += HALF_NORMS if number_bytes < 4 else 0.0
+    count = widths + (beside + 2 * size.chosen) * size.hidden
+    if form.repeats:
+        count += size.repeated
+    if not form.fused and not form.frozen:  # the gate's activation is a tensor of its own
+        count += max(widths - 4 * size.hidden + size.repeated, 0.0) / 3
+    count += size.score_heads * form.score_length
+    return slots * number_bytes * count
 
 
-def logits_bytes(size: ModelSize, slots: int, share: float = 1.0) -> float:
-    """Scores of ``share`` of the slots at once, in float32, and their gradient."""
-    return LOGITS_COPIES * 4.0 * size.vocabulary * slots * share
+def logits_bytes(size: ModelSize, slots: int) -> float:
+    """Scores of all slots in float32 and what their backward pass holds with them."""
+    return LOGITS_COPIES * 4.0 * size.vocabulary * slots
+
+
+def chunk_logits_bytes(
+    size: ModelSize, rows: int, number_bytes: float = 4.0, frozen: bool = False
+) -> float:
+    """Scores of a chunk of rows, and the head's gradient that chunks add up to."""
+    number = 4.0 if number_bytes >= 4 else 4.0 + number_bytes
+    return size.vocabulary * (number * rows + (0.0 if frozen else 4.0 * size.hidden))

@@ -197,14 +197,17 @@ def recipe_lines(layout: PlannedLayout) -> str:
     return "\n".join(lines)
 
 
-def beyond_trainer(layout: PlannedLayout) -> str:
-    """What of the layout hasten's own trainer can't run, in one sentence; empty: it runs it."""
+def beyond_trainer(layout: PlannedLayout, lora: bool = False) -> str:
+    """What of the layout hasten's own trainer can't run, in one sentence; empty: it runs it.
+
+    ``lora``: adapters are trained, which the files for Megatron-LM don't cover.
+    """
     lacks = ["cp"] if layout.cp > 1 else []
     others = [name for name in ("tp", "ep") if getattr(layout, name) > 1]
     if layout.pp > 1:
         lacks += [f"{name} beside pp" for name in others]
         lacks += ["zero beside pp"] if layout.zero > 1 and layout.dp > 1 else []
-        lacks += [] if layout.schedule in TRAINER_SCHEDULES else [f"the schedule {layout.schedule}"]
+        lacks += [] if layout.schedule in TRAINER_SCHEDULES else [f"{layout.schedule} schedule"]
         chunks = layout.virtual if layout.schedule == "interleaved" else TRAINER_CHUNKS
         lacks += [f"interleaving of {chunks} chunks a rank"] if chunks != TRAINER_CHUNKS else []
         lacks += ["recomputation of some layers in a pipeline"] * (layout.recompute == "selective")
@@ -220,9 +223,12 @@ def beyond_trainer(layout: PlannedLayout) -> str:
         lacks += [f"compressed gradients beside {name}" for name in cut]
     if not lacks:
         return ""
+    lacking = f"hasten's own trainer has no {', no '.join(lacks)} yet"
+    if lora:
+        return f"{lacking}, and hasten launch writes no files of other software for LoRA"
     return (
-        f"hasten's own trainer has no {', no '.join(lacks)} yet: this layout is for Megatron-LM "
-        "and the like (hasten launch --target megatron writes its arguments)"
+        f"{lacking}: this layout is for Megatron-LM and the like (hasten launch --target megatron "
+        "writes its arguments)"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from hasten.data.file_lock import replace_file
 from hasten.errors import InputError
-from hasten.formatting import aligned
+from hasten.formatting import fitted
 from hasten.models.architecture import Architecture
 from hasten.planner.advice import HardwareOption, LayoutChange, Shape
 from hasten.planner.candidate import JobCost, PlanCandidate, Span, spending, words
@@ -22,6 +22,7 @@ from hasten.planner.reasons import PARTS, RejectedLayout
 from hasten.planner.simulate import draw_schedule, micro_batch, stages
 from hasten.recipe.price import Price
 
+WIDTH = 100  # characters of a line where nobody says how many
 BAR = 28  # characters of a waterfall's longest bar
 
 
@@ -51,13 +52,15 @@ def asked(found: ClusterPlan) -> str:
     )
 
 
-def layouts_table(best: Sequence[PlanCandidate], job: PlannedJob, price: Price | None) -> str:
+def layouts_table(
+    best: Sequence[PlanCandidate], job: PlannedJob, price: Price | None, width: int = WIDTH
+) -> str:
     """A row per layout, the quickest first."""
     head = ["layout", "step s", "tokens/s/GPU", "MFU", "exposed", "memory GB", "time", "GPU hours"]
     rows = _rows(best, head, job, price)
     if not job.tokens:
         rows[0][6:8] = ["time/B tokens", "GPU hours/B tokens"]
-    return "\n" + aligned([[str(place or ""), *row] for place, row in enumerate(rows)])
+    return "\n" + fitted([[str(place or ""), *row] for place, row in enumerate(rows)], width)
 
 
 def _rows(
@@ -122,11 +125,13 @@ def spent(cost: JobCost, one: PlanCandidate) -> str:
     return "\n".join(lines)
 
 
-def front(found: Sequence[PlanCandidate], job: PlannedJob, price: Price | None) -> str:
+def front(
+    found: Sequence[PlanCandidate], job: PlannedJob, price: Price | None, width: int = WIDTH
+) -> str:
     """What nothing beats in time, memory and device hours at once."""
     head = ("nodes", "layout", "step s", "memory P90 GB", "time", "GPU hours")
     rows = _rows(found, head, job, price)
-    return "\nnothing beats these in time, memory and GPU hours together\n" + aligned(rows)
+    return "\nnothing beats these in time, memory and GPU hours together\n" + fitted(rows, width)
 
 
 def rejections(nearest: Sequence[RejectedLayout], counted: Sequence[str]) -> str:
@@ -136,7 +141,7 @@ def rejections(nearest: Sequence[RejectedLayout], counted: Sequence[str]) -> str
     return "\n".join([*lines, *(f"  left out: {said}" for said in counted)])
 
 
-def changes_table(changes: Sequence[LayoutChange]) -> str:
+def changes_table(changes: Sequence[LayoutChange], width: int = WIDTH) -> str:
     """What would change the rate of 1, and whether another layout would then be better.
 
     Ratios of two predictions, in which what both get wrong cancels: they have no interval.
@@ -145,7 +150,7 @@ def changes_table(changes: Sequence[LayoutChange]) -> str:
     for change in changes:
         note = change.note if change.layout is None else words(change.layout)
         rows.append([change.what, percent(change.same_layout), percent(change.best_layout), note])
-    return "\n" + aligned(rows) + "\n"
+    return "\n" + fitted(rows, width) + "\n"
 
 
 def why_text(layout: PlannedLayout, said: Sequence[str], one: PlanCandidate | None) -> str:
@@ -185,7 +190,7 @@ def devices_table(choices: Sequence[HardwareOption], job: PlannedJob) -> str:
         hours = spanned(spending(one, job).device_hours)
         worth = f"{choice.price_ratio:.2f} x"
         rows.append([choice.device, words(one.layout), spanned(one.step_seconds), hours, worth])
-    return aligned(rows)
+    return fitted(rows, WIDTH)
 
 
 def shapes_text(found: Sequence[Shape], model: Architecture) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
@@ -18,13 +20,18 @@ from hasten.core.technique import Forecast, Technique
 from hasten.errors import InputError, StoppedError
 from hasten.machine.environment import ranks_here
 from hasten.machine.memory import is_out_of_memory
-from hasten.machine.processes import available_bytes
+from hasten.machine.processes import available_bytes, resident_bytes
 from hasten.models.flops import config_flops
 from hasten.models.load import read_config
 from hasten.models.memory import (
+    ADAMW_FLOAT32,
+    GRADIENT_FLOAT32,
+    BlockForm,
     BytesNeeded,
     ModelSize,
     activation_bytes,
+    block_bytes,
+    chunk_logits_bytes,
     gigabytes,
     logits_bytes,
     state_bytes,
@@ -38,7 +45,15 @@ from hasten.techniques.optimizer import CompactAdamW, FusedAdamW
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.recompute import Recompute
 
-OVERHEAD = 0.6e9  # a process with torch and transformers; about the same as a GPU's context
+# A process with torch, transformers and the libraries that the first step loads; about the same as
+# a GPU's context.
+OVERHEAD = 0.65e9
+FIRST_STEP = 0.06e9  # of these, what the first step loads
+# Blocks below this size come from the heap, which keeps what is freed between others (mallopt(3)).
+HEAP_BLOCK = 32 * 2**20
+HEAP_SPARE = 1.3  # measured: resident bytes / live ones, where activations are such blocks
+MAY_RUN_OUT = "it may run out"
+BLOCK_BACKWARD = 1.3  # what a block holds as it runs backward / what its forward pass keeps
 FIRST_STEPS = 4  # that are looked at for the largest micro-batch
 STATE_SLOTS = (
     *(Slot.ADAPTER, Slot.OBJECTIVE, Slot.PRECISION, Slot.OPTIMIZER, Slot.AVERAGE, Slot.WIRE),
@@ -72,20 +87,25 @@ def settle_memory(recipe: Recipe, setup: Setup, tell: Callable[[str], None]) -> 
     Raises:
         InputError: weights, gradients and optimizer alone don't fit.
     """
-    text, helps = memory_words(recipe, setup)
+    text, helps = memory_words(recipe, setup, resident_bytes())
     tell(f"memory of a rank: {text}")
     return helps
 
 
-def memory_words(recipe: Recipe, setup: Setup) -> tuple[str, str]:
+def memory_words(recipe: Recipe, setup: Setup, resident: int = 0) -> tuple[str, str]:
     """What the fullest rank will need of what there is, in words, and what would help.
+
+    Args:
+        resident: bytes that this process has already, where it is the one that trains.
 
     Raises:
         InputError: weights, gradients and optimizer alone don't fit; with what would.
     """
     known, room = setup.facts, room_of(setup.facts)
     size, slots, adapter = size_of(recipe, known), largest_micro_batch(setup), _adapter(recipe)
-    needs = needs_of(size, known, setup.plan.with_(*adapter), slots)
+    needs = needs_of(size, known, setup.plan.with_(*adapter), slots, one_pass(setup))
+    if not known.on_gpu:
+        needs = replace(needs, overhead=max(needs.overhead, resident + FIRST_STEP))
     helps = help_for(size, known, setup.plan.with_(*adapter), slots, room)
     if needs.state + needs.overhead > room:
         raise InputError(
@@ -97,7 +117,7 @@ def memory_words(recipe: Recipe, setup: Setup) -> tuple[str, str]:
     if not known.on_gpu:
         text += f", {gigabytes(available_bytes(int(room)))} free now"
     if needs.total > room:
-        text += f"; it may run out: {helps}"
+        text += f"; {MAY_RUN_OUT}: {helps}"
     return text, helps
 
 
@@ -115,34 +135,106 @@ def size_of(recipe: Recipe, known: Facts) -> ModelSize:
         active = config_flops(config).per_token / 6
     chosen = getattr(config, "num_experts_per_tok", 0) if model.experts else 0
     sizes = model.hidden_size, model.layers, model.vocabulary
-    return ModelSize(model.parameters, active, *sizes, chosen or 0)
+    shared = model.key_value_heads / model.heads if model.heads else 1.0
+    return ModelSize(
+        model.parameters,
+        active,
+        *sizes,
+        chosen=chosen or 0,
+        repeated=2.0 * model.hidden_size * (1 - shared),
+        score_heads=model.heads if keeps_scores(config, known.on_gpu) else 0,
+    )
 
 
-def needs_of(size: ModelSize, known: Facts, plan: Plan, slots: int) -> BytesNeeded:
-    """What the fullest rank needs under a plan, with micro-batches of so many slots."""
+def keeps_scores(config: Any, on_gpu: bool) -> bool:
+    """Whether attention's scores are kept: without SDPA, or by its plain form on a processor, which
+    it takes where values have another width than keys."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if not getattr(kind, "_supports_sdpa", True):
+        return True
+    keys = getattr(config, "qk_nope_head_dim", None)
+    if on_gpu or keys is None:
+        return False
+    return bool(keys + config.qk_rope_head_dim != config.v_head_dim)
+
+
+def needs_of(
+    size: ModelSize, known: Facts, plan: Plan, slots: int, single: bool = False
+) -> BytesNeeded:
+    """What the fullest rank needs under a plan, with micro-batches of so many slots.
+
+    Args:
+        single: a step is one micro-batch, so its gradients come after its activations.
+    """
     told = {t.slot: t.forecast(known) for t in plan}
-    if FusedAdamW() in plan.techniques and Slot.PRECISION not in plan:
+    precision, adapts = told.get(Slot.PRECISION), Slot.ADAPTER in told
+    number_bytes = 4.0 * min(precision.bytes if precision else 1.0, 1.0)
+    halves = any(isinstance(t, BF16MasterWeights) for t in plan)
+    if FusedAdamW() in plan.techniques and precision is None:
         told.pop(Slot.OPTIMIZER)  # what it saves is a copy that only master weights have
-    if Slot.ADAPTER in told:
+    if adapts:
         told.pop(Slot.OPTIMIZER, None)  # frozen weights have no moments that it could shrink
     none = Forecast()
     more = sum(told[slot].resident_bytes for slot in STATE_SLOTS if slot in told)
+    if halves and adapts:  # frozen weights have no masters, and are in 16 bits themselves
+        quantised = any(isinstance(t, LoRA) and t.base for t in plan)
+        more -= (2.0 if quantised else 4.0) * size.parameters
     dealt = -min(told.get(Slot.LAYOUT, none).resident_bytes, 0.0)
-    row = 4.0 * known.model.vocabulary * known.records.longest
     slots = round(slots * min(told.get(Slot.COLLATE, none).slots, 1.0))
-    saved = told.get(Slot.LOSS, none).resident_bytes
-    share = 1 + saved / row if row and saved < 0 else 1.0
-    return BytesNeeded(
-        state=state_bytes(size.parameters, more, dealt),
-        activations=activation_bytes(
-            size,
-            slots,
-            4.0 * min(told.get(Slot.PRECISION, none).bytes, 1.0),
-            min(3 * max(told.get(Slot.RECOMPUTE, none).flops - 1, 0.0), 1.0),
-        ),
-        logits=logits_bytes(size, slots, max(share, 0.0)),
-        overhead=OVERHEAD,
+    by_document = Slot.ATTENTION in told
+    records = known.records
+    mean = records.tokens / max(records.count, 1)
+    form = BlockForm(
+        fused=Slot.LAYERS in told,
+        frozen=adapts,
+        repeats=not by_document,
+        score_length=mean if by_document else records.longest,
     )
+    logits = _logits(size, known, plan, slots, number_bytes)
+    recomputed = min(3 * max(told.get(Slot.RECOMPUTE, none).flops - 1, 0.0), 1.0)
+    activations = activation_bytes(size, slots, number_bytes, recomputed, form)
+    if recomputed:  # a block is computed again once the logits are gone, and then run backward
+        block = block_bytes(size, slots, number_bytes, form)
+        activations += max(BLOCK_BACKWARD * block - logits, 0.0) - block
+    if not known.on_gpu and 4.0 * slots * size.hidden < HEAP_BLOCK:
+        activations *= HEAP_SPARE
+    state = state_bytes(size.parameters, more, dealt)
+    later = 0.0
+    if not adapts:
+        gradients = state_bytes(size.parameters, 0.0, dealt) * GRADIENT_FLOAT32 / ADAMW_FLOAT32
+        if single:
+            later = gradients
+        elif halves and any(isinstance(t, CompactAdamW) for t in plan):
+            later = gradients / 2  # it widens them only as it reads them
+    return BytesNeeded(state, activations, logits, OVERHEAD, later)
+
+
+def _logits(size: ModelSize, known: Facts, plan: Plan, slots: int, number_bytes: float) -> float:
+    for technique in plan:
+        if isinstance(technique, LabelledTokenLoss):
+            labelled = slots if known.on_gpu else round(slots * known.records.trained_share)
+            rows = min(technique.rows(known), labelled)
+            return chunk_logits_bytes(size, rows, number_bytes, Slot.ADAPTER in plan)
+    return logits_bytes(size, slots)
+
+
+def one_pass(setup: Setup) -> bool:
+    """Whether each of this rank's first steps is a single micro-batch."""
+    return setup.sampler is not None and all(
+        sum(len(setup.cut(piece)) for piece in pieces if piece) <= 1
+        for pieces in _first_steps(setup)
+    )
+
+
+def _first_steps(setup: Setup) -> Iterator[list[list[Any]]]:
+    """This rank's records of the first steps, in the pieces that BATCH cuts one by one."""
+    assert setup.sampler is not None
+    layout, records = setup.layout, setup.job.records
+    steps = setup.sampler.local_steps(0, layout.data_rank, layout.data_size)
+    for pieces in itertools.islice(steps, FIRST_STEPS):
+        yield [[records[i] for i in piece] for piece in pieces]
 
 
 def largest_micro_batch(setup: Setup) -> int:
@@ -150,14 +242,12 @@ def largest_micro_batch(setup: Setup) -> int:
 
     Laid out as the job does without a technique, as one would count these records as its own.
     """
-    sampler, collate = setup.sampler, setup.job.collate
-    if sampler is None:
+    if setup.sampler is None:
         return 0
-    layout, records = setup.layout, setup.job.records
+    collate = setup.job.collate
     found = 0
-    steps = sampler.local_steps(0, layout.data_rank, layout.data_size)
-    for pieces in itertools.islice(steps, FIRST_STEPS):
-        parts = [p for piece in pieces if piece for p in setup.cut([records[i] for i in piece])]
+    for pieces in _first_steps(setup):
+        parts = [part for piece in pieces if piece for part in setup.cut(piece)]
         found = max([found, *(collate(part).counts.slots for part in parts)])
     return found
 

@@ -94,6 +94,10 @@ def _lines(look: Recipe, data: PreparedData, known: Facts, output: str) -> list[
     cutoff, why_cut = _cutoff(lengths)
     fresh = look.model in PRESETS
     lora, why_lora = _lora(known, fresh)
+    steps, all_seen = -(-len(lengths) * 95 // (100 * BATCH)), len(lengths) < SAMPLE
+    warmup = min(10, max(steps // 10, 1)) if all_seen else 10
+    every = min(100, max(steps // 3, 1)) if all_seen else 100
+    of_all = f"of about {steps:,} steps" if all_seen else ""
     rate, whose = (1e-3, "random weights") if fresh else (2e-4, "LoRA") if lora else (2e-5, "all")
     return [
         Line("model", look.model, "random weights: a preset" if fresh else ""),
@@ -104,8 +108,8 @@ def _lines(look: Recipe, data: PreparedData, known: Facts, output: str) -> list[
         Line("epochs", 1),
         Line("global_batch_size", BATCH, "records of a step, over all ranks and micro-batches"),
         Line("learning_rate", rate, f"usual for {whose}"),
-        Line("warmup_steps", 10),
-        Line("eval_every", 100),
+        Line("warmup_steps", warmup, of_all),
+        Line("eval_every", every, of_all),
         Line("output", output),
         Line("plan", "auto", "races techniques on this job and machine, and takes the fastest"),
     ]

@@ -44,12 +44,12 @@ def write_card(folder: Path, recipe: Facts, summary: Facts, report: Facts | None
 def card_text(recipe: Facts, summary: Facts, report: Facts | None, adapter: bool) -> str:
     """The card: the same for the same run, whenever it is written."""
     base = str(recipe["model"])
-    what = "adapter (LoRA) for" if adapter else "language model trained from"
+    what = "An adapter (LoRA) for" if adapter else "A language model trained from"
     parts = [
         _front_matter(recipe, adapter),
         MARK,
         f"# {'Adapter' if adapter else 'Model'} from {_code(base)}",
-        f"A {what} {_code(base)}{_weights(recipe)} on {_data(recipe)}.",
+        f"{what} {_code(base)}{_weights(recipe)} on {_data(recipe)}.",
         "## Training",
         _table(("", ""), _training(recipe, summary)),
         "## Techniques",

@@ -90,12 +90,16 @@ class LabelledTokenLoss(Technique):
             f"{facts.model.head_reason}",
         )
 
-    def forecast(self, facts: Facts) -> Forecast:
-        longest, share = facts.records.longest, facts.records.trained_share
+    def rows(self, facts: Facts) -> int:
+        """Rows of logits that exist at once on the job's device, at most."""
         gpus = facts.hardware.accelerators if facts.on_gpu else ()
         size = chunk_bytes(min((gpu.memory_bytes for gpu in gpus), default=0))
-        chunk = chunk_rows(self.chunk, max(facts.model.vocabulary, 1), size)
-        saved = 4 * facts.model.vocabulary * (longest - chunk)  # bytes, one row of float32
+        return chunk_rows(self.chunk, max(facts.model.vocabulary, 1), size)
+
+    def forecast(self, facts: Facts) -> Forecast:
+        longest, share = facts.records.longest, facts.records.trained_share
+        # bytes, one row of float32
+        saved = 4 * facts.model.vocabulary * (longest - self.rows(facts))
         return Forecast(flops=1 - (1 - share) * _head_share(facts), resident_bytes=min(-saved, 0))
 
     def probe(self, session: Session) -> Proof:

@@ -1,0 +1,224 @@
+"""The forecast of memory against what is really taken: live tensors, a traced GPU, a process."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hasten.core.facts import Facts, RecordFacts, seen_at_start
+from hasten.core.plan import Plan
+from hasten.core.session import assemble
+from hasten.core.setup import prepare
+from hasten.core.step import training
+from hasten.core.technique import Technique
+from hasten.machine.host import Accelerator
+from hasten.measure.paper.request import PaperTrace, traces
+from hasten.measure.paper.roofline import paper_device
+from hasten.models.flops import model_flops
+from hasten.models.memory import ModelSize
+from hasten.recipe import memory_check
+from hasten.recipe.build import model_facts
+from hasten.recipe.memory_check import largest_micro_batch, needs_of, one_pass, size_of
+from hasten.recipe.shorthands import catalogue
+from hasten.techniques.attention import DocumentAttention
+from hasten.techniques.batch import Accumulate
+from hasten.techniques.collate import Packed
+from hasten.techniques.layers import FusedLayers
+from hasten.techniques.loss import LabelledTokenLoss
+from hasten.techniques.recompute import Recompute
+from paper_recipes import MASTERS, paper_recipe
+from tiny import COMMON, job_facts, language_job, records
+
+WIDTH, INNER, LAYERS, VOCABULARY = 128, 344, 4, 2000
+WITHIN = 0.2
+
+
+class LiveTensors(TorchDispatchMode):
+    """The most bytes of tensors that were made inside and live at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self._seen:
+                storage = tensor.untyped_storage()
+                self._seen.add(storage)
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._free, storage.nbytes())
+        return out
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+
+def model() -> Any:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "vocab_size": VOCABULARY}
+    config = hf.LlamaConfig(
+        **{**COMMON, **sizes, "num_hidden_layers": LAYERS, "max_position_embeddings": 1024},
+        num_key_value_heads=4,
+    )
+    return hf.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+def shaped(known: Facts, built: Any) -> Facts:
+    count = sum(p.numel() for p in built.parameters())
+    shape = replace(
+        known.model,
+        parameters=count,
+        hidden_size=WIDTH,
+        layers=LAYERS,
+        heads=4,
+        key_value_heads=4,
+        vocabulary=VOCABULARY,
+    )
+    return replace(known, model=shape)
+
+
+PLANS: dict[str, tuple[Technique, ...]] = {
+    "plain": (),
+    "several passes": (Accumulate(micro_batch_size=3),),
+    "labels": (LabelledTokenLoss(),),
+    "packed": (Packed(), DocumentAttention(), LabelledTokenLoss()),
+    "fused": (Packed(), DocumentAttention(), FusedLayers(), LabelledTokenLoss()),
+    "recomputed": (Recompute(),),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_live_tensors_of_a_step_are_what_was_forecast(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor's bytes say nothing of the heap that it lies in."""
+    monkeypatch.setattr(memory_check, "HEAP_SPARE", 1.0)
+    techniques, built = PLANS[name], model()
+    job = language_job(lambda: built, data=records(8, longest=400), steps=2)
+    known = shaped(job_facts(job), built)
+    if any(t.obstacles(known) for t in techniques):
+        pytest.skip("a technique of this plan can't run here")
+    active = model_flops(built).per_token / 6
+    size = ModelSize(known.model.parameters, active, WIDTH, LAYERS, VOCABULARY)
+    plan = Plan(techniques)
+    setup = prepare(job, plan, known)
+    needs = needs_of(size, known, plan, largest_micro_batch(setup), one_pass(setup))
+    steps = training(assemble(setup))
+    next(steps)
+    tracker = LiveTensors()
+    with tracker:
+        next(steps)
+    # Weights and moments were there before; where a step has several passes gradients are inside.
+    found = tracker.peak + 12 * known.model.parameters
+    assert needs.total - needs.overhead == pytest.approx(found, rel=WITHIN)
+
+
+GPU_PLANS: dict[str, tuple[list[Any], int]] = {
+    "plain": ([{"accumulate": {"micro_batch_size": 4}}], 8),
+    "bf16": (["bf16_master_weights", {"accumulate": {"micro_batch_size": 4}}], 8),
+    "labels": (["labelled_token_loss"], 4),
+    "fused": ([*MASTERS], 4),
+    "recomputed": ([*MASTERS, "recompute", {"accumulate": {"micro_batch_size": 4}}], 8),
+}
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 8000,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.cold
+def test_a_simulated_gpu_takes_what_was_forecast(tmp_path: Path) -> None:
+    recipes = {
+        name: paper_recipe(
+            tmp_path / name, CONFIG, plan=plan, global_batch_size=batch, cutoff_len=512
+        )
+        for name, (plan, batch) in GPU_PLANS.items()
+    }
+    device = paper_device("h100")
+    card = Accelerator("NVIDIA H100", device.memory_bytes, "9.0")
+    for (name, recipe), trace in zip(
+        recipes.items(), traces(list(recipes.values()), "h100", whole=True), strict=True
+    ):
+        assert isinstance(trace, PaperTrace), (name, trace)
+        here = seen_at_start()
+        known = replace(
+            here,
+            device="cuda",
+            hardware=replace(here.hardware, accelerators=(card,)),
+            model=model_facts(recipe, None),
+            records=RecordFacts(64, 64 * 512, 512, 1.0),
+        )
+        plan = Plan.from_list(recipe.plan, catalogue())
+        single = GPU_PLANS[name][1] == 4
+        needs = needs_of(size_of(recipe, known), known, plan, 4 * 512, single)
+        peak = trace.ranks[0].peak_bytes
+        assert needs.total - needs.overhead == pytest.approx(peak, rel=WITHIN), name
+
+
+CHILD = """
+import resource, subprocess, sys
+done = subprocess.run(sys.argv[1:], capture_output=True, text=True)
+print(done.stdout, done.stderr, "PEAK", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.cold
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"global_batch_size": 2, "cutoff_len": 64, "plan": []},
+        {"global_batch_size": 16, "plan": []},
+        {"global_batch_size": 32, "plan": ["packed", "document_attention", "labelled_token_loss"]},
+    ],
+    ids=["nearly nothing", "whole logits", "labels alone"],
+)
+def test_a_process_takes_what_hasten_train_prints(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """The largest resident size of the process, as the system has it."""
+    recipe = {
+        "model": "deepseek-llm-tiny",
+        "dataset": "stdlib",
+        "held_out": 24,
+        "cutoff_len": 512,
+        "max_records": 400,
+        "max_steps": 4,
+        "device": "cpu",
+        "output": str(tmp_path / "run"),
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe | keys))
+    words = [sys.executable, "-c", CHILD, sys.executable, "-m", "hasten", "train", str(path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
+    said = re.search(r"memory of a rank: about ([\d.]+) GB", done.stdout)
+    taken = re.search(r"PEAK (\d+)", done.stdout)
+    assert said is not None, done.stdout[-2000:]
+    assert taken is not None
+    unit = 1 if sys.platform == "darwin" else 1024
+    # What is printed has one decimal.
+    assert float(said[1]) == pytest.approx(int(taken[1]) * unit / 1e9, rel=WITHIN, abs=0.05)
