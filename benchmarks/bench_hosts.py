@@ -30,7 +30,7 @@ from hasten.measure.statistics import paired_ratio
 
 WARM_UP = 5  # steps without a part in the speed
 SIZES = {  # hidden, layers, vocabulary, mean length of a row, rows of a batch
-    "usual": (320, 6, 8192, 160, 16),
+    "usual": (256, 4, 8192, 96, 8),
     "smoke": (32, 1, 128, 16, 4),
 }
 

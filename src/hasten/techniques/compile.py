@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from hasten.core.facts import Facts
@@ -92,6 +93,11 @@ class Compiled(Technique):
                 found.append(
                     f"compiling {name} takes Python's headers (Python.h), and they aren't "
                     "installed; on Debian and Ubuntu the package is python3-dev"
+                )
+            if blank := _folder_with_a_blank():
+                found.append(
+                    f"torch.compile can't call the C++ compiler where a path has a blank, as "
+                    f"{blank} has; install torch in a folder without one"
                 )
         if self.backend == "inductor" and (shared := _shared_cache()):
             found.append(
@@ -181,14 +187,24 @@ def _tokens_expected(job: Job) -> float | None:
     return min(limits, default=None)
 
 
+def _folder_with_a_blank() -> str | None:
+    """A folder that inductor writes into the compiler's command without quotes (torch 2.13)."""
+    return next((path for path in (torch.__path__[0], _cache_dir()) if " " in path), None)
+
+
 def _shared_cache() -> str | None:
     """The folder of torch's cache if others may have put code into it: it begins in /tmp.
 
     A group may write to it: with the usual umask of some systems, a user is a group alone.
     """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    folder = cache_dir()
+    folder = _cache_dir()
     found = os.stat(folder)
     safe = found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH
     return None if safe else folder
+
+
+def _cache_dir() -> str:
+    """Where torch keeps what it has compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
