@@ -35,6 +35,7 @@ from hasten.errors import InputError
 from hasten.integrations.module_edits import ModuleEdits
 from hasten.parts.data.collate import IGNORED, padded
 from hasten.parts.nn import rebind
+from hasten.parts.nn.attention import usual_of
 from hasten.parts.nn.causal_lm import causal_lm, routed_experts
 from hasten.parts.nn.head_form import plain_head_reason
 from hasten.parts.nn.losses import WholeLogitsLoss
@@ -423,7 +424,7 @@ def _model_facts(model: nn.Module) -> ModelFacts:
         sliding_window=bool(getattr(config, "use_sliding_window", False)),
         heads=getattr(config, "num_attention_heads", 0) or 0,
         key_value_heads=getattr(config, "num_key_value_heads", 0) or 0,
-        attention=getattr(config, "_attn_implementation", None) or "",
+        attention=usual_of(config) if hasattr(config, "_attn_implementation") else "",
         head_reason=plain_head_reason(model) or "",
     )
 
