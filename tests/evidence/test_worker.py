@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hasten.core.plan import Plan
-from hasten.machine import host
 from hasten.measure.worker import RecipeJob, compiled
 from hasten.measure.workers import Worker, WorkerError, WorkerPool, WorkerSpec
 from hasten.recipe.prepare import prepare_run
@@ -71,10 +70,6 @@ def test_compiling_is_counted_and_timed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
-@pytest.mark.skipif(
-    not any(name.startswith("avx512") for name in host.hardware().instruction_sets),
-    reason="with two threads a forked worker doesn't end on a processor without AVX-512",
-)
 def test_a_worker_that_is_forked_trains_as_one_that_was_spawned(tmp_path: Path) -> None:
     path = written(recipe_from(small(tmp_path, plan=[], max_steps=9), "test"), tmp_path)
     environ = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}

@@ -562,7 +562,12 @@ def _forked(server: int, channel: Any, spec: Mapping[str, Any], descriptors: lis
 
 
 def _import_all(recipe: Path) -> None:
-    """What a worker imports, the model's own module with it."""
+    """What a worker imports, the model's own module with it.
+
+    On one thread: OpenMP's threads are not in a fork, which would wait for them for ever (libgomp).
+    """
+    import torch
+
     import hasten.core.loop
     import hasten.core.session
     import hasten.core.step
@@ -572,7 +577,12 @@ def _import_all(recipe: Path) -> None:
     from hasten.recipe.build import facts_of
     from hasten.recipe.schema import load_recipe
 
-    facts_of(load_recipe(recipe))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        facts_of(load_recipe(recipe))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _program(arguments: Sequence[str]) -> int:
