@@ -260,6 +260,30 @@ def test_in_lightning_they_join_when_fit_is_called(monkeypatch: pytest.MonkeyPat
         hasten.speed_up(Trainer(), plan=[Packed()]).fit(module)
 
 
+def test_in_lightning_what_is_not_recognised_is_left_alone_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fitted: list[Any] = []
+
+    class Trainer:
+        strategy = SimpleNamespace(root_device=torch.device("cpu"))
+
+        def fit(self, model: Any, train_dataloaders: Any = None, **more: Any) -> str:
+            fitted.append((model, train_dataloaders, more))
+            return "fitted"
+
+    Trainer.__module__ = "lightning.pytorch.trainer.trainer"
+    module, loader = torch.nn.Linear(1, 1), DataLoader([1])  # type: ignore[arg-type, var-annotated]
+    trainer = hasten.speed_up(Trainer())
+    with caplog.at_level(logging.INFO, "hasten"):
+        assert trainer.fit(module, datamodule="theirs") == "fitted"
+        assert hasten.speed_up(Trainer()).fit(module, loader) == "fitted"
+    assert fitted == [(module, None, {"datamodule": "theirs"}), (module, loader, {})]
+    assert "speed_up: nothing joined: give fit the module and a torch DataLoader" in caplog.text
+    assert "Linear has no Hugging Face causal language model" in caplog.text
+    assert "fit" not in vars(trainer) or trainer.fit.__self__ is trainer
+
+
 def test_in_lightning_a_race_of_the_module_s_model_and_the_loader_s_data_decides(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

@@ -281,20 +281,27 @@ def _at_fit(trainer: Any, own: list[Technique] | None) -> None:
 
         from hasten.integrations import lightning as host
 
-        if not isinstance(train_dataloaders, DataLoader):
-            raise InputError(
-                "speed_up: give fit the module and a torch DataLoader; other sources of batches "
-                "aren't changed"
-            )
+        trainer.fit = usual  # a second fit finds the module as it is
         loader: Any = train_dataloaders
         chosen = own
-        if chosen is None:
-            known = facts_of(host.model_of(model), str(trainer.strategy.root_device))
-            chosen, note = _chosen(
-                known, loader.dataset, lambda some: host.check(trainer, model, loader, some)
-            )
+        try:
+            if not isinstance(loader, DataLoader):
+                raise InputError(
+                    "give fit the module and a torch DataLoader; other sources of batches "
+                    "aren't changed"
+                )
+            if chosen is None:
+                known = facts_of(host.model_of(model), str(trainer.strategy.root_device))
+                chosen, note = _chosen(
+                    known, loader.dataset, lambda some: host.check(trainer, model, loader, some)
+                )
+        except InputError as error:
+            if own is not None:
+                raise InputError(f"speed_up: {error}") from error
+            _LOG.info("speed_up: nothing joined: %s", error)
+            return usual(model, train_dataloaders, *rest, **more)
+        if own is None:
             trainer.callbacks.append(host.step_evidence(note))
-        trainer.fit = usual  # a second fit finds the module as it is
         module, loader = host.with_techniques(trainer, model, loader, chosen)
         return usual(module, loader, *rest, **more)
 
