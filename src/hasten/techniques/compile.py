@@ -207,4 +207,5 @@ def _cache_dir() -> str:
     """Where torch keeps what it has compiled."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    return cache_dir()
+    folder: str = cache_dir()
+    return folder
