@@ -56,8 +56,9 @@ TESTS = (
         )
     ),
 )
-# Saved folders are opened by it: the last release before 5, which servers and converters build on.
-READERS = "transformers>=4.57,<4.58"
+# Saved folders are opened by the last transformers before 5, which servers build on, and by the
+# package that llama.cpp's converter reads folders with.
+READERS = ("transformers>=4.57,<4.58", "gguf")
 MODEL_TYPES = "from transformers import CONFIG_MAPPING as m; print(*sorted(m.keys()))"
 
 
@@ -124,11 +125,11 @@ def readers(fresh: bool) -> None:
     folder = CACHE / "readers"
     if (folder / "made").exists() and not fresh:
         return
-    print(f"readers: making {folder} with {READERS} ...", flush=True)
+    print(f"readers: making {folder} with {', '.join(READERS)} ...", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
     python = str(folder / "bin" / "python")
-    command = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", READERS]
-    subprocess.run(command, check=True, env=variables())
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, *READERS], check=True, env=variables())
     own = Path(said(Path(python), "import sysconfig; print(sysconfig.get_path('purelib'))"))
     ours = [path for path in sys.path if Path(path).name == "site-packages"]
     (own / "behind.pth").write_text("\n".join(ours) + "\n")

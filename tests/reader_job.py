@@ -8,17 +8,21 @@ each: what was opened, the ids of a text, and how the chat template writes a dia
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 TOKENS = torch.arange(3, 43).reshape(2, 20)
 TEXT = "def f(x):\n    return  x + 2001 and words"
+GGUF = {"llama": "llama", "qwen2": "qwen2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2"}
 DIALOGUE = [{"role": "user", "content": "words"}, {"role": "assistant", "content": "numbers"}]
 
 
@@ -41,6 +45,30 @@ def read(folder: Path) -> dict[str, object]:
         "ids_of_file": file(TEXT).input_ids,
         "eos": model.generation_config.eos_token_id,
         "text": tokenizer.apply_chat_template(DIALOGUE, tokenize=False),
+        "gguf": read_as_gguf(folder) if importlib.util.find_spec("gguf") else None,
+    }
+
+
+def read_as_gguf(folder: Path) -> dict[str, object]:
+    """What llama.cpp's converter would find: end token, chat template, and a name for each weight.
+
+    For DeepSeek it stacks the experts of a layer under one name and puts a dot into
+    e_score_correction_bias first (convert_hf_to_gguf.py, DeepseekV2Model).
+    """
+    import gguf
+    from gguf.vocab import SpecialVocab
+
+    config = json.loads((folder / "config.json").read_text())
+    arch = next(k for k, n in gguf.MODEL_ARCH_NAMES.items() if n == GGUF[config["model_type"]])
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        stored = {re.sub(r"experts\.\d+\.", "experts.", name) for name in file.keys()}  # noqa: SIM118
+    stored = {name.replace("correction_bias", "correction.bias") for name in stored}
+    vocabulary = SpecialVocab(folder, load_merges=True)
+    return {
+        "unknown": sorted(n for n in stored if names.get_name(n, (".weight", ".bias")) is None),
+        "eos": vocabulary.special_token_ids.get("eos"),
+        "template": vocabulary.chat_template,
     }
 
 

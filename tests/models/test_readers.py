@@ -128,6 +128,10 @@ def check(
         assert row["ids_of_file"] == ids, case
         # transformers 5 splits by rules of its own for qwen2, whatever tokenizer.json says.
         assert row["ids"] == ids or ("qwen" in name and row["release"].startswith("5.")), case
+        if row["gguf"] is not None:
+            assert row["gguf"]["unknown"] == [], case
+            assert row["gguf"]["eos"] == 1, case
+            assert row["gguf"]["template"] == tokenizer.chat_template, case
     return {row["release"] for row in rows}
 
 
