@@ -190,7 +190,7 @@ def merge(run: Path, to: Path | None, adapter: str) -> int:
         The exit code: 1 if something beside the weights couldn't be saved.
     """
     from hasten.cli.train import warn_of_unsaved
-    from hasten.models.adapters import merged
+    from hasten.models.adapters import merged, other_base
     from hasten.models.load import load_tokenizer
     from hasten.models.save import save_model
     from hasten.recipe.build import model_for, requested_plan, saved_formats
@@ -213,6 +213,8 @@ def merge(run: Path, to: Path | None, adapter: str) -> int:
     planned = [t for t in requested_plan(recipe) if isinstance(t, LoRA)]  # else the recipe's keys
     base = (planned[0] if planned else LoRA(base=recipe.lora_base)).base
     unsaved = save_model(merged(model, source, base), tokenizer, target, saved_formats(recipe))
+    if other := other_base(source, recipe.model):
+        print(f"the adapter names {other} as its base, and was merged into {recipe.model}")
     if base:
         print(f"the base was rounded to {base}, as it was while the adapter learned")
     if (run / "summary.json").is_file():

@@ -250,8 +250,9 @@ def prepare_run(
     )
     plan = plan_of(recipe, replace(first_look, world=world))
     check_faults(recipe, plan)
-    for note in weight_notes(recipe):
-        tell(note)
+    if not started_by_hasten():  # or who started this rank has looked
+        for note in weight_notes(recipe):
+            tell(note)
     check_writers(recipe.log_to)
     check_folder(output)
     if held is not None:

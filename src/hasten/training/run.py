@@ -37,6 +37,8 @@ from hasten.machine import environment, host
 from hasten.machine.processes import Heartbeat, attempt_folder, attempt_number, reporting_errors
 from hasten.measure.energy import meter_of_run
 from hasten.measure.paper.comparison import comparison_of
+from hasten.models.save import AS_IN_MEMORY
+from hasten.models.weights import NumberFormats
 from hasten.recipe.build import job_of, plan_of, saved_formats, set_guards, watch_notices
 from hasten.recipe.gpu_check import check_ranks, without_refused
 from hasten.recipe.memory_check import advising, settle_memory
@@ -177,6 +179,7 @@ class _Run:
     data: PreparedData
     output: Path
     tell: Tell
+    formats: NumberFormats = AS_IN_MEMORY  # of saved weights
 
 
 def _train(
@@ -198,7 +201,8 @@ def _train(
             return assemble(setup)
 
     session, plan = proven(build, run.plan, run.tell)
-    run = replace(run, plan=plan)
+    # Now, while the base is where it was: a finished training needs it no more.
+    run = replace(run, plan=plan, formats=saved_formats(recipe))
     without_refused(session.model)
     set_guards(session, recipe, run.output)
     adjust(session, recipe, run.output, run.tell)
@@ -231,7 +235,7 @@ def _train(
     used = energy.found() if energy is not None else {}
     proofs = {t.name(): asdict(t.probe(session)) for t in run.plan}
     session.finish()
-    samples, unsaved = save_all(session, run.data, run.output, saved_formats(recipe))
+    samples, unsaved = save_all(session, run.data, run.output, run.formats)
     return _leave(run, session, outcome, (proofs, used, samples), unsaved) if main else {}
 
 
@@ -251,7 +255,7 @@ def _watch(
     def keep_best(evaluation: Evaluation) -> None:
         heartbeat.beat(evaluation.step)
         best = run.output / "best"
-        for problem in save_weights(session, run.data, best, saved_formats(run.recipe)):
+        for problem in save_weights(session, run.data, best, run.formats):
             run.tell(f"warning: {best}: {problem}")
 
     watch = replace(watch, on_best=keep_best if run.recipe.eval_every else _silent)
