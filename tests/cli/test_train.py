@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 from hasten.cli import train
 from hasten.cli.main import app
 from hasten.cli.train import StepLine
+from hasten.core.plan import Plan
 from hasten.data.file_lock import only_run_in
 from hasten.models.load import load_model, load_tokenizer
 from hasten.models.save import save_model
@@ -193,3 +195,19 @@ def test_a_finished_training_is_saved_whatever_lies_beside_the_weights(
     stored = load_file(output / "model" / "model.safetensors")
     assert {weight.dtype for weight in stored.values()} == {torch.float32}
     assert len(json.loads((output / "summary.json").read_text())["unsaved"]) == 3
+
+
+@pytest.mark.parametrize(("unsaved", "code"), [([], 0), (["the tokenizer couldn't be written"], 1)])
+def test_a_supervisor_does_not_restart_what_is_trained_but_ends_with_code_1(
+    unsaved: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Recipe(model="m", dataset="d", max_steps=1, max_restarts=1, output=str(tmp_path))
+    (tmp_path / "data").mkdir()
+
+    def supervise(*given: object) -> int:
+        (tmp_path / "summary.json").write_text(json.dumps({"unsaved": unsaved}))
+        return 0
+
+    monkeypatch.setattr(train, "prepare_run", lambda *given: (None, Plan(), None))
+    monkeypatch.setattr(train, "supervise", supervise)
+    assert train.as_supervised_ranks(recipe, ExitStack()) == code

@@ -313,3 +313,26 @@ def test_tied_weights_that_are_rounded_are_written_once(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(config)
     save_model(model, None, tmp_path / "model", NumberFormats(torch.bfloat16))
     assert "lm_head.weight" not in saved_formats_of(tmp_path / "model")
+
+
+def test_a_tokenizer_is_written_in_words_of_transformers_4(
+    model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """4.57 fails on a list under extra_special_tokens and on the class TokenizersBackend."""
+    tokenizer.save_pretrained(tmp_path / "before")
+    marked = load_tokenizer(str(tmp_path / "before"))
+    marked.add_special_tokens({"extra_special_tokens": ["<mark>"]})
+    marked.chat_template = {"default": "plain", "tool_use": "tools"}
+    assert save_model(model, marked, tmp_path / "model") == []
+    fields = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    assert fields["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert fields["additional_special_tokens"] == ["<mark>"]
+    assert "extra_special_tokens" not in fields
+    assert fields["chat_template"] == [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "tools"},
+    ]
+    again = load_tokenizer(str(tmp_path / "model"))
+    assert again.extra_special_tokens == ["<mark>"]
+    assert again.chat_template == marked.chat_template
+    save_model(model, marked, tmp_path / "model")  # its folder of templates is its own

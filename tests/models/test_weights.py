@@ -14,7 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from hasten.errors import InputError
 from hasten.models.adapters import add_lora
-from hasten.models.load import check_rows, check_weights, load_model, read_config, stored_formats
+from hasten.models.load import (
+    check_rows,
+    check_weights,
+    load_model,
+    local_folder,
+    read_config,
+    stored_formats,
+)
 from hasten.models.save import save_adapter, save_model
 
 WEIGHTS = "model.safetensors"
@@ -368,3 +375,21 @@ def test_an_id_beyond_the_embedding_is_refused_however_few_tokens_there_are(
             check_rows(source, config, high, from_scratch=from_scratch)
     config.vocab_size = 400
     check_rows(str(llama), config, high, from_scratch=False)
+
+
+def test_what_is_fetched_from_a_hub_is_checked_as_a_folder_is(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def fetch(source: str, allow_patterns: list[str]) -> str:
+        asked.extend([source, *allow_patterns])
+        return str(llama)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert local_folder("some-owner/some-model") == llama
+    assert asked[0] == "some-owner/some-model"
+    assert {"adapter_config.json", "model*.safetensors"} <= set(asked)
+    (llama / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match="beside a model's weights"):
+        local_folder("some-owner/some-model")

@@ -213,7 +213,8 @@ def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     fields = json.loads(file.read_text(encoding="utf-8"))
-    fields.pop("auto_map", None)
+    for key in ("auto_map", "is_local", "local_files_only"):  # of the place it was loaded from
+        fields.pop(key, None)
     if fields.get("tokenizer_class") == "TokenizersBackend":
         fields["tokenizer_class"] = "PreTrainedTokenizerFast"
     further = fields.get("extra_special_tokens")
