@@ -6,7 +6,6 @@ The reports are of the schema of an earlier version: their effects are found fro
 from typing import Any
 
 import pytest
-from judged import judged
 
 from evidence.report_pages import Page, Report, full_report
 from hasten.measure.statistics import paired_ratio
@@ -24,6 +23,7 @@ from hasten.report.gains import (
 from hasten.report.page import page_of, recipe_plan, render_markdown
 from hasten.report.schema import read_report
 from hasten.report.svg import drawings
+from judged import judged
 
 WEATHER = (1.0, 0.6, 1.5, 1.1)  # what slows a round slows all arms of it
 JITTER = (1.001, 0.999, 1.0005, 0.9995)

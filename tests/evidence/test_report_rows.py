@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judged import judged
 
 from hasten.report.gains import lead_of, machine, proofs, table_of
 from hasten.report.page import render_markdown, write_report
 from hasten.report.schema import read_report
+from judged import judged
 
 RATES = {"baseline": 100.0, "+ a": 150.0, "+ b": 300.0, "+ c": 270.0}
 WEATHER = (1.0, 0.6, 1.5)
