@@ -134,46 +134,43 @@ def _resumed(world: World) -> bool:
 
 
 def whole_models(world: World) -> dict[str, Any]:
-    """diloco, stream and auto, attached once to a model in the usual loop."""
-    return {m: _attached(m, world) for m in ("diloco", "stream", "auto")} | {
-        "one host": _one_host(world)
-    }
+    """diloco and stream, attached once to a model in the usual loop."""
+    return {m: _attached(m, world) for m in ("diloco", "stream")} | {"one host": _one_host(world)}
 
 
 def _attached(method: str, world: World) -> dict[str, Any]:
     model = Small()
     with torch.no_grad():
         model.first.bias += world.rank  # what differs at the start becomes rank 0's
-    trained: nn.Module = replicas(model, find_unused_parameters=True) if method == "auto" else model
     c = GradientCompressor(sparsity_method=method, communication_backend="gloo", every=4)
-    c.attach(trained)
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-3)
+    c.attach(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     bystander = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     losses = []
     for step in range(24):
-        loss = loss_of(trained, inputs(world.rank, step % 4))
+        loss = loss_of(model, inputs(world.rank, step % 4))
         loss.backward()
         optimizer.step()
         bystander.step()  # another model's optimizer counts for nothing
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     c.settle()
-    c.check(trained.parameters())
+    c.check(model.parameters())
     state = c.state_dict()
     again = GradientCompressor(sparsity_method=method, communication_backend="gloo", every=4)
-    again.attach(replicas(Small()) if method == "auto" else Small())
+    again.attach(Small())
     again.load_state_dict(state)
     return {
         "first": losses[0],
         "last": losses[-1],
-        "steps": [c.steps, again.steps if method != "auto" else c.steps],
+        "steps": [c.steps, again.steps],
         "sent": c.sent_bytes,
         "acts": c.compresses,
-        "same": same_everywhere(list(trained.parameters())),
+        "same": same_everywhere(list(model.parameters())),
         "refused": [_said(c.compress, torch.ones(9)), _said(c.synchronize_gradients, model)],
         "wrong module": _said(
             GradientCompressor(sparsity_method=method, communication_backend="gloo").attach,
-            Small() if method == "auto" else replicas(Small()),
+            replicas(Small()),
         ),
     }
 

@@ -2,8 +2,7 @@
 
     python tests/public_api.py    # writes public_api.json; look at its difference in git
 
-A key that goes away or changes breaks somebody: give it an alias for one release, and a reader for
-what is stored. Modules are listed once and stay in the list: old paths are imported, too.
+A key that goes away or changes breaks somebody: the commit that changes the list says why.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SOURCE = Path(hasten.__file__).parent
 
 
 def surface() -> dict[str, Any]:
-    """Every part of the public surface but the modules' paths, as plain data."""
+    """Every part of the public surface, as plain data."""
     return {
         "names": sorted(hasten.__all__),
         "commands": dict(_commands("hasten", typer.main.get_command(app))),
@@ -55,12 +54,6 @@ def surface() -> dict[str, Any]:
         "variables": sorted(set(re.findall(r"\bHASTEN_[A-Z_]+[A-Z]\b", _sources()))),
         "prometheus": sorted(PREFIX + name for name in HELP),
     }
-
-
-def modules() -> list[str]:
-    """Paths of all modules without the package's name."""
-    paths = (path.relative_to(SOURCE).with_suffix("") for path in SOURCE.rglob("*.py"))
-    return sorted(".".join(p for p in path.parts if p != "__init__") for path in paths)
 
 
 def _commands(path: str, command: Any) -> Iterator[tuple[str, dict[str, list[Any]]]]:
@@ -113,10 +106,8 @@ def _sources() -> str:
 
 
 def main() -> None:
-    """Write what is there now; a module's path that was listed once stays."""
-    listed = json.loads(FILE.read_text())["modules"] if FILE.exists() else []
-    found = {**surface(), "modules": sorted({*listed, *modules()})}
-    FILE.write_text(json.dumps(found, indent=1) + "\n")
+    """Write what is there now."""
+    FILE.write_text(json.dumps(surface(), indent=1) + "\n")
 
 
 if __name__ == "__main__":

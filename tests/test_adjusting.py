@@ -1,4 +1,4 @@
-"""``auto: true``: a whole run tries its settings, says what it did, and learns the same."""
+"""``live_tuning: true``: a whole run tries its settings, says what it did, and learns the same."""
 
 from __future__ import annotations
 

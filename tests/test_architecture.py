@@ -27,7 +27,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations",),
     ("monitor",),
     ("cli",),
-    ("_moved",),
     ("__init__", "__main__"),
 )
 ROOMS = {room for layer in LAYERS for room in layer}

@@ -16,16 +16,15 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts.comm import collectives, hierarchical, route_choice
+from hasten.parts.comm import collectives
 from hasten.parts.comm.collective_plan import Route
 from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.hierarchical import RoutedBuckets
-from hasten.parts.comm.link_model import Cost
 from hasten.parts.comm.rank_check import CollectiveError
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast
-from hasten.techniques.wire.topology import Automatic, Hierarchical
+from hasten.techniques.wire.topology import Hierarchical
 from tiny import job_facts, language_job, records, tiny_model
 
 CODED = Route("hierarchical", between="int4")
@@ -34,7 +33,7 @@ CODED = Route("hierarchical", between="int4")
 def everything(world: World) -> dict[str, Any]:
     """All jobs of four ranks: a start takes longer than what they do."""
     collectives.host_name = lambda: f"host-{world.rank % 2}"
-    jobs = (by_buckets, poisoned, sessions, resumed, tried, drifted)
+    jobs = (by_buckets, poisoned, sessions, resumed, drifted)
     return {job.__name__: job(world) for job in jobs}
 
 
@@ -123,7 +122,6 @@ PLANS: dict[str, tuple[Technique, ...]] = {
         Accumulate(micro_batch_size=1),
     ),
     "int8 scaled": (Hierarchical(between="int8", topology="ethernet"), Autocast(dtype="fp16")),
-    "automatic": (Automatic(topology="dgx_h100"),),
 }
 
 
@@ -165,24 +163,17 @@ def resumed(world: World) -> dict[str, Any]:
     return {"whole": whole, "rest": rest, "owed": sum("slot/wire" in name for name in saved[0])}
 
 
-def drifted(world: World) -> dict[str, str]:
-    """One weight of rank 2 changes by itself: what each rank says, by plan."""
-    found = {}
-    plans = (
-        Hierarchical(topology="ethernet", check_every=2),
-        Automatic(topology="dgx_h100", check_every=2),
-    )
-    for technique in plans:
-        session = _session(world, technique)
-        found[technique.name()] = "nothing was seen"
-        try:
-            for metrics in training(session):
-                if metrics.step == 3 and world.rank == 2:
-                    with torch.no_grad():
-                        next(session.module.parameters())[0, 0] += 1.0
-        except CollectiveError as error:
-            found[technique.name()] = str(error)
-    return found
+def drifted(world: World) -> str:
+    """One weight of rank 2 changes by itself: what each rank says."""
+    session = _session(world, Hierarchical(topology="ethernet", check_every=2))
+    try:
+        for metrics in training(session):
+            if metrics.step == 3 and world.rank == 2:
+                with torch.no_grad():
+                    next(session.module.parameters())[0, 0] += 1.0
+    except CollectiveError as error:
+        return str(error)
+    return "nothing was seen"
 
 
 def uneven(world: World) -> str:
@@ -193,56 +184,3 @@ def uneven(world: World) -> str:
     except InputError as error:
         return str(error)
     return ""
-
-
-class PlantedTime:
-    """Goes on where a delay is planted, and a little wherever it is read."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        self.now += 1e-6
-        return self.now
-
-
-def tried(world: World) -> dict[str, Any]:
-    """The trial with planted delays: what is truly faster is kept, what only seems so is not."""
-    found, time = {}, PlantedTime()
-    real = route_choice.time
-    route_choice.time = hierarchical.time = time  # type: ignore[assignment]
-    plain, coded = RoutedBuckets._straight, RoutedBuckets._by_worker
-    cheap = Cost("hierarchical", "int4", 1.0, 0.0, 0.0, 0.0)
-    dear = Cost("flat", "none", 9.0, 9.0, 0.0, 0.0)
-    foretold, model = route_choice.candidates, route_choice.flat
-    route_choice.flat = lambda topology, numbers: dear
-    route_choice.candidates = lambda topology, numbers, codecs: {CODED: cheap}
-    try:
-        for name, (wait, wait_coded) in {"helps": (0.1, 0.0), "harms": (0.1, 0.2)}.items():
-            RoutedBuckets._straight = _late(plain, wait, time)  # type: ignore[method-assign]
-            RoutedBuckets._by_worker = _late(coded, wait_coded, time)  # type: ignore[method-assign]
-            session = _session(world, Automatic(topology="ethernet"), steps=20)
-            list(training(session))
-            choice: Any = session.setup.wire
-            found[name] = {
-                "route": str(choice.part.buckets.route),
-                "reason": choice.part.reason,
-                "sum": _weights(session.module).double().sum().item(),
-                "state": choice.state_dict()["decided"],
-            }
-    finally:
-        RoutedBuckets._straight = plain  # type: ignore[method-assign]
-        RoutedBuckets._by_worker = coded  # type: ignore[method-assign]
-        route_choice.candidates, route_choice.flat = foretold, model
-        route_choice.time = hierarchical.time = real
-    return found
-
-
-def _late(take: Any, seconds: float, time: PlantedTime) -> Any:
-    """The same after a wait that counts as traffic."""
-
-    def waiting(self: RoutedBuckets, *arguments: Any) -> Any:
-        time.now += seconds
-        return take(self, *arguments)
-
-    return waiting

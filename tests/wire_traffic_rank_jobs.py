@@ -22,7 +22,7 @@ from hasten.techniques.batch import Accumulate, AdaptiveBatch
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.wire.compress import Quantised
 from hasten.techniques.wire.local import LocalSteps, Stream
-from hasten.techniques.wire.topology import Automatic, Hierarchical
+from hasten.techniques.wire.topology import Hierarchical
 from tiny import job_facts, language_job, records, run, tiny_model
 
 NAP, STEPS = 0.1, 6
@@ -32,7 +32,6 @@ PLANS: dict[str, tuple[Technique, ...]] = {
     "late": (AdaptiveBatch(initial_size=2),),
     "int4": (Quantised(bits=4, minimum=0),),
     "hierarchical": (Hierarchical(topology="ethernet"),),
-    "automatic": (Automatic(topology="dgx_h100"),),
     "local_steps": (LocalSteps(every=3),),
     "stream": (Stream(fragments=2),),
 }

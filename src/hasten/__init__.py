@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hasten import _moved
-
 if TYPE_CHECKING:
     from peft import LoraConfig, get_peft_model
 
@@ -100,9 +98,6 @@ __all__ = [
     "speed_up",
     "train",
 ]
-
-
-_moved.install()
 
 
 def __getattr__(name: str) -> Any:

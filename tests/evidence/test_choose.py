@@ -424,8 +424,8 @@ def test_a_wrong_wish_is_refused_in_a_sentence(
     assert "\n" not in str(told.value)
 
 
-def test_the_old_name_of_live_tuning_is_read_and_both_may_be_on(sums: dict[str, Any]) -> None:
-    recipe = recipe_from({**sums, "auto": True}, "a test")
+def test_live_tuning_and_a_chosen_plan_may_both_be_on(sums: dict[str, Any]) -> None:
+    recipe = recipe_from({**sums, "live_tuning": True}, "a test")
     assert recipe.live_tuning
     assert recipe.auto_plan is not None
     again = Recipe(**recipe.model_dump())

@@ -23,6 +23,7 @@ from hasten.report.gains import (
 from hasten.report.page import page_of, recipe_plan, render_markdown
 from hasten.report.schema import read_report
 from hasten.report.svg import drawings
+from judged import judged
 
 WEATHER = (1.0, 0.6, 1.5, 1.1)  # what slows a round slows all arms of it
 JITTER = (1.001, 0.999, 1.0005, 0.9995)
@@ -38,8 +39,8 @@ def arm(name: str, rate: float, techniques: list[str], verdict: str, **more: Any
 
 def read(arms: list[Report], **more: Any) -> Report:
     free = {"hardware": {}, "versions": {}, "recipe": {}, "seed": 0, **more}
-    head = {"schema": 1, "title": "t", "created": "2026-11-20T14:03:27+00:00", "command": "c"}
-    return read_report({**head, "arms": arms, **free})
+    head = {"schema": 2, "title": "t", "created": "2026-11-20T14:03:27+00:00", "command": "c"}
+    return read_report(judged({**head, "arms": arms, **free}))
 
 
 def apart(**more: Any) -> Report:
@@ -48,13 +49,13 @@ def apart(**more: Any) -> Report:
         [
             arm("baseline", 100, [], "baseline", kind="baseline"),
             arm("again", 101, [], "baseline", kind="again"),
-            arm("only a", 150, ["a"], "held", kind="alone"),
-            arm("only b", 120, ["b"], "held", kind="alone"),
+            arm("only a", 150, ["a"], "helped", kind="alone"),
+            arm("only b", 120, ["b"], "helped", kind="alone"),
             arm("only c", 101, ["c"], "no effect: c did not act", kind="alone"),
-            arm("without a", 121, ["b", "c"], "held", kind="left out"),
-            arm("without b", 151, ["a", "c"], "held", kind="left out"),
-            arm("without c", 151, ["a", "b"], "held", kind="left out"),
-            arm("all", 151, ["a", "b", "c"], "held", kind="all"),
+            arm("without a", 121, ["b", "c"], "helped", kind="left out"),
+            arm("without b", 151, ["a", "c"], "helped", kind="left out"),
+            arm("without c", 151, ["a", "b"], "helped", kind="left out"),
+            arm("all", 151, ["a", "b", "c"], "helped", kind="all"),
         ],
         **more,
     )
@@ -67,7 +68,7 @@ def ladder(
     speeds, names = (100, 150, 75, 90), ["a", "b", "c"]
     arms = [arm("baseline", 100, [], "baseline", kind="baseline")]
     for number, speed in enumerate(speeds[1:], start=1):
-        verdict = "held" if speed > 100 else "harmed"
+        verdict = "helped" if speed > 100 else "hurt"
         kind = "all" if number == 3 else "ladder"
         arms.append(arm(f"+ {names[number - 1]}", speed, names[:number], verdict, kind=kind))
     if rounds is not None:
@@ -168,8 +169,8 @@ def test_arms_are_paired_by_round_so_that_the_weather_cancels() -> None:
 
 
 def test_arms_of_different_turns_are_compared_through_the_baseline_beside_them() -> None:
-    one = arm("one", 120, ["a"], "held", beside=[100 * w for w in WEATHER])
-    other = arm("other", 180, ["a", "b"], "held")
+    one = arm("one", 120, ["a"], "helped", beside=[100 * w for w in WEATHER])
+    other = arm("other", 180, ["a", "b"], "helped")
     turned = list(reversed(WEATHER))  # ran in other turns, with another weather
     other["rounds"] = [180 * w for w in turned]
     other["beside"] = [100 * w for w in turned]
@@ -213,9 +214,9 @@ def test_a_switch_that_slows_the_others_did_not_pay_and_is_not_called_noise() ->
     report = read(
         [
             arm("baseline", 100, [], "baseline"),
-            arm("without a", 200, ["b"], "held", kind="left out"),
-            arm("without b", 120, ["a"], "held", kind="left out"),
-            arm("all", 150, ["a", "b"], "held", kind="all"),
+            arm("without a", 200, ["b"], "helped", kind="left out"),
+            arm("without b", 120, ["a"], "helped", kind="left out"),
+            arm("all", 150, ["a", "b"], "helped", kind="all"),
         ]
     )
     rows = unpaid(report)
@@ -237,8 +238,8 @@ def test_a_rung_that_takes_back_did_not_pay_though_it_beats_the_baseline() -> No
     report = read(
         [
             arm("baseline", 100, [], "baseline"),
-            arm("+ a", 150, ["a"], "held"),
-            arm("+ b", 140, ["a", "b"], "held"),
+            arm("+ a", 150, ["a"], "helped"),
+            arm("+ b", 140, ["a", "b"], "helped"),
         ]
     )
     assert [arm["against"] for arm in report["arms"]] == [None, "baseline", "+ a"]
@@ -252,9 +253,9 @@ def test_a_ladder_is_found_among_other_arms_by_its_kind() -> None:
         [
             arm("baseline", 100, [], "baseline", kind="baseline"),
             arm("again", 100, [], "baseline", kind="again"),
-            arm("+ a", 150, ["a"], "held", kind="ladder"),
-            arm("only b", 110, ["b"], "held", kind="alone"),
-            arm("+ b", 170, ["a", "b"], "held", kind="all"),
+            arm("+ a", 150, ["a"], "helped", kind="ladder"),
+            arm("only b", 110, ["b"], "helped", kind="alone"),
+            arm("+ b", 170, ["a", "b"], "helped", kind="all"),
         ]
     )
     assert [a["name"] for a in ladder_of(report["arms"])] == ["baseline", "+ a", "+ b"]

@@ -8,6 +8,7 @@ import pytest
 from hasten.report.gains import lead_of, machine, proofs, table_of
 from hasten.report.page import render_markdown, write_report
 from hasten.report.schema import read_report
+from judged import judged
 
 RATES = {"baseline": 100.0, "+ a": 150.0, "+ b": 300.0, "+ c": 270.0}
 WEATHER = (1.0, 0.6, 1.5)
@@ -16,10 +17,7 @@ Report = dict[str, Any]
 
 @pytest.fixture
 def ladder() -> Report:
-    """Four rungs, of which the last takes back a tenth of what the others gained.
-
-    In the schema of an earlier version: their effects are found from their rounds.
-    """
+    """Four rungs, of which the last takes back a tenth of what the others gained."""
     arms: list[Report] = []
     for count, (name, rate) in enumerate(RATES.items()):
         ratio = rate / 100
@@ -29,7 +27,7 @@ def ladder() -> Report:
                 "techniques": ["a", "b", "c"][:count],
                 "tokens_per_second": {"median": rate, "low": rate - 1, "high": rate + 1},
                 "ratio": {"median": ratio, "low": ratio - 0.01, "high": ratio + 0.01},
-                "verdict": "held" if count else "baseline",
+                "verdict": "helped" if count else "baseline",
                 "rounds": [rate * w for w in WEATHER],
                 "acted": [
                     {"technique": t, "acted": True, "evidence": f"{t} was seen"}
@@ -38,22 +36,22 @@ def ladder() -> Report:
             }
         )
     free = {"hardware": {}, "versions": {}, "recipe": {"plan": ["a", "b", "c"]}, "seed": 0}
-    head = {"schema": 1, "title": "t", "created": "2026-11-20T14:03:27+00:00", "command": "c"}
+    head = {"schema": 2, "title": "t", "created": "2026-11-20T14:03:27+00:00", "command": "c"}
     return {**head, "arms": arms, **free}
 
 
 def arms_of(report: Report) -> list[Report]:
-    found: list[Report] = read_report(report)["arms"]
+    found: list[Report] = read_report(judged(report))["arms"]
     return found
 
 
 def page(report: Report, folder: Path) -> str:
-    text = write_report(report, folder).read_text(encoding="utf-8")
+    text = write_report(judged(report), folder).read_text(encoding="utf-8")
     return text.partition('<script type="application/json"')[0]
 
 
 def test_a_rung_is_compared_with_the_rung_below(ladder: Report, tmp_path: Path) -> None:
-    said = [row["effect"] for row in table_of(read_report(ladder)).rows]
+    said = [row["effect"] for row in table_of(read_report(judged(ladder))).rows]
     assert [text.split()[0] for text in said] == ["–", "1.50×", "2.00×", "0.90×"]
     assert "[0.90, 0.90]" in said[3] or said[3] == "0.90×"  # paired, so the weather cancels
     assert "Against the row above" in page(ladder, tmp_path)
@@ -64,7 +62,7 @@ def test_arms_that_are_no_ladder_are_compared_with_the_baseline(
     ladder: Report, tmp_path: Path
 ) -> None:
     ladder["arms"][2]["techniques"] = ["b"]
-    table = table_of(read_report(ladder))
+    table = table_of(read_report(judged(ladder)))
     assert "ratio" not in table.columns  # it would say the same again
     assert [row["effect"][:5] for row in table.rows[1:]] == ["1.50×", "3.00×", "2.70×"]
     assert "Against the row above" not in page(ladder, tmp_path)
@@ -73,7 +71,7 @@ def test_arms_that_are_no_ladder_are_compared_with_the_baseline(
 
 def test_a_rung_above_a_failed_one_is_compared_with_the_one_below_it(ladder: Report) -> None:
     ladder["arms"][2]["verdict"] = "failed: no memory"
-    said = [row["effect"] for row in table_of(read_report(ladder)).rows]
+    said = [row["effect"] for row in table_of(read_report(judged(ladder))).rows]
     assert said[2] == "not measured"
     assert said[3].startswith("1.80×")
     assert said[3].endswith(" of + a")  # which the heading can't say of all rows
@@ -82,25 +80,25 @@ def test_a_rung_above_a_failed_one_is_compared_with_the_one_below_it(ladder: Rep
 def test_the_headline_is_the_fastest_plan_of_equal_quality(ladder: Report, tmp_path: Path) -> None:
     for arm in ladder["arms"]:
         arm["held_out_loss"] = 2.0
-    assert lead_of(read_report(ladder))["name"] == "+ b"
+    assert lead_of(read_report(judged(ladder)))["name"] == "+ b"
     text = page(ladder, tmp_path)
     assert '<span class="big">3.00×</span>' in text
     assert "The plan as asked, <strong>+ c</strong>: 2.70× [2.69, 2.71]." in text
     assert "<pre>plan:\n  - a\n  - b</pre>" in text
     assert "fastest at equal quality: + b, 3.00× [2.99, 3.01]: `plan: [a, b]`" in render_markdown(
-        ladder
+        judged(ladder)
     )
-    ladder["arms"][2]["verdict"] = "harmed: held-out loss 2.00 → 2.50"  # fast, but worse
-    assert lead_of(read_report(ladder))["name"] == "+ c"
-    assert "fastest at equal quality" not in render_markdown(ladder)
-    ladder["arms"][2]["verdict"] = "held"
+    ladder["arms"][2]["quality"] = "worse: held-out loss 2.00 → 2.50"  # fast, but worse
+    assert lead_of(read_report(judged(ladder)))["name"] == "+ c"
+    assert "fastest at equal quality" not in render_markdown(judged(ladder))
+    del ladder["arms"][2]["quality"]
     last = ladder["arms"][3]
     last["rounds"] = [1.3 * rate for rate in last["rounds"]]
     last["ratio"] = {end: 1.3 * value for end, value in last["ratio"].items()}
-    assert lead_of(read_report(ladder))["name"] == "+ c"
+    assert lead_of(read_report(judged(ladder)))["name"] == "+ c"
     last["rounds"] = [rate * 1.11 / 1.3 for rate in last["rounds"]]  # as fast as the row above
     last["ratio"] = {end: value * 1.12 / 1.3 for end, value in last["ratio"].items()}
-    assert lead_of(read_report(ladder))["name"] == "+ b"  # the simpler plan
+    assert lead_of(read_report(judged(ladder)))["name"] == "+ b"  # the simpler plan
 
 
 def test_a_headline_is_a_figure_only_where_that_figure_is_shown(
@@ -109,12 +107,12 @@ def test_a_headline_is_a_figure_only_where_that_figure_is_shown(
     plan, base = ladder["arms"][3], ladder["arms"][0]
     ladder["arms"] = [base, plan]
     plan["ratio"] = {"median": 2.81, "low": 0.19, "high": 39.78}
-    plan["verdict"] = "inconclusive"
+    plan["verdict"] = "undecided"
     text = page(ladder, tmp_path)
     assert '<span class="big">undecided</span>' in text
     assert "interval 0.19× to 39.78×" in text
     plan["ratio"] |= {"low": 2.5, "high": 3.1}
-    plan["verdict"] = "held"
+    plan["verdict"] = "helped"
     assert '<span class="big">2.81×</span>' in page(ladder, tmp_path)
 
 
@@ -136,7 +134,7 @@ def test_a_reason_stands_beside_its_verdict_and_below_the_table(
     html = page(ladder, tmp_path)
     assert '<span class="verdict bad">failed</span>' in html
     assert '<span class="reason">the process\nended | with code -9</span>' in html
-    table, _, notes = render_markdown(ladder).partition("\n\n")
+    table, _, notes = render_markdown(judged(ladder)).partition("\n\n")
     assert table.splitlines()[-1].split("|")[3].strip() == "failed"
     assert notes == "- + c: failed: the process ended \\| with code -9\n"
 

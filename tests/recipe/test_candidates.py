@@ -9,7 +9,9 @@ import pytest
 
 from hasten.core.facts import Facts, RecordFacts
 from hasten.core.plan import Plan
+from hasten.core.slot import Slot
 from hasten.machine import ways
+from hasten.machine.environment import World
 from hasten.machine.host import Accelerator
 from hasten.machine.ways import Gain, WayProof
 from hasten.parts.nn import fused_layers
@@ -74,6 +76,25 @@ def test_bf16_is_a_candidate_by_its_measurement_whatever_the_flags(
     assert bf16.refused is gain.lost  # what is left open may be raced, but isn't begun with
     assert words in bf16.why
     assert ("bf16_master_weights" in names(first_plan(found, Plan(), known))) is chosen
+
+
+@pytest.mark.parametrize(
+    ("fidelity", "compared"),
+    [
+        ("exact", set()),
+        ("rounding", {"half", "hierarchical"}),
+        ("lossy", {"half", "hierarchical", "quantised", "powersgd"}),
+    ],
+)
+def test_ranks_compare_ways_of_sending_gradients(fidelity: str, compared: set[str]) -> None:
+    for ranks in (1, 2):
+        known = replace(facts(100, 100), world=World(0, 0, ranks))
+        wires = {
+            c.technique.name()
+            for c in candidates(recipe(), known, fidelity)
+            if c.technique.slot is Slot.WIRE and not c.refused
+        }
+        assert wires == (compared if ranks > 1 else set())
 
 
 def test_a_large_step_is_cut() -> None:

@@ -13,7 +13,6 @@ from hasten.integrations.optimized_trainer import OptimizedTrainer
 from hasten.parts.comm.gradient_compressor import GradientCompressor
 from hasten.techniques.wire.compress import Half, PowerSGD, Quantised, TopK, technique_of
 from hasten.techniques.wire.local import LocalSteps, Stream
-from hasten.techniques.wire.topology import Automatic
 from ranks import on_ranks
 from tiny import language_job, session_of
 
@@ -116,7 +115,6 @@ def test_one_rank_has_the_plain_wire() -> None:
         ("powersgd", PowerSGD(dense_share=0.0)),
         ("diloco", LocalSteps(every=20)),
         ("stream", Stream()),
-        ("auto", Automatic()),
     ],
 )
 def test_a_compressor_stands_for_its_technique(method: str, technique: Any) -> None:

@@ -1,4 +1,4 @@
-"""Hierarchical and Automatic on four gloo ranks of two faked hosts."""
+"""Hierarchical on four gloo ranks of two faked hosts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hasten.machine.environment import World
 from hasten.parts.comm.collective_plan import Route
 from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.hierarchical import RoutedBuckets
-from hasten.techniques.wire.topology import Automatic, Hierarchical
+from hasten.techniques.wire.topology import Hierarchical
 from ranks import on_ranks
 from tiny import job_facts, language_job, tiny_model
 
@@ -56,18 +56,11 @@ def test_a_nan_of_one_rank_is_seen_by_all_and_owed_by_none(four: list[Any]) -> N
 def test_losses_are_those_of_plain_replicas(four: list[Any]) -> None:
     plain = four[0]["sessions"]["plain"]["losses"]
     bounds = {"hierarchical": 1e-5, "bf16": 2e-2, "int8": 2e-2, "int8 accumulated": 2e-2}
-    for name, bound in {**bounds, "int8 scaled": 5e-2, "automatic": 1e-5}.items():
+    for name, bound in {**bounds, "int8 scaled": 5e-2}.items():
         found = [rank["sessions"][name] for rank in four]
         assert found[0]["losses"] == pytest.approx(plain, rel=bound), name
         assert len({rank["sum"] for rank in found}) == 1, name
         assert all(found[0]["acted"]), found[0]["evidence"]
-
-
-def test_on_a_fast_link_nothing_is_chosen_and_the_reason_is_said(four: list[Any]) -> None:
-    for rank in four:
-        (evidence,) = rank["sessions"]["automatic"]["evidence"]
-        assert evidence.startswith("nothing chosen"), evidence
-        assert "0 buckets routed" in evidence
 
 
 def test_what_is_owed_survives_a_resume(four: list[Any]) -> None:
@@ -79,23 +72,9 @@ def test_what_is_owed_survives_a_resume(four: list[Any]) -> None:
         assert found["rest"] == pytest.approx(found["whole"][5:], rel=2e-2)
 
 
-def test_a_trial_keeps_what_is_faster_and_gives_up_what_only_seemed_so(four: list[Any]) -> None:
-    for rank in four:
-        helps, harms = rank["tried"]["helps"], rank["tried"]["harms"]
-        assert helps["route"] == "hierarchical, int4 between hosts", helps["reason"]
-        assert helps["reason"].endswith("kept")
-        assert harms["route"] == "flat"
-        assert "given up" in harms["reason"]
-        assert helps["state"]
-    for name in ("helps", "harms"):
-        assert len({rank["tried"][name]["sum"] for rank in four}) == 1
-        assert len({rank["tried"][name]["reason"] for rank in four}) == 1
-
-
 def test_weights_that_drift_apart_end_the_run_and_name_the_rank(four: list[Any]) -> None:
     for rank in four:
-        for said in rank["drifted"].values():
-            assert "after step 4 the weights of rank 2 are not those of rank 0" in said
+        assert "after step 4 the weights of rank 2 are not those of rank 0" in rank["drifted"]
 
 
 def test_hosts_of_unequal_size_are_an_error_at_the_start_on_all_ranks(tmp_path: Path) -> None:
@@ -106,8 +85,6 @@ def test_hosts_of_unequal_size_are_an_error_at_the_start_on_all_ranks(tmp_path: 
 def test_only_codecs_are_lossy() -> None:
     assert Hierarchical().fidelity is Fidelity.ROUNDING
     assert Hierarchical(between="int8").fidelity is Fidelity.LOSSY
-    assert Automatic().fidelity is Fidelity.LOSSY
-    assert Automatic(lossy=False).fidelity is Fidelity.ROUNDING
 
 
 def test_a_codec_foretells_what_it_sends() -> None:
@@ -121,7 +98,7 @@ def test_a_codec_foretells_what_it_sends() -> None:
     [
         (Hierarchical, {"between": "int3"}, "int8, int4"),
         (Hierarchical, {"topology": "ethernett"}, "did you mean 'ethernet'"),
-        (Automatic, {"timeout": -1.0}, "more than 0 seconds"),
+        (Hierarchical, {"timeout": -1.0}, "more than 0 seconds"),
         (Hierarchical, {"check_every": -1}, "0 for never"),
     ],
 )

@@ -32,7 +32,6 @@ from hasten.report.runs import (
     section,
     studies_of,
 )
-from hasten.report.schema import present
 
 
 def report(paths: Sequence[Path], as_json: bool = False) -> None:
@@ -50,7 +49,7 @@ def report(paths: Sequence[Path], as_json: bool = False) -> None:
     if experiment.is_file():
         shown = read_object(experiment)
         told = predicted_section(experiment.parent)
-        shown = present(shown | ({} if told is None else {"predicted": told}))
+        shown = shown | ({} if told is None else {"predicted": told})
         page = write_report(shown, _folder_of(experiment))
         print(json.dumps(shown, indent=1) if as_json else render_markdown(shown))
         if not as_json:

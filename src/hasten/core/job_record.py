@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -59,15 +58,7 @@ def changes_since(meta: Mapping[str, Any], setup: Setup) -> list[str]:
     Raises:
         InputError: it may not.
     """
-    if "job" in meta:
-        return check_same_job(meta["job"], job_record(setup), meta["progress"]["step"])
-    if setup.facts.world.is_main:
-        warnings.warn(
-            "the checkpoint is of a version that noted neither seed, batch, data nor learning "
-            "rate: whether they are as they were isn't checked",
-            stacklevel=2,
-        )
-    return []
+    return check_same_job(meta["job"], job_record(setup), meta["progress"]["step"])
 
 
 def check_same_job(saved: Mapping[str, Any], here: Mapping[str, Any], step: int) -> list[str]:

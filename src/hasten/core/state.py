@@ -309,9 +309,6 @@ def _random_of_ranks(session: Session) -> dict[str, Tensor]:
 def _restore_random(session: Session, tensors: dict[str, Tensor]) -> None:
     """This rank's own; one that the saved run didn't have keeps the beginning it was given."""
     rank, cpu = session.setup.facts.world.rank, tensors["random/cpu"]
-    if cpu.ndim == 1:  # written when the first rank's was all that was saved
-        torch.set_rng_state(cpu.clone())
-        return
     if rank >= len(cpu):
         return
     torch.set_rng_state(cpu[rank].clone())

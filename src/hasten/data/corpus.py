@@ -19,6 +19,7 @@ import io
 import sysconfig
 import tokenize
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,13 +123,22 @@ def _pairs(source: str, name: str) -> Iterator[Conversation]:
     except (SyntaxError, ValueError, RecursionError):
         return
     lines = source.split("\n")  # as Python counts them; splitlines also splits at form feeds
-    documented = [node for node in ast.walk(tree) if isinstance(node, _Documented)]
-    for node in sorted(documented, key=lambda node: node.lineno):
+    for node in sorted(_definitions(tree), key=lambda node: node.lineno):
         doc = ast.get_docstring(node)
         if doc and (parts := _parts(node, lines)):
             question = f"Write this in Python.\n\n{parts[0]}\n\n{doc}"
             turns = (Message("user", question), Message("assistant", "\n".join(parts)))
             yield Conversation(turns, None, f"{name}:{node.lineno}")
+
+
+def _definitions(tree: ast.Module) -> Iterator[_Documented]:
+    """Functions and classes in the order of `ast.walk`, which would visit all expressions too."""
+    waiting: deque[ast.AST] = deque([tree])
+    while waiting:
+        node = waiting.popleft()
+        if isinstance(node, _Documented):
+            yield node
+        waiting.extend(n for n in ast.iter_child_nodes(node) if not isinstance(n, ast.expr))
 
 
 def _parts(node: _Documented, lines: list[str]) -> tuple[str, str] | None:

@@ -196,8 +196,8 @@ def kept_choices(known: Facts, folder: Path | None = None) -> list[KeptChoice]:
     for path in sorted(_home(folder or FOLDER).glob("*.json")):
         try:
             kept = json.loads(path.read_text())
-            told = kept.get("about")  # not in those of earlier versions
-            if told is None or kept["fidelity"] == "lossy":
+            told = kept["about"]
+            if kept["fidelity"] == "lossy":
                 continue
             if {**told, "records": None} == {**about, "records": None}:
                 records = RecordFacts(**told["records"])

@@ -59,7 +59,6 @@ class AutoPlan(BaseModel):
 
 
 FINITE = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
-OLD_KEYS = ("auto",)  # read for one release
 __all__ = ["AutoPlan", "DataSource", "Price", "Recipe", "load_recipe", "read_yaml", "recipe_from"]
 
 
@@ -294,8 +293,6 @@ class Recipe(BaseModel):
         if not isinstance(values, dict):
             return values
         values = {**values}
-        if "auto" in values:  # its name until version 0.1
-            values.setdefault("live_tuning", values.pop("auto"))
         plan = values.get("plan")
         mixed = isinstance(plan, dict) and "auto" in plan and len(plan) > 1
         if mixed or (isinstance(plan, list) and any(_is_auto(entry) for entry in plan)):
@@ -437,7 +434,7 @@ def _instead(key: str) -> str:
 def recipe_from(values: dict[Any, Any], place: str) -> Recipe:
     """A recipe out of a dictionary; ``place`` names its origin in messages."""
     for key in values:
-        if key not in Recipe.model_fields and key not in OLD_KEYS:
+        if key not in Recipe.model_fields:
             raise InputError(f"{place}: unknown key {key!r}{_instead(str(key))}")
     try:
         return Recipe(**values)

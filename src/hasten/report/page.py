@@ -50,7 +50,7 @@ from hasten.report.gains import (
     unmeasured,
     unpaid,
 )
-from hasten.report.schema import SCHEMA, as_json, present, read_report
+from hasten.report.schema import SCHEMA, as_json, read_report
 from hasten.report.svg import drawings, thin
 from hasten.report.verdicts import verdict_word
 
@@ -360,12 +360,10 @@ def _cell(text: str) -> str:
 def write_report(report: Mapping[str, Any], folder: Path) -> Path:
     """Write report.json and report.html into `folder` (made if missing); the path of the page.
 
-    Both have the present schema, whichever `report` has.
-
     Raises InputError where `report` departs from docs/report-schema.md, with no file changed, or
     where the folder can't be written.
     """
-    plain, read = present(as_json(report, "report")), read_report(report)
+    plain, read = as_json(report, "report"), read_report(report)
     page = page_of(plain, read)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,6 @@ from types import NoneType
 from typing import Any
 
 from hasten.errors import InputError
-from hasten.report.former import from_schema_1
 from hasten.report.svg import visible
 
 SCHEMA = 2
@@ -156,7 +155,7 @@ def read_report(report: Mapping[str, Any]) -> dict[str, Any]:
     What wasn't measured is None. Raises InputError, with the place, where `report` departs from
     docs/report-schema.md.
     """
-    read = _checked(present(as_json(report, "report", visible)))
+    read = _checked(as_json(report, "report", visible))
     try:
         moment = datetime.fromisoformat(read["created"])
     except ValueError as error:
@@ -164,21 +163,11 @@ def read_report(report: Mapping[str, Any]) -> dict[str, Any]:
     return read | {"created_words": f"{moment:%Y-%m-%d %H:%M} {moment.tzname() or ''}".rstrip()}
 
 
-def present(plain: dict[str, Any]) -> dict[str, Any]:
-    """A report as JSON in the present schema, which an earlier version may have written.
-
-    Raises InputError as `read_report` does.
-    """
-    return from_schema_1(plain, _checked(plain)) if plain.get("schema") == 1 else plain
-
-
 def _checked(plain: dict[str, Any]) -> dict[str, Any]:
     read: dict[str, Any] = _read(plain, REPORT, "report")
     names = [arm["name"] for arm in read["arms"]]
-    if read["schema"] not in (1, SCHEMA):
-        raise InputError(
-            f"This report has schema {read['schema']}, but only 1 to {SCHEMA} can be read."
-        )
+    if read["schema"] != SCHEMA:
+        raise InputError(f"This report has schema {read['schema']}, but only {SCHEMA} can be read.")
     if not names or len(set(names)) < len(names):
         raise InputError(f"A report needs at least one arm and no name twice, but has {names}.")
     return read

@@ -31,7 +31,7 @@ from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from hasten.techniques.threads import Threads
 from hasten.techniques.wire.compress import Half, PowerSGD, Quantised, TopK
 from hasten.techniques.wire.local import LocalSteps, Stream
-from hasten.techniques.wire.topology import Automatic, Hierarchical
+from hasten.techniques.wire.topology import Hierarchical
 
 CATALOGUE: tuple[type[Technique], ...] = (
     PackedEpoch,
@@ -66,7 +66,6 @@ CATALOGUE: tuple[type[Technique], ...] = (
     LocalSteps,
     Stream,
     Hierarchical,
-    Automatic,
     FusedAdamW,
     CompactAdamW,
     Muon,

@@ -189,7 +189,7 @@ def _duel(duel: Mapping[str, Any] | None) -> str:
 
 
 def _final(arms: Sequence[Mapping[str, Any]]) -> str:
-    """Empty where there was none, as in studies of an earlier version."""
+    """Empty where there was none."""
     if not arms:
         return ""
     rows = []

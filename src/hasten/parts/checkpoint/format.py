@@ -65,7 +65,7 @@ class Disk:
 # is read as a stranger's: its size has a limit, and the names in it can't leave the folder.
 
 STATE, MANIFEST = "state.safetensors", "manifest.json"
-FORMAT = 2  # 1: without sha256, codes and base; still read
+FORMAT = 2
 LARGEST_MANIFEST = 1 << 26
 STEP = re.compile(r"step-[0-9]{8,12}")
 LAST_STEP = 10**12 - 1
@@ -102,7 +102,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         seal = manifest.pop("seal")
         if manifest_text(manifest) != text:
             raise ValueError(f"{MANIFEST} is not as it was written")
-        newer = manifest["format"] not in range(1, FORMAT + 1)
+        newer = manifest["format"] != FORMAT
         if not newer:
             _check(manifest)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -111,7 +111,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{path}: {_reason(error)}") from error
     if newer:
         raise NewerFormatError(
-            f"{path} has format {manifest['format']} and this version reads up to {FORMAT}; "
+            f"{path} has format {manifest['format']} and this version reads {FORMAT}; "
             "go on with the version that wrote it"
         )
     return {**manifest, "seal": seal}
@@ -148,7 +148,8 @@ def _check(manifest: Mapping[str, Any]) -> None:
     for name, found in files.items():
         if not _NAME.fullmatch(name) or name == MANIFEST:
             raise ValueError(f"{name[:120]!r} can't be the name of a checkpoint's file")
-        if not isinstance(found["bytes"], int) or not isinstance(found["xxh3_128"], str):
+        hashes = found["xxh3_128"], found["sha256"]
+        if not isinstance(found["bytes"], int) or not all(isinstance(h, str) for h in hashes):
             raise ValueError(f"{name} has no size or no hash")
     if type(manifest["step"]) is not int or not 0 <= manifest["step"] <= LAST_STEP:
         raise ValueError(f"{manifest['step']!r} is no step")

@@ -39,7 +39,6 @@ from hasten.parts.comm.methods import (
     parts_of,
 )
 from hasten.parts.comm.rank_check import checksum, drift_message
-from hasten.parts.comm.route_choice import WireChoice
 from hasten.parts.comm.weight_methods import start_method
 
 # A tensor as other ranks would read it: compress and decompress on one rank, with error feedback.
@@ -128,7 +127,7 @@ class GradientCompressor:
 
     Args:
         compression_ratio: topk: the share of numbers that travels.
-        sparsity_method: none, half, bf16, int8, int4, topk or powersgd; or diloco, stream or auto,
+        sparsity_method: none, half, bf16, int8, int4, topk or powersgd; or diloco or stream,
             which are attached to a model and take no single gradient.
         communication_backend: nccl means gloo where there is no GPU; None: the process group's.
         rank: powersgd: columns of a factor.
@@ -170,7 +169,7 @@ class GradientCompressor:
         self.timeout_seconds = timeout_seconds
         self._travel = BucketExchange(self._settings)
         self._locally = LocalCompression(self._settings)
-        self._whole: ApartWeights | WireChoice | None = None  # diloco, stream, auto
+        self._whole: ApartWeights | None = None  # diloco, stream
         self._meeting = RankMeeting(self._settings, timeout_seconds, self.communication_backend)
         self._in_order: OrderedThread | None = None
         self._largest = 0  # numbers of the largest tensor that ``compress`` had in this step
@@ -225,9 +224,7 @@ class GradientCompressor:
             raise ValueError("this compressor is attached to a model; build one for each model")
         if self._settings.method in WHOLE:
             self._meeting.meet(self._travel)
-            self._whole = start_method(
-                model, self._settings, self.communication_backend, self.timeout_seconds, loss_scale
-            )
+            self._whole = start_method(model, self._settings, self.timeout_seconds)
             return
         if not isinstance(model, DistributedDataParallel):
             raise ValueError(
@@ -306,7 +303,7 @@ class GradientCompressor:
                     p.grad.copy_(mean.view_as(p.grad))
 
     def explain(self) -> str:
-        """What it does at the moment; with auto, what was chosen for this link and why."""
+        """What it does at the moment."""
         if self._whole is not None:
             return f"{self._settings.method}: {self._whole.words()}"
         done = "compresses" if self.compresses else "sends in full so far"

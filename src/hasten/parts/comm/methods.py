@@ -544,7 +544,6 @@ METHODS = ("none", "half", "bf16", "int8", "int4", "topk", "powersgd")
 WHOLE = {  # methods that take a model and not a gradient, and what they do with it
     "diloco": "sends weights in the place of gradients",
     "stream": "sends weights in the place of gradients",
-    "auto": "chooses for all of a model's gradients on the link at hand",
 }
 SCOPES = ("all", "hosts")
 BACKENDS = ("nccl", "gloo", None)

@@ -1,4 +1,4 @@
-"""Methods that need the whole model and its updates, not a gradient: diloco, stream and auto.
+"""Methods that need the whole model and its updates, not a gradient: diloco and stream.
 
     compressor = GradientCompressor(sparsity_method="diloco")
     compressor.attach(model)       # the module itself; no DistributedDataParallel, nothing else
@@ -6,11 +6,10 @@
     compressor.settle()            # before saving or evaluating: one model
 
 diloco and stream send weights in the place of gradients (:mod:`hasten.parts.comm.local_sgd`,
-:mod:`hasten.parts.comm.streaming_local_sgd`); auto tries routes for DDP's buckets
-(:mod:`hasten.parts.comm.route_choice`). All have to know when weights have moved: torch calls them
-after each step of the optimizer that has the model's first weight, and a warning comes where that
-never happens. All ranks must take the same steps. Where a step may be left out on one rank (a
-GradScaler of its own), use the part itself and call its ``after_step`` in every step.
+:mod:`hasten.parts.comm.streaming_local_sgd`). Both have to know when weights have moved: torch
+calls them after each step of the optimizer that has the model's first weight, and a warning comes
+where that never happens. All ranks must take the same steps. Where a step may be left out on one
+rank (a GradScaler of its own), use the part itself and call its ``after_step`` in every step.
 """
 
 from __future__ import annotations
@@ -27,14 +26,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hasten.machine.host import has_cuda
 from hasten.parts.comm.codecs import codec
-from hasten.parts.comm.collective_plan import Route
-from hasten.parts.comm.collectives import TopoAwareCollective
-from hasten.parts.comm.hierarchical import RoutedBuckets
 from hasten.parts.comm.local_sgd import ApartWeights, LocalSteps, same_start
 from hasten.parts.comm.methods import CompressionSettings
-from hasten.parts.comm.route_choice import WireChoice
 from hasten.parts.comm.streaming_local_sgd import Stream
 
 PATIENCE = 100  # gradients without an update; more are rarely accumulated
@@ -43,10 +37,8 @@ PATIENCE = 100  # gradients without an update; more are rarely accumulated
 def start_method(
     model: nn.Module,
     settings: CompressionSettings,
-    backend: str | None,
     seconds: float,
-    scale: Callable[[], float] | None,
-) -> ApartWeights | WireChoice:
+) -> ApartWeights:
     """What does the method's work on this model, told of its updates from now on.
 
     Raises:
@@ -54,18 +46,6 @@ def start_method(
     """
     replicas = isinstance(model, DistributedDataParallel)
     trained = [p for p in model.parameters() if p.requires_grad]
-    if settings.method == "auto":
-        if not replicas:
-            raise ValueError(
-                f"auto chooses for DistributedDataParallel and was given {type(model).__name__}: "
-                "wrap the model first"
-            )
-        kind = backend or ("nccl" if has_cuda() else "gloo")
-        collective = TopoAwareCollective(kind, "measure", timeout=seconds)
-        choice = WireChoice(RoutedBuckets(collective, Route(), scale=scale or (lambda: 1.0)))
-        choice.attach(model)
-        after_updates(trained[0], choice.step, "no route is tried, and all goes as without auto")
-        return choice
     if replicas:
         raise ValueError(
             f"{settings.method} sends weights in the place of gradients: attach the module "
@@ -126,7 +106,7 @@ class MissingUpdates:
             warnings.warn(
                 f"{PATIENCE} gradients and no step of a torch optimizer that has the model's first "
                 f"trained weight: {self._otherwise}; if the optimizer is of another kind, or has "
-                "copies of the weights, use hasten.parts.comm.local_sgd, streaming_local_sgd or "
-                "route_choice and call after each update what they say",
+                "copies of the weights, use hasten.parts.comm.local_sgd or "
+                "streaming_local_sgd and call after each update what they say",
                 stacklevel=2,
             )

@@ -11,7 +11,6 @@ from hasten.errors import InputError
 from hasten.parts.comm.gradient_compressor import GradientCompressor
 from hasten.techniques.wire.compressed_wire import CompressesGradients, memory
 from hasten.techniques.wire.local import LocalSteps, Stream
-from hasten.techniques.wire.topology import Automatic
 
 DENSE = "share of the run's steps at the start in which gradients travel in full"
 SMALL = "buckets of fewer numbers travel in full"
@@ -48,6 +47,7 @@ class Half(CompressesGradients):
 class Quantised(CompressesGradients):
     """Gradients travel in 8 or 4 bits, and what they leave out returns in the next step."""
 
+    auto = "try"
     bits: int = knob(8, "of a number that travels", choices=(8, 4))
     dense_share: float = setting(0.0, DENSE)
     minimum: int = setting(4096, SMALL)
@@ -97,6 +97,7 @@ class TopK(CompressesGradients):
 class PowerSGD(CompressesGradients):
     """A matrix of gradients travels as two thin factors; what they leave out returns."""
 
+    auto = "try"
     rank: int = knob(16, "columns of a factor", low=1, high=128, log=True)
     dense_share: float = setting(0.1, DENSE)
     minimum: int = setting(4096, SMALL)
@@ -133,6 +134,5 @@ def technique_of(compressor: GradientCompressor) -> Technique:
         "powersgd": PowerSGD(given["rank"], 0.0, minimum, scope=scope),
         "diloco": LocalSteps(given["every"]),
         "stream": Stream(),
-        "auto": Automatic(),
     }
     return found[method]

@@ -1,4 +1,4 @@
-"""WIRE by topology: gradients that travel hierarchically, and a choice made on the user's link."""
+"""WIRE by topology: gradients that travel hierarchically."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
-from hasten.parts.comm import route_choice
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.collective_plan import CODECS, Route
 from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.hierarchical import RoutedBuckets
-from hasten.parts.comm.route_choice import WireChoice
 from hasten.parts.comm.topology import check_name
 from hasten.techniques.wire.traffic import no_torch_distributed
 
@@ -32,6 +30,7 @@ class Hierarchical(Technique):
     """Gradients are summed within each host first; only a share per rank travels between hosts."""
 
     slot = Slot.WIRE
+    auto = "try"
     within: str = knob("none", "codec within a host", choices=("none", "bf16"))
     between: str = knob("none", "codec between hosts", choices=CODECS)
     feedback: bool = setting(True, "add what a codec left out between hosts to the next step")
@@ -53,7 +52,11 @@ class Hierarchical(Technique):
     def apply(self, setup: Setup) -> None:
         if setup.facts.world.size > 1:
             route = Route("hierarchical", self.within, self.between)
-            setup.wire = RoutedWire(self.name(), _buckets(setup, route, self), self.check_every)
+            backend = "nccl" if setup.facts.on_gpu else "gloo"
+            collective = TopoAwareCollective(backend, self.topology, timeout=self.timeout)
+            scale = lambda: setup.loss_scale.value  # noqa: E731
+            buckets = RoutedBuckets(collective, route, self.feedback, scale)
+            setup.wire = RoutedWire(self.name(), buckets, self.check_every)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         return no_torch_distributed() if facts.world.size > 1 else ()
@@ -71,46 +74,11 @@ class Hierarchical(Technique):
         return Proof(wire.buckets.routed > 0, _seen(wire.buckets))
 
 
-@dataclass(frozen=True)
-class Automatic(Technique):
-    """Tries, in the first steps, whether hierarchy or a codec makes them shorter on this link."""
-
-    slot = Slot.WIRE
-    lossy: bool = setting(True, "codecs may be tried, not hierarchy alone")
-    topology: str = setting("measure", "detect, measure, or a name such as dgx_a100")
-    timeout: float = setting(120.0, "seconds a collective may take before the ranks are called")
-    check_every: int = setting(100, "steps between two comparisons of all ranks' weights; 0: never")
-
-    def __post_init__(self) -> None:
-        _check(self.topology, self.timeout, self.check_every)
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.LOSSY if self.lossy else Fidelity.ROUNDING
-
-    def apply(self, setup: Setup) -> None:
-        if setup.facts.world.size > 1:
-            buckets = _buckets(setup, Route(), self)
-            choice = WireChoice(buckets, route_choice.CODECS if self.lossy else ())
-            setup.wire = RoutedWire(self.name(), choice, self.check_every)
-
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        return no_torch_distributed() if facts.world.size > 1 else ()
-
-    def probe(self, session: Session) -> Proof:
-        wire = session.setup.wire
-        if not isinstance(wire, RoutedWire) or not isinstance(wire.part, WireChoice):
-            return Proof(False, "one rank: nothing travels")
-        choice = wire.part
-        return Proof(choice.decided, f"{choice.reason}; {_seen(choice.buckets)}")
-
-
 class RoutedWire(Wire):
-    """WIRE: buckets on one route, or on the one that proves to be shorter; weights are compared."""
+    """WIRE: buckets on a route; weights are compared."""
 
-    def __init__(self, kind: str, part: RoutedBuckets | WireChoice, check_every: int) -> None:
-        self.part = part
-        self.buckets = part.buckets if isinstance(part, WireChoice) else part
+    def __init__(self, kind: str, buckets: RoutedBuckets, check_every: int) -> None:
+        self.buckets = buckets
         self._kind, self._every, self._updates = kind, check_every, 0
 
     @property
@@ -119,28 +87,21 @@ class RoutedWire(Wire):
 
     def attach(self, module: nn.Module) -> None:
         try:
-            self.part.attach(module)
+            self.buckets.attach(module)
         except ValueError as error:  # hosts or settings that don't go together
             raise InputError(f"{self._kind}: {error}") from error
 
     def after_update(self, parameters: Sequence[Tensor]) -> None:
-        self.part.step()
+        self.buckets.step()
         self._updates += 1
         if self._every and self._updates % self._every == 0:
             self.buckets.check(parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.part.state_dict()
+        return self.buckets.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.part.load_state_dict(state)
-
-
-def _buckets(setup: Setup, route: Route, asked: Hierarchical | Automatic) -> RoutedBuckets:
-    backend = "nccl" if setup.facts.on_gpu else "gloo"
-    collective = TopoAwareCollective(backend, asked.topology, timeout=asked.timeout)
-    feedback = asked.feedback if isinstance(asked, Hierarchical) else True
-    return RoutedBuckets(collective, route, feedback, lambda: setup.loss_scale.value)
+        self.buckets.load_state_dict(state)
 
 
 def _seen(buckets: RoutedBuckets) -> str:
