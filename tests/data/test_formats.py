@@ -192,7 +192,7 @@ def test_too_many_rejects_name_count_budget_places_and_way_out(tmp_path: Path) -
     assert "4 of 10" in message
     assert "max_rejected=0.3 allows 3" in message
     assert [f"data.jsonl:{line}: " in message for line in (7, 8, 9, 10)] == [True] * 3 + [False]
-    assert "raise max_rejected" in message
+    assert "write max_rejected: 4 to train without them" in message
     assert len(read_records([path], max_rejected=0.4).rejected) == 4
     assert len(read_records([path], max_rejected=4).rejected) == 4
 
@@ -223,8 +223,8 @@ def test_a_file_without_records_is_refused(tmp_path: Path, data: bytes, reason: 
 
 
 def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("x")
-    for paths in ([], [tmp_path], [tmp_path / "notes.txt"]):
+    (tmp_path / "notes.md").write_text("x")
+    for paths in ([], [tmp_path], [tmp_path / "notes.md"]):
         with pytest.raises(InputError):
             read_records(paths)
     (tmp_path / "data.jsonl").write_text("{")

@@ -136,8 +136,14 @@ def test_a_template_without_answers_gives_a_reason(tokenizer: Any) -> None:
 )
 def test_a_failing_template_is_named_with_the_record(tokenizer: Any, template: str) -> None:
     tokenizer.chat_template = template
+    encoded = encode(tokenizer, chat("q", "a"), 100)
+    assert encoded.records == ()
+    assert encoded.reason is not None
+    assert "chat template fails on chat.jsonl:7" in encoded.reason
+    assert "Error" not in encoded.reason
+    # One that fails on all of many records is at fault itself: the others aren't tried.
     with pytest.raises(InputError, match=r"chat template fails on chat\.jsonl:7"):
-        encode(tokenizer, chat("q", "a"), 100)
+        list(encode_all(tokenizer, [chat("q", "a")] * 256, 100))
 
 
 def test_a_missing_template_is_an_error_until_a_fallback_is_set(tokenizer: Any) -> None:

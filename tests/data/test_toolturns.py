@@ -262,7 +262,6 @@ FINE = calls([call("Ulm", 1)])
         (asked(FINE, ANSWER), "turn 3 is assistant's, expected tool's"),
         (asked(FINE, {"role": "user", "content": "q"}, ANSWER), "turn 3 is user's"),
         (asked(FINE, RESULT), "its last turn is the tool's"),
-        (asked(ANSWER, RESULT, ANSWER), "turn 3 is tool's, expected user's"),
         (asked(calls([{"function": {"arguments": {}}}])), "lacks the name of its function"),
         (asked(calls([3])), "lacks the name of its function"),
         (asked(calls([{"function": {"name": 3}}])), "'name' is a number"),

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hasten.data.chat_template import split_tools, template_turns
-from hasten.data.conversation import Conversation
+from hasten.data.conversation import THOUGHTS, Conversation
 from hasten.data.packed_file import COLUMNS, check_name, write_packed
-from hasten.data.readers import read_records
+from hasten.data.readers import read_records, unread_words
 from hasten.data.statistics import (
     BatchLayout,
     DataStatistics,
@@ -117,7 +117,8 @@ def convert(sources: Sequence[Path], output: Path, max_rejected: float) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     for file_name, shape in reading.shapes.items():
-        print(shown(f"{file_name}: {shape} records"))
+        unread = unread_words(reading.unread.get(file_name, ()))
+        print(shown(f"{file_name}: {shape} records{unread}"))
     for rejected in reading.rejected:
         print(shown(f"left out {rejected.file}:{rejected.line}: {rejected.reason}"))
     print(f"{len(reading.conversations):,} records: {output}")
@@ -132,8 +133,12 @@ def _row(conversation: Conversation) -> dict[str, object]:
     if conversation.text is not None:
         return {"text": conversation.text}
     tools, turns = split_tools(conversation.messages)
-    row: dict[str, object] = {"messages": template_turns(turns, "object")}
-    return row | ({"tools": tools} if tools else {})
+    written = template_turns(turns, "object")
+    for turn, row in zip(turns, written, strict=True):
+        for key in THOUGHTS[1:]:
+            row.pop(key, None)
+        row |= {} if turn.trained else {"weight": 0}
+    return {"messages": written} | ({"tools": tools} if tools else {})
 
 
 def _print(found: DataStatistics) -> None:

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from hasten.data import renderer
-from hasten.data.conversation import Conversation, Message, ToolCall
-from hasten.data.template_sandbox import check_syntax, render
+from hasten.data.conversation import THOUGHTS, Conversation, Message, ToolCall
+from hasten.data.template_sandbox import TemplateFailedError, check_syntax, render
 from hasten.errors import InputError
 from hasten.formatting import open_regular
 from hasten.parts.data.collate import TokenRecord, token_record
@@ -122,7 +122,7 @@ _ADVICE = "choose another chat_template, or leave such records out"
 
 
 class ToolsNotRenderedError(ValueError):
-    """What of a record's tools isn't in the text that a template makes of it."""
+    """What of a record's tools or thoughts isn't in the text that a template makes of it."""
 
 
 def split_tools(messages: Sequence[Message]) -> tuple[list[Any] | None, Sequence[Message]]:
@@ -140,13 +140,21 @@ def template_turns(turns: Sequence[Message], form: str) -> list[dict[str, Any]]:
 def check_seen(
     messages: Sequence[Message], text: str, render: Callable[[Sequence[Message]], str]
 ) -> None:
-    """Raise ToolsNotRenderedError unless `text` shows tools, calls and results of all messages."""
+    """Raise ToolsNotRenderedError unless all messages' tools, calls, results, thoughts are shown.
+
+    Thoughts may be written only while their answer is the last.
+    """
     tools, turns = split_tools(messages)
     if tools:
         names = [tool["function"]["name"] for tool in tools]
         if text == render(turns) or not all(name in text for name in names):
             raise ToolsNotRenderedError(f"the chat template ignores the record's tools: {_ADVICE}")
     for at, turn in enumerate(messages):
+        if turn.thoughts and turn.thoughts.strip() not in render(messages[: at + 1]):
+            raise ToolsNotRenderedError(
+                f"the chat template writes no {THOUGHTS[0]}: choose another chat_template, or "
+                "write the thoughts into the content as <think>...</think>"
+            )
         if turn.calls:
             before, upto = render(messages[:at]), render(messages[: at + 1])
             written = upto[_shared(before, upto) :]
@@ -160,6 +168,8 @@ def check_seen(
 
 def _turn(turn: Message, form: str) -> dict[str, Any]:
     found: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    # Templates read thoughts under one of these names (Qwen's the first, gpt-oss's the last).
+    found |= dict.fromkeys(THOUGHTS, turn.thoughts) if turn.thoughts else {}
     if turn.calls:
         found["content"] = turn.content or None  # null in OpenAI's format; V3's asks for it
         found["tool_calls"] = [_call(call, form) for call in turn.calls]
@@ -241,7 +251,7 @@ def seconds_explained(dialogue: Conversation) -> float:
     calls = sum(bool(answer.calls) for answer in answers)
     renderings = (2 * len(answers) + 2 * calls + 2) * (len(FORMS) if calls else 1)
     characters = sum(
-        len(message.content) + sum(len(call.arguments) for call in message.calls)
+        len(message.content) + len(message.thoughts) + sum(len(c.arguments) for c in message.calls)
         for message in dialogue.messages
     )
     return renderings * (3e-4 + 3e-5 * turns + 3e-8 * characters)
@@ -293,6 +303,7 @@ class _Rendered(NamedTuple):
     text: str
     answers: list[tuple[int, int]] | None  # character spans, end exclusive; None: plain text
     reason: str = "the chat template drops or rewrites the last answer"  # where there are no spans
+    failed: bool = False  # the template, and not only this record
 
 
 def encode(
@@ -424,7 +435,10 @@ def _draw_all(
 def _draw_dialogues(
     template: ChatTemplate, dialogues: Sequence[Conversation], ends: tuple[str, ...]
 ) -> list[_Rendered]:
-    return [_draw(template, dialogue, ends) for dialogue in dialogues]
+    drawn = [_draw(template, dialogue, ends) for dialogue in dialogues]
+    if len(drawn) == _BATCH and all(item.failed for item in drawn):
+        raise InputError(drawn[0].reason)  # the template is at fault: no need to try them all
+    return drawn
 
 
 def _draw(template: ChatTemplate, conversation: Conversation, ends: tuple[str, ...]) -> _Rendered:
@@ -432,15 +446,20 @@ def _draw(template: ChatTemplate, conversation: Conversation, ends: tuple[str, .
         number = len(conversation.messages)
         return _Rendered("", [], f"a dialogue of {number:,} turns: split those of over {TURNS:,}")
     if all(message.role in _PLAIN and not message.calls for message in conversation.messages):
-        return _draw_turns(template, conversation, ends, "object")
+        try:
+            return _draw_turns(template, conversation, ends, "object")
+        except ToolsNotRenderedError as error:
+            return _Rendered("", [], str(error))
+        except TemplateFailedError as error:
+            return _Rendered("", [], str(error), failed=True)
     unseen, failed = "", ""
     for form in FORMS:  # templates differ in how they take the arguments of a call
         try:
             return _draw_turns(template, conversation, ends, form)
         except ToolsNotRenderedError as error:
             unseen = unseen or str(error)
-        except InputError as error:
-            failed = failed or f"the chat template takes no turns of tools: {error}"
+        except TemplateFailedError as error:
+            failed = failed or f"the chat template takes no turns of tools: {error}; {_ADVICE}"
     return _Rendered("", [], unseen or failed)
 
 

@@ -403,7 +403,11 @@ def _values(batch: Any) -> list[Any]:
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    if value and all(isinstance(pair, tuple) and isinstance(pair[0], str) for pair in value):
+        return _without_nulls(dict(value))  # a map, as Arrow gives it
+    return [_without_nulls(inner) for inner in value]
 
 
 def _row(batch: Any) -> Any:

@@ -14,6 +14,7 @@ of time and memory altogether is for the process that it is rendered in: see `re
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import lru_cache
@@ -40,8 +41,17 @@ class RunawayError(TemplateError):
     """A template that does more than a chat needs."""
 
 
+class TemplateFailedError(InputError):
+    """A template that fails on one record; it may do for others."""
+
+
 def render(source: str, place: str, values: Mapping[str, Any]) -> str:
-    """The text of a template; raises InputError, one sentence, whatever goes wrong in it."""
+    """The text of a template.
+
+    Raises:
+        TemplateFailedError: the template fails, with its own reason or the line that does.
+        InputError: it takes too much memory.
+    """
     try:
         environment, template = _compiled(source)
         environment.left = STEPS
@@ -57,9 +67,14 @@ def render(source: str, place: str, values: Mapping[str, Any]) -> str:
             "correct the template or the record"
         ) from error
     except Exception as error:  # a foreign program: it may raise anything
-        kind, what = type(error).__name__, " ".join(str(error).split())[:300]
-        raise InputError(
-            f"the tokenizer's chat template fails on {place} ({kind}: {what}): "
+        what = " ".join(str(error).split())[:300]
+        if not isinstance(error, TemplateError):  # Python's words say nothing of the template
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+            line = f" {lines[-1]}" if lines else ""
+            what = f"its line{line} doesn't take a value of the record, or one that is missing"
+        raise TemplateFailedError(
+            f"the tokenizer's chat template fails on {place} ({what}): "
             "correct the template or the record"
         ) from error
     return "".join(pieces)

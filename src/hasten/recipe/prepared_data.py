@@ -26,7 +26,7 @@ from hasten.data.chat_template import choose_chat_template
 from hasten.data.conversation import Conversation, columns_of
 from hasten.data.corpus import stdlib_corpus
 from hasten.data.file_lock import one_writer, replace_file
-from hasten.data.readers import ReadRecords, read_sources
+from hasten.data.readers import ReadRecords, read_sources, unread_words
 from hasten.data.sources import Source, entry_of, source_of, weighted
 from hasten.data.spool import ConversationSink, Selection, spools
 from hasten.data.token_store import StoredRecords, Subset, TokenStore, split, tokenize
@@ -64,6 +64,7 @@ class Conversations:
     corpus_sha256: str | None = None
     rejected: list[list[Any]] = field(default_factory=list)
     containers: dict[str, str] = field(default_factory=dict)
+    unread: dict[str, set[str]] = field(default_factory=dict)
 
 
 def read_source(
@@ -85,7 +86,8 @@ def read_source(
     if source.corpus_sha256:
         tell(f"embedded corpus, sha256 {source.corpus_sha256[:16]}")
     for file, shape in source.shapes.items():
-        tell(f"{file} ({source.containers[file]}): {shape} records")
+        unread = unread_words(source.unread.get(file, set()))
+        tell(f"{file} ({source.containers[file]}): {shape} records{unread}")
     return replace(source, train=_draw(source.train, recipe.max_records, recipe.seed))
 
 
@@ -122,6 +124,7 @@ def _files(recipe: Recipe, tell: Tell, gathered: Callable[[], ConversationSink])
         _merged(readings, "shapes"),
         rejected=[[*row] for reading in readings for row in reading.rejected],
         containers=_merged(readings, "containers"),
+        unread=_merged(readings, "unread"),
     )
 
 
@@ -152,7 +155,7 @@ def _apart(
     return kept, whole.take(theirs)
 
 
-def _merged(readings: Sequence[ReadRecords], name: str) -> dict[str, str]:
+def _merged(readings: Sequence[ReadRecords], name: str) -> dict[str, Any]:
     return {file: what for reading in readings for file, what in getattr(reading, name).items()}
 
 
