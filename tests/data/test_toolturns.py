@@ -178,7 +178,7 @@ def test_arguments_are_given_as_the_template_takes_them(tokenizer: Any, tmp_path
         (FALLBACKS["deepseek-v3"], "ignores the record's tools"),
         (FALLBACKS["deepseek-r1"], "takes no turns of tools"),
         (FALLBACKS["deepseek-llm"], "takes no turns of tools"),
-        ("{{ raise_exception('only users') }}", "takes no turns of tools: .*only users"),
+        ("{{ raise_exception('only users') }}", "takes no turns of tools \\(only users\\)"),
     ],
 )
 def test_a_template_that_ignores_tools_rejects_the_record_with_the_reason(

@@ -459,7 +459,9 @@ def _draw(template: ChatTemplate, conversation: Conversation, ends: tuple[str, .
         except ToolsNotRenderedError as error:
             unseen = unseen or str(error)
         except TemplateFailedError as error:
-            failed = failed or f"the chat template takes no turns of tools: {error}; {_ADVICE}"
+            failed = (
+                failed or f"the chat template takes no turns of tools ({error.what}): {_ADVICE}"
+            )
     return _Rendered("", [], unseen or failed)
 
 

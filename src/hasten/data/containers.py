@@ -43,7 +43,8 @@ class Container(NamedTuple):
     packed: str | None  # gzip or zstd
 
     def __str__(self) -> str:
-        return f"{self.kind}, {self.packed}" if self.packed else self.kind
+        kind = "txt, one text a line" if self.kind == "txt" else self.kind
+        return f"{kind}, {self.packed}" if self.packed else kind
 
 
 class DamagedStreamError(ValueError):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hasten.data.stages import MEDIA
+from hasten.data.stages import MEDIA, is_label, is_preference
 from hasten.errors import InputError
 
 # OpenAI's names, ShareGPT's, and those of ms-swift's documentation (Custom-dataset.md).
@@ -41,8 +41,10 @@ FLAGS = ("weight", "loss_weight", "loss_scale", "train", "loss")  # of a turn: i
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 MEDIA_PARTS = ("image", "audio", "video", "file")
 _WHO, _WHAT = ("role", "from"), ("content", "value")  # a turn's keys
-_READ = (*_WHO, *_WHAT, *FLAGS, *THOUGHTS, "tool_calls", "function_call")
+_PLAIN = frozenset((*_WHO, *_WHAT))
+_READ = frozenset((*_WHO, *_WHAT, *FLAGS, *THOUGHTS, "tool_calls", "function_call"))
 _OF_RESULTS = ("tool_call_id", "name")
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 _ON_LOSS = re.compile("loss|train|mask|weight")  # in a key of a turn that is not read
 _TAG_ADVICE = "user_tag, assistant_tag, system_tag, function_tag or observation_tag"
 
@@ -78,7 +80,7 @@ def message(turn: Mapping[str, Any]) -> Message:
         NoConversationError: it is none.
         InputError: a key of it means what hasten doesn't do, so that no such record is usable.
     """
-    who, what = (_first(turn, keys) for keys in (_WHO, _WHAT))
+    who, what = _first(turn, _WHO), _first(turn, _WHAT)
     if who not in turn:
         raise NoConversationError("a turn lacks 'role' (or 'from')")
     if what not in turn and not any(turn.get(key) for key in ("tool_calls", "function_call")):
@@ -90,9 +92,11 @@ def message(turn: Mapping[str, Any]) -> Message:
             f"it in columns with {_TAG_ADVICE}"
         )
     role = ROLES[name]
+    if turn.keys() <= _PLAIN and isinstance(turn[what], str) and name not in CALLS:
+        return Message(role, sound(turn[what], what))  # most turns
+    if more := unread_keys(turn):
+        _check_keys(turn, more)
     trained = _is_trained(turn, role)
-    if media := [key for key in MEDIA if turn.get(key)]:
-        raise InputError(f"a turn has {media[0]!r}, and hasten trains text alone: {_NO_MEDIA}")
     if name in CALLS:
         content = turn.get(what)
         given = _parsed(sound(content, what), name) if isinstance(content, str) else content
@@ -113,17 +117,37 @@ def message(turn: Mapping[str, Any]) -> Message:
 
 def unread_keys(turn: Mapping[str, Any]) -> set[str]:
     """The keys of a turn that have a value and no meaning here."""
-    mine = ROLES.get(str(turn.get(_first(turn, _WHO)))) == "tool"
-    read = {*_READ, *_OF_RESULTS} if mine else {*_READ}
-    return {key for key in turn.keys() - read if turn[key] not in (None, "", [], {})}
+    if turn.keys() <= _PLAIN:
+        return set()
+    found = {key for key in turn.keys() - _READ if turn[key] not in _EMPTY}
+    if found and ROLES.get(str(turn.get(_first(turn, _WHO)))) == "tool":
+        found -= {*_OF_RESULTS}
+    return found
 
 
-def _first(turn: Mapping[str, Any], keys: tuple[str, ...]) -> str:
-    """The key of these that has a value; else one that is there."""
-    return next(
-        (key for key in keys if turn.get(key) is not None),
-        next((key for key in keys if key in turn), ""),
-    )
+def _first(turn: Mapping[str, Any], keys: tuple[str, str]) -> str:
+    """The key of these that has a value; else one that is there, or an empty text."""
+    first, second = keys
+    if turn.get(first) is not None or (first in turn and turn.get(second) is None):
+        return first
+    return second if second in turn else ""
+
+
+def _check_keys(turn: Mapping[str, Any], keys: set[str]) -> None:
+    """Raise InputError if one of these keys changes what is to be learnt."""
+    for key in sorted(keys):
+        if key in MEDIA:
+            raise InputError(f"a turn has {key!r}, and hasten trains text alone: {_NO_MEDIA}")
+        if is_preference(key) or is_label(key, turn[key]):
+            raise InputError(
+                f"a turn has {key!r}, which judges an answer (DPO, KTO), and hasten trains on "
+                "answers alone: leave bad answers and the key out"
+            )
+        if _ON_LOSS.search(key):
+            raise InputError(
+                f"a turn has {key!r}, and hasten trains whole turns: if it is 0 or 1, name it in "
+                f"columns (train_tag: {key}), else leave it out"
+            )
 
 
 def _is_trained(turn: Mapping[str, Any], role: str) -> bool:
@@ -132,18 +156,15 @@ def _is_trained(turn: Mapping[str, Any], role: str) -> bool:
     Raises:
         InputError: they ask for what can't be followed.
     """
-    if key := next((key for key in unread_keys(turn) if _ON_LOSS.search(key)), None):
-        raise InputError(
-            f"a turn has {key!r}, and hasten trains whole turns: if it is 0 or 1, name it in "
-            f"columns (train_tag: {key}), else leave it out"
-        )
     found = True
     for key in FLAGS:
         value = turn.get(key)
         if value is None:
             continue
         if value not in (0, 1):
-            raise InputError(f"a turn's {key!r} is {value!r}: hasten takes 0 and 1 alone")
+            raise InputError(
+                f"a turn's {key!r} is {value!r}: hasten takes 0 and 1 alone, so write one of them"
+            )
         # OpenAI's weight and ms-swift's loss are read of answers alone there too.
         if role != "assistant" and value and key in ("train", "loss_weight"):
             raise InputError(
@@ -155,7 +176,9 @@ def _is_trained(turn: Mapping[str, Any], role: str) -> bool:
 
 
 def _thoughts(turn: Mapping[str, Any], role: str) -> str:
-    given = next((turn[key] for key in THOUGHTS if turn.get(key)), "")
+    given = next((turn[key] for key in THOUGHTS if turn.get(key)), None)
+    if given is None:
+        return ""
     return sound(_joined(given, THOUGHTS[0], role).text, THOUGHTS[0])
 
 
@@ -301,7 +324,7 @@ def _parsed(text: str, key: str) -> Any:
 def _listed(value: Any, key: str) -> list[Any]:
     """A list, from JSON, from Python's notation (as pandas writes lists into CSV), or from rows."""
     found = value
-    if isinstance(value, str):
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         try:
             found = _parsed(value, key)
         except NoConversationError:
@@ -315,8 +338,6 @@ def _listed(value: Any, key: str) -> list[Any]:
 
 
 def _literal(text: str) -> Any:
-    if not text.lstrip().startswith("["):
-        return None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of unknown escapes in the texts
@@ -505,9 +526,11 @@ def _turns(value: Any, key: str) -> list[Message]:
 
 def _exchange(turn: dict[str, Any]) -> list[dict[str, Any]]:
     """The turns of an object that has a question and an answer under their roles (ms-swift)."""
+    if "role" in turn or "from" in turn:
+        return [turn]
     asked = next((key for key in ("human", "user") if key in turn), None)
     answered = next((key for key in ("assistant", "gpt", "bot") if key in turn), None)
-    if _first(turn, _WHO) or not (asked and answered):
+    if not (asked and answered):
         return [turn]
     more = {key: value for key, value in turn.items() if key not in (asked, answered)}
     return [
@@ -576,12 +599,12 @@ def unread(record: Mapping[str, Any], shape: str, named: Collection[str]) -> set
     `named` are the columns that the user gives another name.
     """
     needs, _, takes, turns = SHAPES[shape]
-    filled = {key for key, value in record.items() if value not in (None, "", [], {})}
-    found = filled - {*needs, *takes, *named}
+    known = {*needs, *takes, *named}
+    found = {key for key, value in record.items() if key not in known and value not in _EMPTY}
     if turns and isinstance(record.get(needs[0]), list):
         for turn in record[needs[0]]:
-            if isinstance(turn, dict) and _first(turn, _WHO):
-                found |= {f"{needs[0]}[].{key}" for key in unread_keys(turn)}
+            if isinstance(turn, dict) and (keys := unread_keys(turn)) and _first(turn, _WHO):
+                found |= {f"{needs[0]}[].{key}" for key in keys}
     return found
 
 

@@ -472,7 +472,8 @@ def records_of(
             rows = columns[0].keys()
             if any(column.keys() != rows for column in columns):
                 return None
-            return [{key: column[row] for key, column in whole.items()} for row in rows]
+            found = [{key: column[row] for key, column in whole.items()} for row in rows]
+            return found if any(map(reads, found[:_LOOK])) else None
         if not all(isinstance(column, list) for column in columns):
             return None
         found = [dict(zip(whole, row, strict=True)) for row in zip(*columns, strict=False)]
@@ -492,13 +493,15 @@ def records_of(
     ):
         # pandas: orient="split"
         return [dict(zip(names, row, strict=False)) for row in data]
-    lists = [key for key in _LISTS if isinstance(whole.get(key), list) and whole[key]]
-    if len(lists) > 1:
+    parts = [key for key in _LISTS if isinstance(whole.get(key), list | dict) and whole[key]]
+    if len(parts) > 1:
         raise InputError(
-            f"has several lists of records ({', '.join(lists)}): write each to a file of its own"
+            f"has several lists of records ({', '.join(parts)}): write each to a file of its own"
         )
-    if lists:
-        return list(whole[lists[0]])
+    if parts and isinstance(inner := whole[parts[0]], dict):
+        return records_of(inner, shaped, reads) or ([inner] if reads(inner) else None)
+    if parts:
+        return list(whole[parts[0]])
     if columns and all(isinstance(record, dict) for record in columns) and shaped(columns[0]):
         return columns  # pandas: orient="index"
     return None

@@ -47,6 +47,7 @@ __all__ = [
 
 _LOOK = 200  # records that decide a file's shape
 _SHOWN = 8  # names of columns that are not read
+_REASONS = 3  # for which records can't be used
 
 
 class Rejected(NamedTuple):
@@ -122,11 +123,19 @@ def check_rejected(rejected: Sequence[Rejected], total: int, max_rejected: float
     allowed = int(max_rejected * total) if max_rejected < 1 else max_rejected
     if len(rejected) <= allowed:
         return
-    first = "; ".join(f"{file}:{line}: {reason}" for file, line, reason in rejected[:3])
+    reasons = Counter(row.reason for row in rejected)
+    first = {row.reason: row for row in reversed(rejected)}
+    words = [
+        f"{first[reason].file}:{first[reason].line}: {reason}"
+        + (f" ({count} of them)" if count > 1 else "")
+        for reason, count in reasons.most_common(_REASONS)
+    ]
+    more = "; ..." if len(reasons) > len(words) else ""
+    without = f", or write max_rejected: {len(rejected)} to train without them"
     raise InputError(
         f"{len(rejected)} of {total} records can't be used and max_rejected={max_rejected:g} "
-        f"allows {allowed:g}: {first}{'; ...' if len(rejected) > 3 else ''} "
-        f"(correct these records, or write max_rejected: {len(rejected)} to train without them)"
+        f"allows {allowed:g}: {'; '.join(words)}{more} "
+        f"(correct these records{without if len(rejected) < total else ''})"
     )
 
 
@@ -223,7 +232,11 @@ def _rows(path: Path, value: Any, columns: ColumnNames) -> list[Any] | None:
     def shaped(record: Any) -> str | None:
         return shape_of(columns.renamed(record), columns.shapes()) if record else None
 
-    def reads(record: Any) -> bool:
+    def reads(record: dict[str, Any]) -> bool:
+        # A turn in the place of a value: the lists are those of one record.
+        values = [value for value in record.values() if isinstance(value, dict)]
+        if any(isinstance(value.get("role") or value.get("from"), str) for value in values):
+            return False
         try:
             shape = shaped(record)
             return bool(shape and conversation(columns.renamed(record, shape), shape, ""))

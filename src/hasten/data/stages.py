@@ -8,6 +8,7 @@ whatever ``max_rejected`` allows. A file of no known shape gets the line of ``co
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from hasten.errors import InputError
@@ -20,8 +21,9 @@ LABELS = ("label", "kto_tag")  # of KTO, where they hold truth values
 TRUTHS = ("true", "false", "True", "False", "0", "1")
 _TEXT_ANSWERS = ("completion", "output", "answer", "response")
 ANSWERS = (*_TEXT_ANSWERS, "messages", "conversations", "conversation")
-RECORD_WEIGHTS = ("weight", "loss_weight", "loss_scale", "sample_weight", "train")
+RECORD_WEIGHTS = ("weight", "loss_weight", "loss_scale", "sample_weight", "train", "loss")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts", "chain_of_thought", "cot")
+_ALONE = ("completions", "chat_template_kwargs")
 SOURCES = ("context", "passage", "article", "document")  # texts that a question is about
 OURS = "hasten trains on answers alone"
 
@@ -38,18 +40,35 @@ def refuse_other_stage(record: Any, named: Iterable[str] = ()) -> None:
     """
     if not isinstance(record, Mapping):
         return
+    if not any(_tells(key, record[key]) for key in _telling(frozenset(record))):
+        return  # most records
     filled = {key for key, value in record.items() if not _is_empty(value)} - {*named}
     found = _stage(record, filled, {*named}) or _unused(record, filled)
     if found is not None:
         raise InputError(found)
 
 
+@lru_cache(maxsize=256)
+def _telling(keys: frozenset[str]) -> tuple[str, ...]:
+    """The columns of these that may be those of another training."""
+    known = {*MEDIA, *LABELS, *RECORD_WEIGHTS, *THOUGHTS, *SOURCES, *_TEXT_ANSWERS, *_ALONE}
+    answered = bool(keys & {*ANSWERS, *_OTHER_ANSWERS})
+    found = [key for key in keys if key in known or is_preference(key)]
+    return tuple(found if answered or "prompt" not in keys else (*found, "prompt"))
+
+
+def _tells(key: str, value: Any) -> bool:
+    return isinstance(value, list) if key in _TEXT_ANSWERS else not _is_empty(value)
+
+
 def _stage(record: Mapping[str, Any], filled: set[str], named: set[str]) -> str | None:
-    pair = sorted(key for key in filled if key in PAIR or key.startswith(PREFERENCES))
-    if pair and not named & {*PAIR}:
+    pair = sorted(filter(is_preference, filled))
+    if pair and not any(map(is_preference, named)):
+        good = any(not key.startswith(("rejected", "non_")) for key in pair)
         return (
             f"these are preference pairs ({', '.join(pair)}), material of DPO or of a reward "
-            f"model; {OURS}, so take records with one answer, or name the good one in columns"
+            f"model; {OURS}, so take records with one answer, or "
+            + ("name the good one in columns" if good else f"leave {pair[0]} out")
         )
     if "completions" in filled:
         kind = (
@@ -64,7 +83,7 @@ def _stage(record: Mapping[str, Any], filled: set[str], named: set[str]) -> str 
             f"{ranked!r} lists {len(record[ranked])} answers, and such preferences are material of "
             f"DPO or of a reward model; {OURS}, so write the one to train as a text"
         )
-    label = next((key for key in LABELS if key in filled and _is_truth(record[key])), None)
+    label = next((key for key in LABELS if key in filled and is_label(key, record[key])), None)
     if label and filled & {*ANSWERS}:
         return (
             f"{label!r} says whether an answer is good, which is material of KTO: a false one is "
@@ -86,7 +105,7 @@ def _stage(record: Mapping[str, Any], filled: set[str], named: set[str]) -> str 
 
 def _unused(record: Mapping[str, Any], filled: set[str]) -> str | None:
     """Why a column that changes what is learnt can't be left alone."""
-    weight = next((key for key in RECORD_WEIGHTS if key in filled and _weighs(record[key])), None)
+    weight = next((key for key in RECORD_WEIGHTS if key in filled and _weighs(record, key)), None)
     if weight:
         return (
             f"the column {weight!r} weighs records ({record[weight]!r}), and hasten weighs all of "
@@ -119,11 +138,20 @@ def _is_ranked(value: Any) -> bool:
     return isinstance(value, list) and len(value) > 1 and all(isinstance(v, str) for v in value)
 
 
-def _is_truth(value: Any) -> bool:
-    return value in TRUTHS if isinstance(value, str) else value in (0, 1)
+def is_preference(key: str) -> bool:
+    """If a column holds an answer that is better or worse than another."""
+    return key in PAIR or key.startswith(PREFERENCES)
 
 
-def _weighs(value: Any) -> bool:
+def is_label(key: str, value: Any) -> bool:
+    """If a column says of an answer that it is good or bad."""
+    return key in LABELS and (value in TRUTHS if isinstance(value, str) else value in (0, 1))
+
+
+def _weighs(record: Mapping[str, Any], key: str) -> bool:
+    value = record[key]
+    if key == "loss":  # a number is what another model lost on it
+        return value is False
     return isinstance(value, int | float) and value != 1
 
 

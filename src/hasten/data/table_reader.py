@@ -50,6 +50,8 @@ ROWS = 1024  # rows of a batch at most
 # What Python objects take, in bytes: a file of nulls is a bomb too.
 _ROW = _STRUCT = 200  # an object with a few keys
 _VALUE = 64  # any other value, however small, and its place in a list or object
+_LISTS: tuple[Any, ...] = (pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray)
+_LISTS += (pa.ListViewArray, pa.LargeListViewArray)
 _DICTIONARY = ("PLAIN_DICTIONARY", "RLE_DICTIONARY")
 _PREFIXES = "DELTA_BYTE_ARRAY"  # a text is a part of the one before it and what follows
 _LEGACY = b"ARROW:experimental_compression"
@@ -145,7 +147,7 @@ def decoded_bytes(array: Any) -> int:
         first, last = (array.offsets[at].as_py() for at in (0, len(array)))
         parts = (part.slice(first, last - first) for part in (array.keys, array.items))
         return own + _VALUE * int(last - first) + sum(map(decoded_bytes, parts))
-    if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
+    if isinstance(array, _LISTS):
         return own + decoded_bytes(array.flatten())
     if isinstance(array, pa.ExtensionArray):
         return own + decoded_bytes(array.storage)
@@ -153,7 +155,9 @@ def decoded_bytes(array: Any) -> int:
         views = np.frombuffer(array.buffers()[1], np.int32)[4 * array.offset :]  # (4 x values,)
         return own + int(views[: 4 * len(array) : 4].sum(dtype=np.int64))
     if pa.types.is_nested(kind) or pa.types.is_run_end_encoded(kind):
-        raise ValueError(f"values of type {kind} are not read: cast the column to lists or texts")
+        raise InputError(
+            f"values of type {kind} are not read: cast the table's column to lists or texts"
+        )
     return own + int(array.nbytes)
 
 
@@ -354,8 +358,9 @@ def scan_table(path: Path, container: Container) -> Iterator[JsonValue]:
             ]
         except StopIteration:
             return
-        except InputError:
-            raise
+        except InputError as error:
+            place = "" if str(path) in str(error) else f"{path}:{number}: "
+            raise InputError(f"{place}{error}") from error
         except _FAULTS as error:
             words = f"the {container.kind} file is damaged here: {_line(error)}"
             yield JsonValue(number, None, words, lost=True)

@@ -42,7 +42,14 @@ class RunawayError(TemplateError):
 
 
 class TemplateFailedError(InputError):
-    """A template that fails on one record; it may do for others."""
+    """A template that fails on one record; it may do for others. `what` is the reason alone."""
+
+    def __init__(self, place: str, what: str) -> None:
+        super().__init__(
+            f"the tokenizer's chat template fails on {place} ({what}): "
+            "correct the template or the record"
+        )
+        self.what = what
 
 
 def render(source: str, place: str, values: Mapping[str, Any]) -> str:
@@ -73,10 +80,7 @@ def render(source: str, place: str, values: Mapping[str, Any]) -> str:
             lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
             line = f" {lines[-1]}" if lines else ""
             what = f"its line{line} doesn't take a value of the record, or one that is missing"
-        raise TemplateFailedError(
-            f"the tokenizer's chat template fails on {place} ({what}): "
-            "correct the template or the record"
-        ) from error
+        raise TemplateFailedError(place, what) from error
     return "".join(pieces)
 
 
