@@ -159,7 +159,7 @@ def _is_trained(turn: Mapping[str, Any], role: str) -> bool:
     found = True
     for key in FLAGS:
         value = turn.get(key)
-        if value is None:
+        if value is None or value == "":
             continue
         if value not in (0, 1):
             raise InputError(

@@ -493,7 +493,7 @@ def records_of(
     ):
         # pandas: orient="split"
         return [dict(zip(names, row, strict=False)) for row in data]
-    parts = [key for key in _LISTS if isinstance(whole.get(key), list | dict) and whole[key]]
+    parts = [key for key in _LISTS if _holds_records(whole.get(key))]
     if len(parts) > 1:
         raise InputError(
             f"has several lists of records ({', '.join(parts)}): write each to a file of its own"
@@ -505,3 +505,8 @@ def records_of(
     if columns and all(isinstance(record, dict) for record in columns) and shaped(columns[0]):
         return columns  # pandas: orient="index"
     return None
+
+
+def _holds_records(value: Any) -> bool:
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, dict) and bool(first)

@@ -179,7 +179,7 @@ def _near(path: Path) -> str:
 
 
 def _scan(path: Path, container: Container) -> Iterator[JsonValue]:
-    if container.kind == "csv":
+    if container.kind in ("csv", "tsv"):
         return scan_csv(path, container)
     if container.kind in ("parquet", "arrow"):
         return scan_table(path, container)

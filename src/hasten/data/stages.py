@@ -20,9 +20,11 @@ PREFERENCES = ("chosen_", "rejected_", "preferred_", "non_preferred_")
 LABELS = ("label", "kto_tag")  # of KTO, where they hold truth values
 TRUTHS = ("true", "false", "True", "False", "0", "1")
 _TEXT_ANSWERS = ("completion", "output", "answer", "response")
+_LISTED = (*_TEXT_ANSWERS, "answers", "responses", "outputs", "candidates", "generations")
 ANSWERS = (*_TEXT_ANSWERS, "messages", "conversations", "conversation")
 RECORD_WEIGHTS = ("weight", "loss_weight", "loss_scale", "sample_weight", "train", "loss")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts", "chain_of_thought", "cot")
+CONTRASTS = ("positive_messages", "negative_messages")  # ms-swift's
 _ALONE = ("completions", "chat_template_kwargs")
 SOURCES = ("context", "passage", "article", "document")  # texts that a question is about
 OURS = "hasten trains on answers alone"
@@ -51,14 +53,14 @@ def refuse_other_stage(record: Any, named: Iterable[str] = ()) -> None:
 @lru_cache(maxsize=256)
 def _telling(keys: frozenset[str]) -> tuple[str, ...]:
     """The columns of these that may be those of another training."""
-    known = {*MEDIA, *LABELS, *RECORD_WEIGHTS, *THOUGHTS, *SOURCES, *_TEXT_ANSWERS, *_ALONE}
+    known = {*MEDIA, *LABELS, *RECORD_WEIGHTS, *THOUGHTS, *SOURCES, *_LISTED, *_ALONE, *CONTRASTS}
     answered = bool(keys & {*ANSWERS, *_OTHER_ANSWERS})
     found = [key for key in keys if key in known or is_preference(key)]
     return tuple(found if answered or "prompt" not in keys else (*found, "prompt"))
 
 
 def _tells(key: str, value: Any) -> bool:
-    return isinstance(value, list) if key in _TEXT_ANSWERS else not _is_empty(value)
+    return isinstance(value, list) if key in _LISTED else not _is_empty(value)
 
 
 def _stage(record: Mapping[str, Any], filled: set[str], named: set[str]) -> str | None:
@@ -70,6 +72,11 @@ def _stage(record: Mapping[str, Any], filled: set[str], named: set[str]) -> str 
             f"model; {OURS}, so take records with one answer, or "
             + ("name the good one in columns" if good else f"leave {pair[0]} out")
         )
+    if contrast := [key for key in CONTRASTS if key in filled]:
+        return (
+            f"{contrast[0]!r} is for comparing texts, material of an embedding model or a "
+            f"reranker; {OURS}, so take records with one answer"
+        )
     if "completions" in filled:
         kind = (
             "rated steps (completions, labels), material of a process reward model"
@@ -77,7 +84,7 @@ def _stage(record: Mapping[str, Any], filled: set[str], named: set[str]) -> str 
             else "several answers of a prompt (completions), material of a reward model"
         )
         return f"these are {kind}; {OURS}, so take records with one answer"
-    ranked = next((key for key in _TEXT_ANSWERS if key in filled and _is_ranked(record[key])), None)
+    ranked = next((key for key in _LISTED if key in filled and _is_ranked(record[key])), None)
     if ranked:
         return (
             f"{ranked!r} lists {len(record[ranked])} answers, and such preferences are material of "
@@ -135,7 +142,13 @@ def _unused(record: Mapping[str, Any], filled: set[str]) -> str | None:
 
 
 def _is_ranked(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 1 and all(isinstance(v, str) for v in value)
+    """If it lists answers: texts, or objects that are no turns."""
+    if not isinstance(value, list) or len(value) < 2:
+        return False
+    return all(
+        isinstance(one, str) or (isinstance(one, dict) and not one.keys() & {"role", "from"})
+        for one in value
+    )
 
 
 def is_preference(key: str) -> bool:

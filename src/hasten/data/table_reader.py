@@ -268,18 +268,19 @@ _FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
 
 
 def scan_csv(path: Path, container: Container) -> Iterator[JsonValue]:
-    """The rows of a CSV file as objects with the header's keys; every cell is a text.
+    """The rows of a CSV or TSV file as objects with the header's keys; every cell is a text.
 
     Raises InputError for a header that can't name columns.
     """
     with open_stream(path, container) as stream:
         text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
-        rows = _csv_rows(csv.reader(text, strict=True))
+        mark = "\t" if container.kind == "tsv" else ","
+        rows = _csv_rows(csv.reader(text, strict=True, delimiter=mark))
         header: list[str] | None = None
         blank: list[int] = []  # empty rows are faults only if something follows them
         for number, cells, reason, lost in rows:
             if header is None:
-                header = _header(path, cells, reason)
+                header = _header(path, cells, reason, mark)
             elif reason is None and not any(cells):
                 blank.append(number)
             else:
@@ -311,12 +312,14 @@ def _csv_rows(reader: Any) -> Iterator[tuple[int, list[str], str | None, bool]]:
             return
 
 
-def _header(path: Path, cells: list[str], reason: str | None) -> list[str]:
+def _header(path: Path, cells: list[str], reason: str | None, mark: str) -> list[str]:
     reason = reason or damage("".join(cells))
     if reason:
         raise InputError(f"{path}:1: the header has {reason}; save the file as CSV in UTF-8")
-    if len(cells) == 1 and (other := next((mark for mark in ";\t|" if mark in cells[0]), None)):
-        raise InputError(f"{path}:1: the header has {other!r} between columns: use commas")
+    others = [other for other in ",;\t|" if other in cells[0]] if len(cells) == 1 else []
+    if others:
+        name = "tabs" if mark == "\t" else "commas"
+        raise InputError(f"{path}:1: the header has {others[0]!r} between columns: use {name}")
     twice = _twice(cells)
     if twice or not any(cells):
         what = f"names {twice[0]!r} twice" if any(twice) else "has a column without a name"
