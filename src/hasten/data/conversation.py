@@ -593,18 +593,17 @@ SHAPES: dict[str, _Shape] = {  # the first that fits wins: alpaca files often ha
 }
 
 
-def unread(record: Mapping[str, Any], shape: str, named: Collection[str]) -> set[str]:
-    """The columns and keys of turns that have a value and that the shape's reader leaves alone.
-
-    `named` are the columns that the user gives another name.
-    """
-    needs, _, takes, turns = SHAPES[shape]
-    known = {*needs, *takes, *named}
+def unread(record: Mapping[str, Any], shape: str, known: Collection[str]) -> set[str]:
+    """The columns beyond `known`, and the keys of turns, that have a value and are not read."""
     found = {key for key, value in record.items() if key not in known and value not in _EMPTY}
-    if turns and isinstance(record.get(needs[0]), list):
-        for turn in record[needs[0]]:
+    for name in SHAPES[shape].needs:
+        value = record.get(name)
+        if isinstance(value, str):  # a cell of JSON
+            value = _as_turns(value)
+        rows = _rows(value) if isinstance(value, dict) else value
+        for turn in rows if isinstance(rows, list) else ():
             if isinstance(turn, dict) and (keys := unread_keys(turn)) and _first(turn, _WHO):
-                found |= {f"{needs[0]}[].{key}" for key in keys}
+                found |= {f"{name}[].{key}" for key in keys}
     return found
 
 

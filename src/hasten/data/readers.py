@@ -202,6 +202,8 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadRecords) -> None:
     shape = _detect(path, head, columns)
     reading.shapes[str(path)] = shape
     reading.containers[str(path)] = str(container)
+    takes = () if columns.shape or shape not in SHAPES else SHAPES[shape].takes
+    known = {*named, *columns.names, *(SHAPES[shape].needs if shape in SHAPES else ()), *takes}
     unknown = reading.unread.setdefault(str(path), set())
     for found in chain(head, records):
         if found.lost:
@@ -217,7 +219,7 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadRecords) -> None:
                 refuse_other_stage(found.value, named)
                 record = columns.renamed(found.value, shape)
                 made = conversation(record, shape, f"{path}:{found.line}")
-                unknown |= unread(found.value | record, shape, named)
+                unknown |= unread(found.value | record, shape, known)
         except NoConversationError as unfit:
             reading.rejected.append(Rejected(str(path), found.line, str(unfit)))
         else:

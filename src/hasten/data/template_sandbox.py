@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, UndefinedError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -75,7 +75,8 @@ def render(source: str, place: str, values: Mapping[str, Any]) -> str:
         ) from error
     except Exception as error:  # a foreign program: it may raise anything
         what = " ".join(str(error).split())[:300]
-        if not isinstance(error, TemplateError):  # Python's words say nothing of the template
+        # Python's words, and Jinja's of what is undefined, say nothing of the template.
+        if isinstance(error, UndefinedError) or not isinstance(error, TemplateError):
             frames = traceback.extract_tb(error.__traceback__)
             lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
             line = f" {lines[-1]}" if lines else ""
