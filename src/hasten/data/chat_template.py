@@ -208,9 +208,11 @@ LossOn = Literal["answers", "last_answer", "everything"]
 _NONE_LEFT, _DROPPED = "no answer left", "too long"
 NOT_THE_RECORDS_FAULT = (_NONE_LEFT, _DROPPED)  # how reasons begin where cutoff_len is at fault
 _BATCH = 256  # texts that the tokenizer sees at once: it spreads them over the cores
-_STAND_IN = "\ue000answer\ue000"  # private use characters: no template changes them
+# Private use characters: no template changes them.
+_STAND_IN, _EARLIER = "\ue000answer\ue000", "\ue000earlier answer\ue000"
 _PLAIN = ("system", "user", "assistant")
 _THOUGHT = re.compile(r"(?:<think>\s*)?</think>\s*\Z|<think>\s*\Z")  # opened or left empty
+_NO_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
 _NO_LAST = "the chat template drops or rewrites the last answer"
 _Render = Callable[..., str]  # of messages, with prompt=True up to where an answer begins
 
@@ -260,7 +262,7 @@ def encode_all(
             f"{type(tokenizer).__name__} reports no offsets, which tell answers from questions: "
             "use the model's fast tokenizer (tokenizer.json)"
         )
-    ends = tuple(token for token in tokenizer.get_added_vocab() if token.strip())
+    ends = _added_tokens(tokenizer)
     left = iter(conversations)
     backend, template = _plain_backend(tokenizer), chat_template_of(tokenizer)
     while batch := list(islice(left, _BATCH)):
@@ -373,8 +375,8 @@ def _draw_dialogues(
     ends: tuple[str, ...],
     loss_on: LossOn,
 ) -> list[_Rendered]:
-    borders = _borders_of(template, ends)
-    return [_draw(template, _unbordered(each, borders), ends, loss_on) for each in dialogues]
+    written = _answer_end(template, ends)
+    return [_draw(template, _unbordered(each, written), ends, loss_on) for each in dialogues]
 
 
 def _draw(
@@ -397,41 +399,51 @@ def _draw(
     return _Rendered("", [], unseen or failed)
 
 
-class _Borders(NamedTuple):
-    """The tokens that a template writes before a dialogue and after an answer; empty: none."""
+class AnswerEnd(NamedTuple):
+    """What a chat template writes after an answer, and the token there that says it is over."""
 
-    bos: str
-    end: str
-
-
-def _borders_of(template: ChatTemplate, ends: tuple[str, ...]) -> _Borders:
-    before, after = around_answer(template) or ("", "")
-    bos = str(template.special_tokens.get("bos_token") or "")
-    end = next((token for token in ends if after.lstrip().startswith(token)), "")
-    return _Borders(bos if bos and before.startswith(bos) else "", end)
+    text: str
+    token: str = ""  # empty: ordinary text, or nothing
+    bos: str = ""  # what it writes before the dialogue, if that is the bos token
 
 
-def around_answer(template: ChatTemplate) -> tuple[str, str] | None:
-    """The text before and after an answer to a question; None where a template takes neither."""
+def answer_end(tokenizer: PreTrainedTokenizerBase) -> AnswerEnd | None:
+    """The end of answers under a tokenizer's template; None if it takes no plain dialogue."""
+    work = (chat_template_of(tokenizer), _added_tokens(tokenizer))
+    return renderer.ask("a question with an answer", 0, _answer_end, *work)
+
+
+def _answer_end(template: ChatTemplate, ends: tuple[str, ...]) -> AnswerEnd | None:
     turns = (Message("user", "?"), Message("assistant", _STAND_IN))
     try:
         text = render_turns(template, turns, False, "a question with an answer", "object")
     except (InputError, UnrenderedError):
         return None
     before, _, after = text.partition(_STAND_IN)
-    return (before, after) if text.count(_STAND_IN) == 1 else None
+    if text.count(_STAND_IN) != 1:
+        return None
+    bos = str(template.special_tokens.get("bos_token") or "")
+    # The longest, as a tokenizer takes it.
+    token = max((end for end in ends if after.lstrip().startswith(end)), key=len, default="")
+    return AnswerEnd(after, token, bos if bos and before.startswith(bos) else "")
 
 
-def _unbordered(conversation: Conversation, borders: _Borders) -> Conversation:
+def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    return tuple(token for token in tokenizer.get_added_vocab() if token.strip())
+
+
+def _unbordered(conversation: Conversation, written: AnswerEnd | None) -> Conversation:
     """The dialogue without the tokens in its texts that the template writes there itself."""
+    if written is None:
+        return conversation
     turns = list(conversation.messages)
     first = next((at for at, turn in enumerate(turns) if turn.role != "tools"), 0)
     for at, turn in enumerate(turns):
         content = turn.content
-        if at == first and borders.bos and content.lstrip().startswith(borders.bos):
-            content = content.lstrip().removeprefix(borders.bos)
-        if turn.role == "assistant" and borders.end and content.rstrip().endswith(borders.end):
-            content = content.rstrip().removesuffix(borders.end)
+        if at == first and written.bos and content.lstrip().startswith(written.bos):
+            content = content.lstrip().removeprefix(written.bos)
+        if turn.role == "assistant" and written.token and content.rstrip().endswith(written.token):
+            content = content.rstrip().removesuffix(written.token)
         turns[at] = turn._replace(content=content)
     return replace(conversation, messages=tuple(turns))
 
@@ -466,6 +478,7 @@ def _draw_turns(
             thoughts += not is_whole
     if last.trained != cut:
         spans.append((begin, _close(text, ends)))
+        thoughts += _squash(last.content) not in _squash(text)
     if cut:
         borders = [0, *(at for span in spans for at in span), len(text)]
         pairs = zip(borders[::2], borders[1::2], strict=True)
@@ -477,10 +490,13 @@ def _whole(render: _Render, messages: Sequence[Message]) -> tuple[str, int | Non
     """The text of all turns, and where a model would begin to write the last; None: not in it."""
     *before, last = messages
     text, prompt = render(messages), render(before, prompt=True)
-    begin = _begin(text, prompt, last.content)
+    answer = last.content
+    if _NO_THOUGHT.search(prompt):  # a format without thoughts
+        answer = answer.rpartition("</think>")[2].lstrip("\n")
+    begin = _begin(text, prompt, answer)
     if begin is None and not last.calls:
         frame = render([*before, Message("assistant", _STAND_IN)])
-        return _force(frame, prompt, before[-1].content, last.content)
+        return _force(frame, prompt, before[-1].content, answer)
     return text, begin
 
 
@@ -518,12 +534,12 @@ def _earlier(
     begin = _begin(upto, prompt, answer.content)
     if begin is not None and text.startswith(upto):
         return begin, _close(upto, ends), True
-    marked = [*messages[:turn], answer._replace(content=_STAND_IN)]
+    marked = [*messages[:turn], answer._replace(content=_EARLIER)]
     frame, _ = _whole(render, [*marked, *messages[turn + 1 :]])
     alone = render(marked)
-    if frame.count(_STAND_IN) != 1 or alone.count(_STAND_IN) != 1:
+    if frame.count(_EARLIER) != 1 or alone.count(_EARLIER) != 1:
         return None
-    (head, tail), (opened, closed) = frame.split(_STAND_IN), alone.split(_STAND_IN)
+    (head, tail), (opened, closed) = frame.split(_EARLIER), alone.split(_EARLIER)
     first, last = len(head), len(text) - len(tail)
     shown, said = _squash(text[first:last]), answer.content.rpartition("</think>")[2]
     is_whole = shown == _squash(answer.content)
@@ -535,9 +551,13 @@ def _earlier(
     if lead != opened and head.endswith(lead):
         first -= len(lead)
     closing = closed[: _close(closed, ends)]
-    if tail.startswith(closing):
-        return first, last + len(closing), is_whole
-    return None if answer.calls else (first, last, is_whole)
+    if not tail.startswith(closing):  # the text has more after its last turn: up to an end token
+        common = closed[: _shared(closed, tail)]
+        found = (at for at in range(len(common), 0, -1) if common[:at].endswith(ends))
+        closing = common[: next(found, 0)]
+        if answer.calls and not closing:
+            return None
+    return first, last + len(closing), is_whole
 
 
 def _force(frame: str, prompt: str, question: str, answer: str) -> tuple[str, int | None]:
