@@ -139,7 +139,7 @@ def _row(conversation: Conversation) -> dict[str, object]:
     if conversation.text is not None:
         return {"text": conversation.text}
     tools, turns = split_tools(conversation.messages)
-    row: dict[str, object] = {"messages": template_turns(turns, "object")}
+    row: dict[str, object] = {"messages": template_turns(turns)}
     return row | ({"tools": tools} if tools else {})
 
 

@@ -44,8 +44,15 @@ if TYPE_CHECKING:
 # that text would learn to answer from nowhere. So whatever a record says of tools must be found in
 # the text again; a record of which it isn't is rejected with what is missing.
 
-# Transformers documents arguments as an object; DeepSeek's own templates add them to a text.
-FORMS = ("object", "text")
+
+class CallForm(NamedTuple):
+    """How a template takes calls: what it gets as arguments, and as content without words."""
+
+    as_text: bool = False  # Transformers documents an object; DeepSeek's templates add it to a text
+    empty: str | None = None  # null in OpenAI's format, which V3's asks for; others write it
+
+
+FORMS = (CallForm(), CallForm(True), CallForm(False, ""), CallForm(True, ""))
 _ADVICE = "choose another chat_template, or leave such records out"
 
 
@@ -60,8 +67,8 @@ def split_tools(messages: Sequence[Message]) -> tuple[list[Any] | None, Sequence
     return None, messages
 
 
-def template_turns(turns: Sequence[Message], form: str) -> list[dict[str, Any]]:
-    """Turns with the keys of OpenAI's format; `form` is how arguments are given."""
+def template_turns(turns: Sequence[Message], form: CallForm = FORMS[0]) -> list[dict[str, Any]]:
+    """Turns with the keys of OpenAI's format."""
     return [_turn(turn, form) for turn in turns]
 
 
@@ -78,7 +85,8 @@ def check_seen(
         if turn.calls:
             before, upto = render(messages[:at]), render(messages[: at + 1])
             written = upto[_shared(before, upto) :]
-            if not all(_shows(written, call) for call in turn.calls):
+            nulls = not turn.content and "None" in written and "None" not in str(turn.calls)
+            if nulls or not all(_shows(written, call) for call in turn.calls):
                 raise ToolsNotRenderedError(
                     f"the chat template ignores the record's tool calls: {_ADVICE}"
                 )
@@ -86,12 +94,12 @@ def check_seen(
             raise ToolsNotRenderedError(f"the chat template drops the result of a tool: {_ADVICE}")
 
 
-def _turn(turn: Message, form: str) -> dict[str, Any]:
+def _turn(turn: Message, form: CallForm) -> dict[str, Any]:
     found: dict[str, Any] = {"role": turn.role, "content": turn.content}
     if turn.input:
         found |= {"instruction": turn.instruction, "input": turn.input}
     if turn.calls:
-        found["content"] = turn.content or None  # null in OpenAI's format; V3's asks for it
+        found["content"] = turn.content or form.empty
         found["tool_calls"] = [_call(call, form) for call in turn.calls]
     if turn.id:
         found["tool_call_id"] = turn.id
@@ -100,8 +108,8 @@ def _turn(turn: Message, form: str) -> dict[str, Any]:
     return found
 
 
-def _call(call: ToolCall, form: str) -> dict[str, Any]:
-    arguments = json.loads(call.arguments) if form == "object" else call.arguments
+def _call(call: ToolCall, form: CallForm) -> dict[str, Any]:
+    arguments = call.arguments if form.as_text else json.loads(call.arguments)
     function = {"name": call.name, "arguments": arguments}
     return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
 
@@ -182,7 +190,7 @@ def render_turns(
     messages: Sequence[Message],
     prompt: bool,
     place: str,
-    form: str,
+    form: CallForm = FORMS[0],
 ) -> str:
     """The text of a record's turns; raises InputError where the template fails."""
     tools, turns = split_tools(messages)
@@ -387,7 +395,7 @@ def _draw(
         return _Rendered("", [], f"a dialogue of {number:,} turns: split those of over {TURNS:,}")
     plain = all(message.role in _PLAIN and not message.calls for message in conversation.messages)
     unseen, failed = "", ""
-    for form in FORMS[: 1 if plain else None]:  # they differ in how they take a call's arguments
+    for form in FORMS[: 1 if plain else None]:
         try:
             return _draw_turns(template, conversation, ends, form, loss_on)
         except ToolsNotRenderedError as error:
@@ -416,7 +424,7 @@ def answer_end(tokenizer: PreTrainedTokenizerBase) -> AnswerEnd | None:
 def _answer_end(template: ChatTemplate, ends: tuple[str, ...]) -> AnswerEnd | None:
     turns = (Message("user", "?"), Message("assistant", _STAND_IN))
     try:
-        text = render_turns(template, turns, False, "a question with an answer", "object")
+        text = render_turns(template, turns, False, "a question with an answer")
     except (InputError, UnrenderedError):
         return None
     before, _, after = text.partition(_STAND_IN)
@@ -452,7 +460,7 @@ def _draw_turns(
     template: ChatTemplate,
     conversation: Conversation,
     ends: tuple[str, ...],
-    form: str,
+    form: CallForm,
     loss_on: LossOn,
 ) -> _Rendered:
     def render(messages: Sequence[Message], prompt: bool = False) -> str:
@@ -534,30 +542,60 @@ def _earlier(
     begin = _begin(upto, prompt, answer.content)
     if begin is not None and text.startswith(upto):
         return begin, _close(upto, ends), True
-    marked = [*messages[:turn], answer._replace(content=_EARLIER)]
+    marked = [*messages[:turn], _marked(answer)]
     frame, _ = _whole(render, [*marked, *messages[turn + 1 :]])
     alone = render(marked)
-    if frame.count(_EARLIER) != 1 or alone.count(_EARLIER) != 1:
+    if _EARLIER not in frame or _EARLIER not in alone:
         return None
-    (head, tail), (opened, closed) = frame.split(_EARLIER), alone.split(_EARLIER)
+    name = answer.content or answer.calls[0].name  # results of a tool may show it, too
+    head, tail = (part.replace(_EARLIER, name) for part in frame.split(_EARLIER, 1))
+    opened, closed = (part.replace(_EARLIER, name) for part in alone.split(_EARLIER, 1))
     first, last = len(head), len(text) - len(tail)
-    shown, said = _squash(text[first:last]), answer.content.rpartition("</think>")[2]
-    is_whole = shown == _squash(answer.content)
-    if not (text.startswith(head) and text.endswith(tail)) or (
-        not is_whole and (not shown or shown != _squash(said))
-    ):
+    if not (text.startswith(head) and text.endswith(tail)):
         return None
-    lead = opened.removeprefix(prompt)  # what a model writes before it: a blank, an empty thought
-    if lead != opened and head.endswith(lead):
-        first -= len(lead)
+    in_call = not answer.content
+    shown, said = _squash(text[first:last]), answer.content.rpartition("</think>")[2]
+    is_whole = in_call or shown == _squash(answer.content)
+    if not is_whole and (not shown or shown != _squash(said)):
+        return None
+    # What a model writes before it: a blank, an empty thought, the begin of a call.
+    lead = opened.removeprefix(prompt) if opened.startswith(prompt) else ""
+    leads = (lead, lead.rpartition("</think>")[2].lstrip())
+    if fitting := next((each for each in leads if each and head.endswith(each)), ""):
+        first -= len(fitting)
+    elif in_call:
+        return None
+    if (thought := _NO_THOUGHT.search(text[:first])) and not _NO_THOUGHT.search(prompt):
+        first = thought.start()
     closing = closed[: _close(closed, ends)]
-    if not tail.startswith(closing):  # the text has more after its last turn: up to an end token
-        common = closed[: _shared(closed, tail)]
-        found = (at for at in range(len(common), 0, -1) if common[:at].endswith(ends))
-        closing = common[: next(found, 0)]
+    if not tail.startswith(closing):
+        closing = _shared_end(closed, tail, ends)
         if answer.calls and not closing:
             return None
     return first, last + len(closing), is_whole
+
+
+def _marked(answer: Message) -> Message:
+    """The answer with a stand-in for its words, or for the name of its first call."""
+    if answer.content:
+        return answer._replace(content=_EARLIER)
+    first, *others = answer.calls
+    return answer._replace(calls=(first._replace(name=_EARLIER), *others))
+
+
+def _shared_end(closed: str, tail: str, ends: tuple[str, ...]) -> str:
+    """What ends an answer in the midst of a text, where `closed` ends it as the last of a text.
+
+    That is what both have, up to an end token (Phi-3 adds another after the last turn), or if the
+    last one's token is another (gpt-oss, GLM), the token in its place.
+    """
+    common = closed[: _shared(closed, tail)]
+    ended = next((at for at in range(len(common), 0, -1) if common[:at].endswith(ends)), 0)
+    if ended or not closed.lstrip().startswith(ends):
+        return common[:ended]
+    bare = tail.lstrip()
+    token = max((end for end in ends if bare.startswith(end)), key=len, default="")
+    return tail[: len(tail) - len(bare) + len(token)] if token else ""
 
 
 def _force(frame: str, prompt: str, question: str, answer: str) -> tuple[str, int | None]:
