@@ -281,12 +281,14 @@ def load_model(
     else:
         model = _from_seed(config, seed, dtype) if random else _from_weights(source, config, dtype)
     model.config.pad_token_id = padding
-    stops = [*([] if random else stop_tokens(source)), eos_token_id, stop_token_id]
+    generation = model.generation_config
+    kept = [] if random else [*_listed(generation.eos_token_id), *stop_tokens(source)]
     for name, token_id in tokens.items():
         if token_id is not None:
-            setattr(model.generation_config, name, token_id)
-    if ids := list(dict.fromkeys(stop for stop in stops if stop is not None)):
-        model.generation_config.eos_token_id = ids if len(ids) > 1 else ids[0]
+            setattr(generation, name, token_id)
+    stops = list(dict.fromkeys([*kept, *_listed(eos_token_id), *_listed(stop_token_id)]))
+    if stops:
+        generation.eos_token_id = stops if len(stops) > 1 else stops[0]
     freeze_indexers(model)
     model.train()
     return model
@@ -297,9 +299,13 @@ def stop_tokens(source: str) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         with suppress(OSError, ValueError):
             found = json.loads((Path(source) / name).read_text("utf-8")).get("eos_token_id")
-            if found is not None:
-                return list(found) if isinstance(found, list) else [found]
+            if stops := _listed(found):
+                return stops
     return []
+
+
+def _listed(ids: int | list[int] | None) -> list[int]:
+    return [] if ids is None else list(ids) if isinstance(ids, list | tuple) else [ids]
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
