@@ -73,6 +73,22 @@ def test_a_format_is_written_as_its_source_writes_it(row: dict[str, Any]) -> Non
         assert ours == [answer.rstrip("\n") for answer in row["answers"]]
 
 
+def test_a_format_without_thoughts_counts_those_that_it_leaves_out() -> None:
+    turns = read(FILE["dialogues"]["thoughts"])
+    counts = {
+        name: encode(tokenizer_for(name), turns, 999).thoughts
+        for name in ("qwen3-empty-thoughts", "qwen3", "deepseek-r1", "qwen3-thoughts", "chatml")
+    }
+    assert [*counts.values()] == [2, 1, 1, 0, 0]
+
+
+def test_null_is_not_written_as_a_word() -> None:
+    template = CHATML.replace("m.content +", "m.content ~ (m.tool_calls or '') ~")
+    turns = read(FILE["dialogues"]["tools"][1:])
+    text, _ = runs(tokenizer_for("", template), turns)
+    assert "None" not in text
+
+
 def test_every_format_has_a_text_of_its_source() -> None:
     assert {row["format"] for row in TEXTS} == {*PROMPT_FORMATS}
 
@@ -279,6 +295,13 @@ def test_an_answer_that_ends_with_the_end_token_has_it_once(name: str) -> None:
     for answer in (f"1{end.token}", f"1{end.token}\n"):
         turns = (begun, Message("assistant", answer))
         assert runs(tokenizer, Conversation(turns, None, "a:1")) == plain
+
+
+def test_an_answer_that_is_its_end_token_alone_is_none() -> None:
+    for answers in (("</s>", "2"), ("1", " </s>\n")):
+        turns = [Message(r, c) for c in answers for r, c in (("user", "q"), ("assistant", c))]
+        found = encode(tokenizer_for("llama2"), Conversation(tuple(turns), None, "a:1"), 99)
+        assert found.reason == "an answer holds its end token alone"
 
 
 def test_a_template_without_bos_and_end_keeps_those_of_the_record() -> None:

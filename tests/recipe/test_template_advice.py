@@ -91,7 +91,7 @@ def test_thoughts_that_are_left_out_are_counted_also_by_a_later_start(tmp_path: 
     found = recipe(tmp_path, NO_END, chat_template="deepseek-r1")
     for _ in range(2):
         *_, said = advice(found)
-        assert said.startswith("4 earlier answers are trained without their thoughts")
+        assert said.startswith("4 answers are trained without their thoughts")
 
 
 def test_plain_text_needs_no_template(tmp_path: Path) -> None:

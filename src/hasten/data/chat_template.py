@@ -231,7 +231,7 @@ class Encoded(NamedTuple):
     records: tuple[TokenRecord, ...]  # one for a dialogue, one per piece where it goes on
     reason: str | None
     long: bool = False  # the whole is longer than cutoff_len
-    thoughts: int = 0  # of earlier answers, which the template leaves out of the text
+    thoughts: int = 0  # of answers, which the template leaves out of the text
 
 
 class _Rendered(NamedTuple):
@@ -394,6 +394,8 @@ def _draw(
         number = len(conversation.messages)
         return _Rendered("", [], f"a dialogue of {number:,} turns: split those of over {TURNS:,}")
     plain = all(message.role in _PLAIN and not message.calls for message in conversation.messages)
+    if any(not message.content.strip() for message in conversation.messages if _speaks(message)):
+        return _Rendered("", [], "an answer holds its end token alone")
     unseen, failed = "", ""
     for form in FORMS[: 1 if plain else None]:
         try:
@@ -405,6 +407,10 @@ def _draw(
     if failed and not plain:
         failed = f"the chat template takes no turns of tools: {_ADVICE}"
     return _Rendered("", [], unseen or failed)
+
+
+def _speaks(message: Message) -> bool:
+    return message.role == "assistant" and not message.calls
 
 
 class AnswerEnd(NamedTuple):
@@ -467,7 +473,8 @@ def _draw_turns(
         return render_turns(template, messages, prompt, conversation.place, form)
 
     *before, last = messages = conversation.messages
-    check_seen(messages, render(messages), render)
+    if any(message.role not in _PLAIN or message.calls for message in messages):
+        check_seen(messages, render(messages), render)
     text, begin = _whole(render, messages)
     if begin is None:
         return _Rendered("", [])

@@ -274,7 +274,7 @@ class PreparedDataIndex:
     rejected: list[list[Any]] = field(default_factory=list)
     containers: dict[str, str] = field(default_factory=dict)
     long: int = 0  # training records that are longer than cutoff_len
-    thoughts: int = 0  # of earlier answers, which the chat template leaves out
+    thoughts: int = 0  # of answers, which the chat template leaves out
     end_text: str | None = None  # what the chat template writes after an answer; None: no dialogues
     stop_token: int | None = None  # the end token that it begins with
 
@@ -547,8 +547,8 @@ def template_advice(recipe: Recipe, data: PreparedData) -> list[str]:
             )
     if data.note.thoughts:
         found.append(
-            f"{data.note.thoughts:,} earlier answers are trained without their thoughts, which the "
-            "chat template leaves out of the text"
+            f"{data.note.thoughts:,} answers are trained without their thoughts, which the chat "
+            "template leaves out of the text"
         )
     return found
 
