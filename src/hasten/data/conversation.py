@@ -67,6 +67,8 @@ class Message(NamedTuple):
     name: str = ""  # a tool's turn: the tool, where the record says it
     trained: bool = True  # the assistant's: whether it carries loss
     thoughts: str = ""  # the assistant's, apart from its content
+    instruction: str = ""  # a question of two parts: the first, and
+    input: str = ""  # the second, which some formats write apart
 
 
 class NoConversationError(ValueError):
@@ -462,8 +464,9 @@ def _framed(read: _Reader) -> _Reader:
 def _alpaca(answer: str) -> _Reader:
     def read(record: Mapping[str, Any]) -> Iterator[Message]:
         yield from _history(record)
-        parts = (_text(record, "instruction"), _text(record, "input", optional=True))
-        yield Message("user", "\n".join(part for part in parts if part))
+        first, second = _text(record, "instruction"), _text(record, "input", optional=True)
+        question = "\n".join(part for part in (first, second) if part)
+        yield Message("user", question, instruction=first if second else "", input=second)
         yield Message("assistant", _text(record, answer))
 
     return _framed(read)

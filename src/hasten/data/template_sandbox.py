@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
-from jinja2.exceptions import SecurityError, UndefinedError
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -41,23 +41,16 @@ class RunawayError(TemplateError):
     """A template that does more than a chat needs."""
 
 
-class TemplateFailedError(InputError):
-    """A template that fails on one record; it may do for others. `what` is the reason alone."""
-
-    def __init__(self, place: str, what: str) -> None:
-        super().__init__(
-            f"the tokenizer's chat template fails on {place} ({what}): "
-            "correct the template or the record"
-        )
-        self.what = what
+class UnrenderedError(Exception):
+    """Why a template, which works by itself, has no text for some values."""
 
 
 def render(source: str, place: str, values: Mapping[str, Any]) -> str:
     """The text of a template.
 
     Raises:
-        TemplateFailedError: the template fails, with its own reason or the line that does.
-        InputError: it takes too much memory.
+        UnrenderedError: the template refuses the values, or fails on them.
+        InputError: the template can't be read, or does what templates may not do.
     """
     try:
         environment, template = _compiled(source)
@@ -73,16 +66,23 @@ def render(source: str, place: str, values: Mapping[str, Any]) -> str:
             f"the tokenizer's chat template takes more memory than it may have on {place}: "
             "correct the template or the record"
         ) from error
+    except (SecurityError, RunawayError, TemplateSyntaxError, RecursionError) as error:
+        raise InputError(
+            f"the tokenizer's chat template fails on {place} ({_words(error)}): "
+            "correct the template or the record"
+        ) from error
     except Exception as error:  # a foreign program: it may raise anything
-        what = " ".join(str(error).split())[:300]
-        # Python's words, and Jinja's of what is undefined, say nothing of the template.
-        if isinstance(error, UndefinedError) or not isinstance(error, TemplateError):
-            frames = traceback.extract_tb(error.__traceback__)
-            lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
-            line = f" {lines[-1]}" if lines else ""
-            what = f"its line{line} doesn't take a value of the record, or one that is missing"
-        raise TemplateFailedError(place, what) from error
+        raise UnrenderedError(_words(error)) from error
     return "".join(pieces)
+
+
+def _words(error: Exception) -> str:
+    what = " ".join(str(error).split())[:300]
+    if isinstance(error, TemplateError):
+        return what
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+    return f"its line {lines[-1]} fails: {what}" if lines else what
 
 
 def check_syntax(source: str, place: str) -> None:
