@@ -180,3 +180,38 @@ def test_a_shape_is_read_as_documented_or_refused_with_its_cause(
         ids, marks = expected_tokens(chatml, rows, tools or None)
         assert record.input_ids.tolist() == ids
         assert record.trained.tolist() == marks
+
+
+# As Qwen3's: thoughts are written after the last question alone.
+LAST_THOUGHTS = """\
+{%- set ns = namespace(last=0) %}{% for m in messages %}
+{%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{{ '<im>' + m.role + '\\n' }}{% if m.role == 'assistant' %}{% generation %}
+{%- if loop.index0 > ns.last and m.reasoning_content %}
+{{- '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}
+{{- m.content }}<end>{% endgeneration %}{{ '\\n' }}{% else %}{{ m.content + '<end>\\n' }}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}{{ '<im>assistant\\n' }}{% endif %}"""
+
+
+def test_answers_keep_their_loss_where_thoughts_of_earlier_ones_are_dropped(
+    tmp_path: Path, chatml: Any
+) -> None:
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yo", "reasoning_content": "One."},
+        {"role": "user", "content": "Bye"},
+        {"role": "assistant", "content": "Night", "reasoning_content": "Two."},
+    ]
+    (found,) = read(tmp_path, {"records": [{"messages": turns}]}).conversations
+    chatml.chat_template = LAST_THOUGHTS
+    try:
+        encoded = encode(chatml, found, 10_000)
+        expected = chatml.apply_chat_template(
+            turns, return_dict=True, return_assistant_tokens_mask=True
+        )
+    finally:
+        chatml.chat_template = CHATML
+    (record,) = encoded.records
+    assert record.input_ids.tolist() == expected["input_ids"]
+    assert record.trained.tolist() == [bool(mark) for mark in expected["assistant_masks"]]
+    assert encoded.thoughts == 1  # it is told that the first answer is trained without its thought
