@@ -219,6 +219,11 @@ def test_a_missing_file_is_answered_with_near_names(tmp_path: Path) -> None:
         (b"\xff\xfe{\x00}\x00\n\x00", "UTF-8"),
         (b'{"a": 1}', "none of the known shapes: its first record has the keys 'a'"),
         (b"{}", r"the keys \(none\)"),
+        (b'{"columns": [{"a": 1}], "data": [[1]]}', "none of the known shapes"),
+        (
+            b"{\"messages\": \"[{'role': 'user', 'content': 'q', 1: {2}}]\"}",
+            "'messages' is no JSON",
+        ),
     ],
 )
 def test_a_file_without_records_is_refused(tmp_path: Path, data: bytes, reason: str) -> None:
@@ -267,7 +272,10 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 KEYS = st.sampled_from(
-    ["question", "answer", "text", "messages", "conversations", "instruction", "output", "history"]
+    [
+        *("question", "answer", "text", "messages", "conversations", "instruction", "output"),
+        *("history", "prompt", "completion", "data", "columns", "train", "label", "weight"),
+    ]
 )
 LINES = st.one_of(
     st.binary(max_size=30),

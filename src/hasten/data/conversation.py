@@ -343,7 +343,7 @@ def _literal(text: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of unknown escapes in the texts
-            return ast.literal_eval(text.strip())
+            return json.loads(json.dumps(ast.literal_eval(text.strip())))  # what JSON can hold
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
 

@@ -485,13 +485,8 @@ def records_of(
                 f"its columns have different numbers of values ({sizes}): write a list of records"
             )
         return found
-    names, data = whole.get("columns"), whole.get("data")
-    if (
-        isinstance(names, list)
-        and isinstance(data, list)
-        and all(isinstance(r, list) for r in data)
-    ):
-        # pandas: orient="split"
+    names, data = whole.get("columns", ()), whole.get("data", ())
+    if _all(names, str) and _all(data, list):  # pandas: orient="split"
         return [dict(zip(names, row, strict=False)) for row in data]
     parts = [key for key in _LISTS if _holds_records(whole.get(key))]
     if len(parts) > 1:
@@ -510,3 +505,7 @@ def records_of(
 def _holds_records(value: Any) -> bool:
     first = value[0] if isinstance(value, list) and value else value
     return isinstance(first, dict) and bool(first)
+
+
+def _all(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(one, kind) for one in value)
