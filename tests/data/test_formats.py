@@ -27,7 +27,11 @@ def dialogue(*turns: tuple[str, str]) -> tuple[Message, ...]:
 SHAPES = {
     "alpaca": (
         {"instruction": "Add", "input": "1 2", "output": "3", "system": "Be brief", "text": "x"},
-        dialogue(("system", "Be brief"), ("user", "Add\n1 2"), ("assistant", "3")),
+        (
+            Message("system", "Be brief"),
+            Message("user", "Add\n1 2", instruction="Add", input="1 2"),
+            Message("assistant", "3"),
+        ),
     ),
     "sharegpt": (
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
