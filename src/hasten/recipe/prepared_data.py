@@ -35,7 +35,7 @@ from hasten.data.tokenize import sweep, train_bpe
 from hasten.errors import InputError
 from hasten.formatting import shown
 from hasten.machine import host
-from hasten.models.load import load_tokenizer, stop_tokens
+from hasten.models.load import check_rows, load_tokenizer, read_config, stop_tokens
 from hasten.models.presets import PRESETS
 from hasten.recipe.schema import DataSource, Recipe
 
@@ -420,6 +420,8 @@ def _tokenizer(recipe: Recipe, source: Conversations, tell: Tell) -> PreTrainedT
         choose_chat_template(tokenizer, recipe.chat_template)
         return tokenizer
     tokenizer = load_tokenizer(where)
+    config = read_config(recipe.model)
+    check_rows(recipe.model, config, tokenizer, from_scratch=recipe.from_scratch)
     template = choose_chat_template(tokenizer, recipe.chat_template)
     tell(f"chat template: {template}")
     return tokenizer
