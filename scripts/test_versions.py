@@ -5,8 +5,9 @@
     python scripts/test_versions.py tests/hosts     # these tests in place of the usual ones
 
   1. an environment for each end, in ~/.cache/hasten/test-environments; made anew when the pins
-     change, and for the newest end when the index has a newer release
-  2. the tests in each, one after the other
+     change, and for the newest end when the index has a newer release; and one of readers, with a
+     transformers of before 5 and the torch of this environment, for tests/models/test_readers.py
+  2. the tests in each end, one after the other
   3. ``docs/versions.md`` gets the table, between its markers, and
      ``src/hasten/machine/tested_versions.json`` the range, from which ``hasten.speed_up`` says that
      a release is outside it; both only if every usual test was run
@@ -55,6 +56,9 @@ TESTS = (
         )
     ),
 )
+# Saved folders are opened by the last transformers before 5, which servers build on, and by the
+# package that llama.cpp's converter reads folders with.
+READERS = ("transformers>=4.57,<4.58", "gguf")
 MODEL_TYPES = "from transformers import CONFIG_MAPPING as m; print(*sorted(m.keys()))"
 
 
@@ -65,6 +69,7 @@ def main() -> int:
     parser.add_argument("tests", nargs="*", help="in place of the usual tests")
     options = parser.parse_args()
     failed = False
+    readers(options.fresh)
     for end in [options.end] if options.end else ENDS:
         found = run(end, environment(end, options.fresh), options.tests or TESTS)
         failed = failed or bool(found["failed"])
@@ -113,6 +118,22 @@ def environment(end: str, fresh: bool) -> Path:
         subprocess.run([*pip, *eager, *packages], check=True)
         stamp.write_text(mark)
     return python
+
+
+def readers(fresh: bool) -> None:
+    """Make the readers' environment: its own transformers before this environment's packages."""
+    folder = CACHE / "readers"
+    if (folder / "made").exists() and not fresh:
+        return
+    print(f"readers: making {folder} with {', '.join(READERS)} ...", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    python = str(folder / "bin" / "python")
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, *READERS], check=True, env=variables())
+    own = Path(said(Path(python), "import sysconfig; print(sysconfig.get_path('purelib'))"))
+    ours = [path for path in sys.path if Path(path).name == "site-packages"]
+    (own / "behind.pth").write_text("\n".join(ours) + "\n")
+    (folder / "made").touch()
 
 
 def run(end: str, python: Path, tests: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from hasten.cli.checkpoint import merge
 from hasten.errors import InputError
 from hasten.models.adapters import merged
 from hasten.models.load import load_model, load_tokenizer
+from hasten.models.save import save_model
+from hasten.models.weights import NumberFormats
 from hasten.recipe.build import model_for
 from hasten.recipe.schema import load_recipe
 from hasten.training.run import train
@@ -87,3 +91,28 @@ def test_keys_that_contradict_each_other_are_refused(
     path.write_text(yaml.safe_dump({**small(tmp_path), **keys}))
     with pytest.raises(InputError, match=said):
         load_recipe(path)
+
+
+def test_a_merged_model_has_the_format_of_its_base_and_another_base_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = trained(tmp_path / "first", max_steps=1)
+    base = tmp_path / "base"
+    bfloat16 = NumberFormats(torch.bfloat16)
+    save_model(
+        load_model(str(first / "model")), load_tokenizer(str(first / "model")), base, bfloat16
+    )
+    run = trained(tmp_path / "lora", model=str(base), finetuning_type="lora", lora_rank=4)
+    merge(run, None, "adapter")
+    assert "as its base" not in capsys.readouterr().out
+    stored = load_file(run / "merged" / "model.safetensors")
+    assert {weight.dtype for weight in stored.values()} == {torch.bfloat16}
+    recipe = load_recipe(run / "recipe.yaml")
+    expected = merged(model_for(recipe, load_tokenizer(str(base))), run / "adapter")  # type: ignore[arg-type]
+    for name, weight in expected.named_parameters():
+        assert torch.equal(stored[name], weight.to(torch.bfloat16))
+    config = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "some/other"
+    (run / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    assert merge(run, run / "again", "adapter") == 0
+    assert "the adapter names some/other as its base" in capsys.readouterr().out

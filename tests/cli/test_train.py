@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,13 +12,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from hasten.cli import train
 from hasten.cli.main import app
 from hasten.cli.train import StepLine
 from hasten.data.file_lock import only_run_in
+from hasten.models.load import load_model, load_tokenizer
+from hasten.models.save import save_model
+from hasten.models.weights import NumberFormats
 from hasten.parts.checkpoint import checkpoints
 from hasten.parts.checkpoint.format import read_manifest
 from hasten.recipe.schema import Recipe
@@ -144,3 +150,46 @@ def test_what_a_checkpoint_notes_of_its_job_is_documented_key_by_key(half_done: 
     table = page.split("## What may change")[1].split("\n## ")[0]
     told = {word for row in table.splitlines() for word in re.findall("`(.+?)`", row[:170])}
     assert set(read_manifest(saved)["meta"]["job"]) - told == set()
+
+
+def saved_base(folder: Path) -> Path:
+    """A model with a tokenizer, as a user would bring it: bfloat16, and a contradictory config."""
+    first = run_training(Recipe(**small(folder / "first")), tell=lambda text: None)
+    base = folder / "base"
+    shutil.copytree(first["saved"], base)
+    model = load_model(str(base), dtype=torch.bfloat16)
+    save_model(model, load_tokenizer(str(base)), base, NumberFormats(torch.bfloat16))
+    (base / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9}')
+    return base
+
+
+def test_a_finished_training_is_saved_whatever_lies_beside_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, output, lines = saved_base(tmp_path), tmp_path / "run", []
+    recipe = Recipe(**small(tmp_path, model=str(base), max_steps=1))
+    summary = run_training(recipe, tell=lines.append)
+    assert summary["unsaved"] == []
+    assert "weights will be saved in bfloat16 (save_dtype)" in lines
+    assert any("generation_config.json contradictory (temperature, top_p)" in x for x in lines)
+    generation = json.loads((output / "model" / "generation_config.json").read_text())
+    assert (generation["temperature"], generation["top_p"]) == (0.6, 0.9)
+    stored = load_file(output / "model" / "model.safetensors")
+    assert {weight.dtype for weight in stored.values()} == {torch.bfloat16}
+
+    def fails(*given: object, **named: object) -> None:
+        raise RuntimeError("not today")
+
+    monkeypatch.setattr("hasten.models.save._write_tokenizer", fails)
+    monkeypatch.setattr("hasten.training.run.write_card", fails)
+    monkeypatch.setattr("hasten.training.folder.write_samples", fails)
+    path = tmp_path / "recipe.yaml"
+    changed = small(tmp_path, model=str(base), max_steps=1, save_dtype="float32")
+    path.write_text(yaml.safe_dump(changed))
+    assert train.train(path, [], 0.0) == 1
+    said = capsys.readouterr().err
+    for part in ("the tokenizer couldn't be written", "no sample", "README.md couldn't be written"):
+        assert f"warning: the weights are saved, but {part}" in said or part in said
+    stored = load_file(output / "model" / "model.safetensors")
+    assert {weight.dtype for weight in stored.values()} == {torch.float32}
+    assert len(json.loads((output / "summary.json").read_text())["unsaved"]) == 3

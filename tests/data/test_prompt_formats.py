@@ -130,25 +130,55 @@ SYSTEM_FIRST = """\
 {{- '[/INST]' }}
 {%- elif m.role == 'assistant' %}{% generation %}{{ ' ' + m.content + eos_token }}
 {%- endgeneration %}{% endif %}{% endfor %}"""
+CALLS = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}{% generation %}{{ m.content or '' }}
+{%- for call in m.tool_calls or [] %}
+{{- '<call>' + call.function.name + ' ' + (call.function.arguments | tojson) }}{% endfor %}
+{{- '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+CALLS_AND_THOUGHTS = CALLS.replace(
+    "{% generation %}",
+    "{% generation %}{{ '<think>\\n\\n</think>\\n\\n' if loop.last else '' }}",
+)
 MARKED = {
     "chatml": CHATML,
     "empty thought": EMPTY_THOUGHT,
     "system first": SYSTEM_FIRST,
     "two ends": TWO_ENDS,
     "no end": NO_END,
+    "calls": CALLS,
+    "calls, an empty thought": CALLS_AND_THOUGHTS,
 }
 
 words = st.text("ab \n<é四", max_size=8)
 
 
+def called(number: int, words: str) -> list[dict[str, Any]]:
+    """A call of a tool, and its result."""
+    function = {"name": "weather", "arguments": {"place": f"P{number}:{words}."}}
+    return [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": function}],
+        },
+        {"role": "tool", "content": f"R{number}:{words}."},
+    ]
+
+
 @st.composite
-def dialogues(draw: Any, thoughts: bool) -> list[dict[str, str]]:
+def dialogues(draw: Any, thoughts: bool, calls: bool = False) -> list[dict[str, Any]]:
     """Turns whose texts occur once each and have no white space at their borders."""
     turns = [{"role": "system", "content": f"S:{draw(words)}."}] if draw(st.booleans()) else []
     for number in range(draw(st.integers(1, 4))):
         thought = f"<think>\nT{number}:{draw(words)}.\n</think>\n\n" if thoughts else ""
         thought = thought if draw(st.booleans()) else ""
         turns.append({"role": "user", "content": f"Q{number}:{draw(words)}."})
+        if calls and draw(st.booleans()):
+            turns += called(number, draw(words))
         turns.append({"role": "assistant", "content": f"{thought}A{number}:{draw(words)}."})
     return turns
 
@@ -157,11 +187,12 @@ def dialogues(draw: Any, thoughts: bool) -> list[dict[str, str]]:
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_the_mask_is_that_of_the_marks_in_the_template(name: str, data: st.DataObject) -> None:
-    turns = data.draw(dialogues(thoughts=name == "empty thought"))
+    turns = data.draw(dialogues(thoughts=name == "empty thought", calls="calls" in name))
+    tools = FILE["tools"] if any("tool_calls" in turn for turn in turns) else None
     tokenizer = tokenizer_for("", MARKED[name])
-    (record,) = encode(tokenizer, read(turns), 10_000).records
+    (record,) = encode(tokenizer, read(turns, tools), 10_000).records
     reference = tokenizer.apply_chat_template(
-        turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        turns, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     assert record.input_ids.tolist() == reference["input_ids"]
     ours, marks = record.trained.tolist(), reference["assistant_masks"]

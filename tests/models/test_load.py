@@ -131,7 +131,7 @@ def test_token_ids_reach_the_configs_of_loaded_weights(saved_llama: Path) -> Non
     model = load_model(str(saved_llama), bos_token_id=0, eos_token_id=1, pad_token_id=1)
     for config in (model.config, model.generation_config):
         assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (0, 1, 1)
-    assert "301 tokens" in refusal(saved_llama, vocab_size=301)
+    assert "301 rows" in refusal(saved_llama, vocab_size=301)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from hasten.errors import InputError
 from hasten.models.adapters import adapted_table, add_lora, merge
-from hasten.models.load import load_model, load_tokenizer
+from hasten.models.load import load_model, load_tokenizer, stored_formats
 from hasten.models.presets import PRESETS, build_config
 from hasten.models.save import save_adapter, save_model
+from hasten.models.weights import NumberFormats
 
 TINY = [name for name in PRESETS if name.endswith("-tiny")]
 TOKENS = torch.arange(24).reshape(2, 12)
@@ -142,12 +144,12 @@ def test_a_failed_save_leaves_the_old_model_and_nothing_else(
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     other = load_model("deepseek-llm-tiny", vocab_size=32, seed=1)
 
-    class Broken:
-        def save_pretrained(self, folder: Path) -> None:
-            raise OSError("no space left on device")
+    def full(*given: Any, **named: Any) -> None:
+        raise OSError("no space left on device")
 
+    monkeypatch.setattr(other, "save_pretrained", full)
     with pytest.raises(OSError, match="no space left"):
-        save_model(other, Broken(), tmp_path / "model")  # type: ignore[arg-type]
+        save_model(other, None, tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert {p.name: p.read_bytes() for p in (tmp_path / "model").iterdir()} == before
 
@@ -213,3 +215,101 @@ def test_the_two_kinds_of_saving_are_not_mistaken_for_each_other(
     with pytest.raises(InputError, match="carries an adapter"):
         save_model(add_lora(model, rank=2, alpha=2), None, tmp_path / "a")  # type: ignore[arg-type]
     assert not (tmp_path / "a").exists()
+
+
+# What costs no weights
+
+
+def saved_formats_of(folder: Path) -> dict[str, torch.dtype]:
+    from safetensors.torch import load_file
+
+    return {name: weight.dtype for name, weight in load_file(folder / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize(
+    "contradiction",
+    [
+        {"temperature": 0.6},
+        {"top_p": 0.9, "do_sample": False},
+        {"top_k": 20},
+        {"length_penalty": 2.0},
+        {"output_scores": True},
+        {"pad_token_id": -1},
+        {"early_stopping": True},
+    ],
+    ids=lambda found: next(iter(found)),
+)
+def test_a_generation_config_that_transformers_calls_invalid_is_saved_as_it_is(
+    model: Any, contradiction: dict[str, Any], tmp_path: Path
+) -> None:
+    for key, value in contradiction.items():
+        setattr(model.generation_config, key, value)
+    with pytest.raises(ValueError, match="invalid"):
+        model.generation_config.save_pretrained(tmp_path)
+    assert save_model(model, None, tmp_path / "model") == []
+    written = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert {key: written.get(key, False) for key in contradiction} == contradiction
+    assert torch.equal(logits(load_model(str(tmp_path / "model"))), logits(model))
+
+
+def test_what_cannot_be_written_is_named_and_the_weights_are_there(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        chat_template = None
+
+        def save_pretrained(self, folder: Path) -> None:
+            raise RuntimeError("two\n  lines")
+
+    def fails(*given: Any, **named: Any) -> None:
+        raise ValueError("invalid config")
+
+    monkeypatch.setattr(type(model.config), "to_json_string", fails)
+    model.generation_config.to_diff_dict = fails
+    before = model.state_dict()
+    assert save_model(model, Broken(), tmp_path / "model") == [  # type: ignore[arg-type]
+        "config.json couldn't be written: invalid config",
+        "generation_config.json couldn't be written: invalid config",
+        "the tokenizer couldn't be written: two lines",
+    ]
+    from safetensors.torch import load_file
+
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(before[name], weight) for name, weight in stored.items())
+
+
+def test_weights_are_saved_in_the_formats_that_are_asked_for(tmp_path: Path) -> None:
+    model = load_model("v3-tiny", vocab_size=64)
+    norm = "model.norm.weight"
+    formats = NumberFormats(torch.bfloat16, {norm: torch.float32})
+    assert save_model(model, None, tmp_path / "model", formats) == []
+    found = saved_formats_of(tmp_path / "model")
+    kept = {name for name, kind in found.items() if kind == torch.float32}
+    assert {name for name in kept if not name.endswith("e_score_correction_bias")} == {norm}
+    assert len(kept) > 1  # the routers' biases are no parameters
+    assert set(found.values()) == {torch.float32, torch.bfloat16}
+    assert next(model.parameters()).dtype == torch.float32
+    again = load_model(str(tmp_path / "model"))
+    theirs = dict(again.named_parameters())
+    for name, weight in model.named_parameters():
+        expected = weight if name == norm else weight.to(torch.bfloat16).float()
+        assert torch.equal(theirs[name], expected)
+    assert stored_formats(str(tmp_path / "model"), again.config).most == torch.bfloat16
+
+
+def test_what_float16_cannot_hold_is_saved_as_it_is(model: Any, tmp_path: Path) -> None:
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data[0, 0] = 7e4
+    (problem,) = save_model(model, None, tmp_path / "model", NumberFormats(torch.float16))
+    assert problem.startswith("model.layers.0.mlp.up_proj.weight has values that float16 can't")
+    assert set(saved_formats_of(tmp_path / "model").values()) == {torch.float32}
+    weight.data[0, 0] = float("inf")
+    assert save_model(model, None, tmp_path / "model", NumberFormats(torch.float16)) == []
+
+
+def test_tied_weights_that_are_rounded_are_written_once(tmp_path: Path) -> None:
+    config = build_config(PRESETS["deepseek-llm-tiny"], vocab_size=64)
+    config.tie_word_embeddings = True
+    model = AutoModelForCausalLM.from_config(config)
+    save_model(model, None, tmp_path / "model", NumberFormats(torch.bfloat16))
+    assert "lm_head.weight" not in saved_formats_of(tmp_path / "model")

@@ -11,6 +11,8 @@ import pytest
 from hasten.cli import data as data_command
 from hasten.cli.doctor import doctor
 from hasten.data.tokenize import train_bpe
+from hasten.models.load import load_model
+from hasten.models.save import save_model
 from hasten.recipe.prepared_data import prepare_data, template_advice
 from hasten.recipe.schema import Recipe
 
@@ -77,7 +79,7 @@ def test_nothing_is_said_where_answers_end_with_a_token(tmp_path: Path) -> None:
 
 def test_an_adapter_s_base_that_stops_elsewhere_is_told(tmp_path: Path) -> None:
     base = tmp_path / "base"
-    base.mkdir()
+    save_model(load_model("deepseek-llm-tiny", vocab_size=400), None, base)
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [2]}))
     tokens = ("<|im_start|>", "<|im_end|>")
     lora = {"finetuning_type": "lora", "model": str(base)}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hasten.errors import InputError
+from hasten.errors import UNSAVED, InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -183,13 +183,18 @@ def _set_aside(folder: Path) -> list[tuple[Path, str]]:
 # ``hasten merge``: a LoRA run's adapter added into the full weights, as one model.
 
 
-def merge(run: Path, to: Path | None, adapter: str) -> None:
-    """Build the run's base again, add the adapter, save; the run itself stays as it is."""
+def merge(run: Path, to: Path | None, adapter: str) -> int:
+    """Build the run's base again, add the adapter, save; the run itself stays as it is.
+
+    Returns:
+        The exit code: 1 if something beside the weights couldn't be saved.
+    """
+    from hasten.cli.train import warn_of_unsaved
     from hasten.data.chat_template import answer_end
-    from hasten.models.adapters import merged
+    from hasten.models.adapters import merged, other_base
     from hasten.models.load import load_tokenizer
     from hasten.models.save import save_model
-    from hasten.recipe.build import model_for, requested_plan
+    from hasten.recipe.build import model_for, requested_plan, saved_formats
     from hasten.recipe.prepared_data import stop_token
     from hasten.recipe.schema import load_recipe
     from hasten.report.card import write_card
@@ -209,10 +214,14 @@ def merge(run: Path, to: Path | None, adapter: str) -> None:
     model: Any = model_for(recipe, tokenizer, stop_token(tokenizer, answer_end(tokenizer)))
     planned = [t for t in requested_plan(recipe) if isinstance(t, LoRA)]  # else the recipe's keys
     base = (planned[0] if planned else LoRA(base=recipe.lora_base)).base
-    save_model(merged(model, source, base), tokenizer, target)
+    unsaved = save_model(merged(model, source, base), tokenizer, target, saved_formats(recipe))
+    if other := other_base(source, recipe.model):
+        print(f"the adapter names {other} as its base, and was merged into {recipe.model}")
     if base:
         print(f"the base was rounded to {base}, as it was while the adapter learned")
     if (run / "summary.json").is_file():
         summary = json.loads((run / "summary.json").read_text())
         write_card(target, recipe.model_dump(mode="json"), summary)
     print(f"saved: {target}")
+    warn_of_unsaved(unsaved)
+    return UNSAVED if unsaved else 0

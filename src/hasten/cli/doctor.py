@@ -20,12 +20,19 @@ from hasten.models.adapters import lora_targets
 from hasten.parts.distributed.deepspeed_config import HONOURED, IGNORED, REFUSED
 from hasten.parts.kernels import amx, codec, rowwise
 from hasten.recipe.batch_check import check_batch_of_ranks
-from hasten.recipe.build import batch_of, build_model, facts_of, job_of, requested_plan
+from hasten.recipe.build import (
+    batch_of,
+    build_model,
+    facts_of,
+    is_random,
+    job_of,
+    requested_plan,
+)
 from hasten.recipe.candidates import candidates, first_plan
 from hasten.recipe.gpu_check import check_kernels
 from hasten.recipe.memory_check import MAY_RUN_OUT, memory_words
 from hasten.recipe.peak_flops import ceiling_of
-from hasten.recipe.prepare import check_folder, check_space, first_record
+from hasten.recipe.prepare import check_folder, check_space, first_record, weight_notes
 from hasten.recipe.prepared_data import (
     PreparedData,
     overlap,
@@ -55,6 +62,8 @@ def doctor(path: Path, overrides: Sequence[str]) -> int:
     # After the data: a preset's size depends on the tokenizer that is trained on them.
     known = checks.run("model", lambda: _model(recipe, data))
     if known is not None:
+        for note in checks.run("weights", lambda: _weights(recipe)) or ():
+            checks.note("weights", note)
         if data is not None:
             checks.run("built", lambda: _built(recipe, data))
         _gpu(known, checks)
@@ -137,6 +146,11 @@ def _model(recipe: Recipe, data: PreparedData | None) -> tuple[str, Facts]:
         f"{model.parameters / 1e6:,.1f} M parameters, on {known.device}"
     )
     return text, known
+
+
+def _weights(recipe: Recipe) -> tuple[str, list[str]]:
+    notes = weight_notes(recipe)
+    return "drawn from the seed" if is_random(recipe) else "fit the config", notes
 
 
 def _built(recipe: Recipe, data: PreparedData) -> tuple[str, None]:

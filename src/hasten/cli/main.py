@@ -271,7 +271,7 @@ def merge(
     """Add a run's LoRA adapter into the full weights and save them as one model."""
     from hasten.cli.checkpoint import merge as command
 
-    command(run, to, adapter)
+    raise typer.Exit(command(run, to, adapter))
 
 
 def run() -> None:

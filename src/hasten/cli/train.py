@@ -18,7 +18,7 @@ from rich.table import Table
 from hasten.core.plan import name_of
 from hasten.core.session import Session
 from hasten.core.timing import StepMetrics
-from hasten.errors import FAILED, INTERRUPTED, LEFT, InputError
+from hasten.errors import FAILED, INTERRUPTED, LEFT, UNSAVED, InputError
 from hasten.formatting import duration, size, span
 from hasten.launch.ranks import restart_with, start_ranks
 from hasten.launch.supervisor import SupervisedRanks, supervise
@@ -94,6 +94,9 @@ def train(
         idle = warn_of_idle(summary["acted"])
         if idle and recipe.require_effect:
             return FAILED
+        # Its supervisor reads it from the summary: a restart would only train it all again.
+        if summary["unsaved"] and attempt_folder() is None:
+            return UNSAVED
     return {"interrupted": INTERRUPTED, "left": LEFT}.get(summary.get("stopped", ""), 0)
 
 
@@ -229,7 +232,10 @@ def as_supervised_ranks(recipe: Recipe, held: ExitStack) -> int:
         return {**plan.environ(known_there), **recipe.transport}
 
     ranks = SupervisedRanks(arguments, environ, recipe.nproc, host.usable_cores())
-    return supervise(ranks, supervision_of(recipe), output / "data", output / "restarts.jsonl")
+    code = supervise(ranks, supervision_of(recipe), output / "data", output / "restarts.jsonl")
+    if code == 0 and json.loads((output / "summary.json").read_text())["unsaved"]:
+        return UNSAVED
+    return code
 
 
 def _conclude(summary: dict[str, Any]) -> None:
@@ -257,8 +263,15 @@ def _conclude(summary: dict[str, Any]) -> None:
     if summary["energy"]["kwh"] is not None:
         print(f"energy {summary['energy']['kwh']:.4g} kWh, {summary['energy']['source']}")
     print(f"saved: {summary['saved']}")
+    warn_of_unsaved(summary["unsaved"])
     if summary["stopped"] in ("interrupted", "left"):
         print(resume_words("checkpoints" in summary["acted"]))
+
+
+def warn_of_unsaved(problems: Sequence[str]) -> None:
+    """Name what couldn't be saved beside the weights, on the error stream."""
+    for problem in problems:
+        print(f"warning: the weights are saved, but {problem}", file=sys.stderr)
 
 
 def resume_words(has_checkpoints: bool) -> str:

@@ -24,6 +24,8 @@ from torch import nn
 
 from hasten.errors import InputError
 from hasten.models.load import quiet, seeded
+from hasten.models.presets import PRESETS
+from hasten.models.weights import ADAPTER, read_json
 from hasten.parts.nn.quantised import (
     Kind,
     QuantisedLinear,
@@ -166,7 +168,7 @@ def merged(model: PreTrainedModel, adapter: Path, base: Kind | None = None) -> P
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import SafetensorError, safe_open
 
-    if not (adapter / "adapter_config.json").is_file():
+    if not (adapter / ADAPTER).is_file():
         raise InputError(f"{adapter} holds no adapter: give the folder of a finished LoRA run")
     if base:
         for name in set(_adaptable_linears(model)) - _computing_apart(model):
@@ -187,6 +189,18 @@ def merged(model: PreTrainedModel, adapter: Path, base: Kind | None = None) -> P
             f"{len(strange) - 1} others: give the base that it was trained on"
         )
     return merge(adapted)
+
+
+def other_base(adapter: Path, source: str) -> str:
+    """The model that a saved adapter names as its base, if that isn't ``source``; else nothing.
+
+    Of a folder the last two parts of its path count: trees may move.
+    """
+    named = read_json(adapter / ADAPTER).get("base_model_name_or_path")
+    if not named or source in PRESETS or named == source:
+        return ""
+    one, other = (Path(name).resolve().parts[-2:] for name in (str(named), source))
+    return "" if one == other else str(named)
 
 
 def quantised_layers(model: nn.Module) -> int:

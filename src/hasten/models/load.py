@@ -2,19 +2,21 @@
 
 A preset gives random weights that its seed decides. A folder or hub name gives trained weights,
 and every way in which they could be silently wrong is an error here: transformers fills a missing
-tensor with noise, skips one it doesn't know, and says both in a log line. Nothing from a folder is
-ever executed: weights come from safetensors alone (a pickle can run code) and custom model code is
-refused. ``source`` is looked up as a preset first; write ``./name`` for a folder called like one.
+tensor with noise, skips one it doesn't know, and says both in a log line. What a folder's weights
+are is decided in `hasten.models.weights`. Nothing from a folder is ever executed: weights come from
+safetensors alone (a pickle can run code) and custom model code is refused. ``source`` is looked up
+as a preset first; write ``./name`` for a folder called like one.
 """
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,10 +26,26 @@ import torch
 from hasten.errors import InputError
 from hasten.machine import versions
 from hasten.models.presets import PRESETS, build_config, with_vocabulary
+from hasten.models.weights import (
+    ADAPTER,
+    INDEX,
+    WEIGHTS,
+    NumberFormats,
+    StoredWeights,
+    is_block_scaled,
+    read_json,
+    read_weights,
+    weight_files,
+)
 from hasten.parts.nn.causal_lm import freeze_indexers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import (
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
 
 
 # What a model's source must hold before anything is loaded from it, each lack as one sentence.
@@ -36,8 +54,6 @@ if TYPE_CHECKING:
 # without a file name, a missing shard as a failed download. These checks read names, headers and
 # configs only, so they cost milliseconds, and they say which file is wrong and what to do about it.
 
-WEIGHTS: Final = "model.safetensors"
-INDEX: Final = "model.safetensors.index.json"
 _HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+")
 _KERNEL_KEY: Final = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 # What transformers computes with code of its own. Any other name is a kernel: transformers would
@@ -64,18 +80,30 @@ def check_source(source: str) -> Path | None:
 
 def check_folder(folder: Path, *, needs_weights: bool) -> None:
     """InputError unless the folder holds a config and, if needed, complete safetensors weights."""
+    if (folder / ADAPTER).is_file():
+        _check_adapter(folder, needs_weights)
     if not (folder / "config.json").is_file():
-        adapter = folder / "adapter_config.json"
-        if adapter.is_file():
-            base = read_json(adapter).get("base_model_name_or_path")
-            raise InputError(
-                f"{folder} holds an adapter, not a model: load the model it was trained on "
-                f"({base or 'not named in it'}) and put the adapter on top"
-            )
         raise InputError(f"{folder} has no config.json: give the folder of a saved model")
     if needs_weights:
-        for file in _weight_files(folder):
-            _check_whole(file)
+        weight_files(folder)
+
+
+def _check_adapter(folder: Path, needs_weights: bool) -> None:
+    """InputError for an adapter, alone or beside weights: transformers would load it unasked."""
+    complete = (folder / "config.json").is_file()
+    if needs_weights:
+        complete = complete and any((folder / name).is_file() for name in (WEIGHTS, INDEX))
+    base = read_json(folder / ADAPTER).get("base_model_name_or_path") or "not named in it"
+    if not complete:
+        raise InputError(
+            f"{folder} holds an adapter, not a model: load the model it was trained on ({base}) "
+            "and put the adapter on top"
+        )
+    if needs_weights:
+        raise InputError(
+            f"{folder} holds an adapter ({ADAPTER}, of {base}) beside a model's weights: move the "
+            "adapter to another folder, or merge it into the weights first"
+        )
 
 
 def check_native(source: str, raw: dict[str, Any], *, needs_weights: bool) -> None:
@@ -99,8 +127,9 @@ def check_native(source: str, raw: dict[str, Any], *, needs_weights: bool) -> No
             f"{source} is of model type {model_type!r}, unknown to transformers "
             f"{transformers.__version__}: {_where_known(model_type)}"
         )
-    if needs_weights and raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "an unnamed method")
+    quantization = raw.get("quantization_config")
+    if needs_weights and quantization and not is_block_scaled(quantization):
+        method = quantization.get("quant_method", "an unnamed method")
         raise InputError(
             f"the weights of {source} are quantised ({method}) and can't be trained as they are: "
             "convert them to bfloat16 first"
@@ -178,55 +207,6 @@ def check_tokenizer(source: str) -> None:
     )
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; InputError naming the file and line if it is not one."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{file}:{error.lineno} is not JSON: {error.msg}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file} is not UTF-8 text: {error.reason}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{file} holds a {type(content).__name__}, expected an object")
-    return content
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that the folder's weights are made of."""
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if (folder / INDEX).is_file():
-        named = read_json(folder / INDEX).get("weight_map", {})
-        files = [folder / name for name in sorted(set(named.values()))]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise InputError(
-                f"{folder} lacks {len(missing)} of {len(files)} weight files named in {INDEX}, "
-                f"the first is {missing[0]}: copy or download the folder again"
-            )
-        return files
-    if any(folder.glob("pytorch_model*.bin")):
-        raise InputError(
-            f"{folder} has its weights as pytorch_model.bin, a pickle that can run code when read: "
-            f"convert it once with `hasten checkpoint convert {folder} --to NEW_FOLDER` and give "
-            "the new folder"
-        )
-    raise InputError(f"{folder} has no {WEIGHTS}: give a folder with weights or start from scratch")
-
-
-def _check_whole(file: Path) -> None:
-    """InputError if the file is cut off or not safetensors; reads its header only."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt"):
-            pass
-    except SafetensorError as error:
-        raise InputError(
-            f"{file} is damaged or cut off ({error}): copy or download it again"
-        ) from error
-
-
 # Loading.
 
 _NAMES_SHOWN: Final = 3
@@ -271,7 +251,7 @@ def load_model(
     else:
         config = read_config(source, needs_weights=not from_scratch)
         if not from_scratch:
-            _check_rows(source, config, vocab_size)
+            _check_rows(source, config, vocab_size or 0)
         with_vocabulary(config, vocab_size=vocab_size if random else None, **tokens)
     # Built without its padding token, whose embedding row transformers would zero and cut off from
     # gradients: DeepSeek's tokenizers pad with the end-of-text token, which would never learn.
@@ -305,7 +285,9 @@ def stop_tokens(source: str) -> list[int]:
 
 
 def _listed(ids: int | list[int] | None) -> list[int]:
-    return [] if ids is None else list(ids) if isinstance(ids, list | tuple) else [ids]
+    """One or several token ids; -1 is none in the first Llama conversions."""
+    several = ids if isinstance(ids, list | tuple) else [ids]
+    return [token_id for token_id in several if token_id is not None and token_id >= 0]
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
@@ -445,30 +427,166 @@ def _built(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _from_weights(source: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    with quiet(), _advice(f"the weights of {source} can't be loaded"):
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # only so that the report names them
-        )
-    _check_report(source, report)
+    folder = local_folder(source)
+    stored = read_weights(folder, config)
+    model = _taken(source, config, stored.tensors, dtype=dtype)
+    model.generation_config = _generation_config(folder)
+    model.name_or_path = model.config.name_or_path = source  # peft's name of an adapter's base
     for weight in model.parameters():  # transformers 5.24 leaves a router's in float32
         if weight.is_floating_point() and weight.dtype != dtype:
             weight.data = weight.data.to(dtype)
     return model
 
 
-def _check_rows(source: str, config: PreTrainedConfig, vocab_size: int | None) -> None:
-    if vocab_size is not None and vocab_size > config.vocab_size:
+def _taken(
+    source: str, config: PreTrainedConfig, tensors: Mapping[str, Any], **how: Any
+) -> PreTrainedModel:
+    """A model of transformers with the tensors as its weights; InputError unless all fit."""
+    with quiet(), _advice(f"the weights of {source} can't be loaded"):
+        model, report = type(skeleton_of(config)).from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(tensors),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # only so that the report names them
+            **how,
+        )
+    _check_report(source, report)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def check_weights(source: str, config: PreTrainedConfig) -> list[str]:
+    """A sentence for each thing about trained weights that their user should read.
+
+    Only headers are read, and the model is built without memory. A hub's weights aren't fetched:
+    they are checked when they are loaded.
+
+    Raises:
+        InputError: whatever `load_model` would raise about the weights or the generation config.
+    """
+    folder = check_source(source)
+    if folder is None:
+        return []
+    stored = read_weights(folder, config)
+    skeletons = {name: tensor.skeleton() for name, tensor in stored.tensors.items()}
+    _taken(source, config, skeletons, device_map={"": "meta"})
+    _check_tied(source, config, stored)
+    _check_frequencies(source, config, stored)
+    return [*stored.notes(), *_invalid(_generation_config(folder))]
+
+
+def local_folder(source: str) -> Path:
+    """The folder of a source, fetched from the hub once if it is a name there."""
+    folder = check_source(source)
+    if folder is not None:
+        return folder
+    from huggingface_hub import snapshot_download
+
+    wanted = ["config.json", "generation_config.json", ADAPTER, "model*.safetensors", INDEX]
+    with quiet(), _advice(f"the weights of {source} can't be fetched"):
+        fetched = Path(snapshot_download(source, allow_patterns=wanted))
+    check_folder(fetched, needs_weights=True)
+    return fetched
+
+
+def stored_formats(source: str, config: PreTrainedConfig) -> NumberFormats:
+    """The number formats of a source's weights."""
+    return read_weights(local_folder(source), config).formats()
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    """The folder's, or what its config.json says of generation, as old releases put it there."""
+    from transformers import GenerationConfig
+
+    file = "generation_config.json"
+    with quiet(), _advice(f"the {file} of {folder} can't be used"):
+        if (folder / file).is_file():
+            return GenerationConfig.from_pretrained(folder)
+        return GenerationConfig.from_pretrained(
+            folder, config_file_name="config.json", _from_model_config=True
+        )
+
+
+def _invalid(generation: GenerationConfig) -> Iterator[str]:
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        keys = ", ".join(key for key in generation.to_diff_dict() if f"`{key}`" in str(error))
+        yield (
+            "transformers calls the model's generation_config.json contradictory "
+            f"({keys or _one_line(error)}); it is saved as it is"
+        )
+
+
+def _check_tied(source: str, config: PreTrainedConfig, stored: StoredWeights) -> None:
+    """InputError where embedding and head are stored apart and differ, and the config ties them."""
+    names = ("embed_tokens.weight", "lm_head.weight")
+    pair = [tensor for name, tensor in stored.tensors.items() if name.endswith(names)]
+    if not getattr(config, "tie_word_embeddings", False) or len(pair) != 2:
+        return
+    if pair[0].shape != pair[1].shape or not torch.equal(pair[0][...], pair[1][...]):
         raise InputError(
-            f"the tokenizer has {vocab_size} tokens and the embedding of {source} only "
-            f"{config.vocab_size} rows: use the model's own tokenizer, or train from scratch"
+            f"the config.json of {source} has tie_word_embeddings, and its weights hold an "
+            f"embedding and a head that differ: set it to false to keep both, or remove "
+            f"{pair[1].name}"
+        )
+
+
+def _check_frequencies(source: str, config: PreTrainedConfig, stored: StoredWeights) -> None:
+    """InputError where rotary frequencies of an old release aren't those of the config.
+
+    Releases before 4.32 stored them and computed with what was stored; later ones compute them
+    from the config. Scaled ones are not compared: they were stored before scaling.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not stored.frequencies or rope.get("rope_type") != "default":
+        return
+    rotary = next(m for n, m in skeleton_of(config).named_modules() if n.endswith("rotary_emb"))
+    with quiet(), torch.device("cpu"):
+        expected = type(rotary)(config=config).inv_freq
+    for tensor in stored.frequencies:
+        found = tensor[...].float()
+        if found.shape != expected.shape or not torch.allclose(
+            found, expected, rtol=0.02, atol=1e-4 if tensor.dtype != "F32" else 1e-7
+        ):
+            raise InputError(
+                f"the rotary frequencies that {source} stores ({tensor.name}) are not those of its "
+                f"config.json (rope_theta {rope['rope_theta']:g}): correct rope_theta, or remove "
+                "the stored ones"
+            )
+
+
+def check_rows(
+    source: str, config: PreTrainedConfig, tokenizer: Any, *, from_scratch: bool
+) -> None:
+    """InputError if a tokenizer, or the config beside it, has ids without a row of the embedding.
+
+    An embedding with random weights gets a row for each token.
+    """
+    ids = tokenizer.get_vocab()
+    token = max(ids, key=ids.__getitem__)
+    if not from_scratch and source not in PRESETS:
+        with_vocabulary(
+            copy.deepcopy(config),
+            vocab_size=None,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        _check_rows(source, config, ids[token] + 1, f" (the last is {token!r})")
+    elif ids[token] >= len(tokenizer):
+        raise InputError(
+            f"the tokenizer has {len(tokenizer)} tokens and ids up to {ids[token]} ({token!r}), "
+            "beyond an embedding with a row for each token: number its tokens without gaps"
+        )
+
+
+def _check_rows(source: str, config: PreTrainedConfig, rows: int, which: str = "") -> None:
+    if rows > config.vocab_size:
+        raise InputError(
+            f"the tokenizer needs an embedding of {rows} rows{which} and that of {source} has only "
+            f"{config.vocab_size}: use the model's own tokenizer, or train from scratch"
         )
 
 
@@ -507,7 +625,11 @@ def _advice(failed: str) -> Iterator[None]:
     except (InputError, MemoryError):
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = _one_line(error)
         if "automatic conversion of the weights" in reason:
             reason = "some experts' weights are missing or differ in shape from the others'"
-        raise InputError(f"{failed}: {reason[:_REASON_SHOWN]}") from error
+        raise InputError(f"{failed}: {reason}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:_REASON_SHOWN]

@@ -92,13 +92,18 @@ def with_vocabulary(
     if replaced:
         config.vocab_size = vocab_size
     for token, token_id in given.items():
-        if token_id is not None and not 0 <= token_id < config.vocab_size:
-            raise InputError(
-                f"{token}_token_id {token_id} lies outside the vocabulary of {config.vocab_size} "
-                "tokens: give the ids of the tokenizer that the model is trained with"
-            )
+        key = f"{token}_token_id"
         if token_id is not None or replaced:
-            setattr(config, f"{token}_token_id", token_id)
+            setattr(config, key, token_id)
+        elif getattr(config, key, None) == -1:  # the first Llama conversions: there is none
+            setattr(config, key, None)
+        found = getattr(config, key, None)
+        for one in found if isinstance(found, list | tuple) else [found]:
+            if one is not None and not 0 <= one < config.vocab_size:
+                raise InputError(
+                    f"{key} {one} lies outside the vocabulary of {config.vocab_size} tokens: give "
+                    "the ids of the tokenizer that the model is trained with"
+                )
     return config
 
 

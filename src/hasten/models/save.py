@@ -1,23 +1,32 @@
 """Models and adapters as Hugging Face folders, complete under their name or not there at all.
 
-(1) Everything is written into a hidden sibling, ``.name.partial-...`` => (2) its files are forced
-to the disk => (3) one rename gives it its name. Who finds the folder finds all of it. Where a
-folder of that name exists it is moved aside, to ``.name.replaced-...``, just before (3) and deleted
-after; a machine that dies between the two renames leaves both, whole, under those names.
+(1) Everything is written into a hidden sibling, ``.name.partial-...``, the weights first => (2) its
+files are forced to the disk => (3) one rename gives it its name. Who finds the folder finds all of
+it. Where a folder of that name exists it is moved aside, to ``.name.replaced-...``, just before (3)
+and deleted after; a machine that dies between the two renames leaves both, whole, under those
+names. What can't be written beside the weights (a config that its own library refuses, say) costs
+neither them nor the rest: it is returned by name.
+
+A folder is written for readers of several releases: transformers 4 and what builds on it (vLLM,
+llama.cpp's converter) know keys by other names than transformers 5 does. Both are written.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
 
 from hasten.errors import InputError
 from hasten.models.load import quiet
+from hasten.models.weights import ADAPTER, NumberFormats
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -25,17 +34,28 @@ if TYPE_CHECKING:
 
 # The one folder that transformers itself puts into a model's folder.
 _OWN_FOLDERS: Final = frozenset({"additional_chat_templates"})
-_MARKS: Final = ("config.json", "adapter_config.json")
+_MARKS: Final = ("config.json", ADAPTER)
+# How configs call their number of multi-token-prediction layers, which are never saved.
+_AHEAD_COUNTS: Final = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+AS_IN_MEMORY: Final = NumberFormats()
 
 
 def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path
-) -> None:
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    formats: NumberFormats = AS_IN_MEMORY,
+) -> list[str]:
     """Write a full model: safetensors weights, config, generation_config and the tokenizer.
 
     The weights get the published names (one tensor per expert), tied ones are written once, and
-    every value keeps its bits. The chat template becomes ``chat_template.jinja``. Raises InputError
-    if ``folder`` exists and is not a model's, or if the model still carries an adapter.
+    every value keeps its bits unless ``formats`` rounds it.
+
+    Returns:
+        A sentence for each part that couldn't be written; the weights are there.
+
+    Raises:
+        InputError: ``folder`` exists and is not a model's, or the model still carries an adapter.
     """
     from peft import PeftModel
 
@@ -44,29 +64,172 @@ def save_model(
             "this model carries an adapter: save the adapter alone with save_adapter, or merge it "
             "into the weights first"
         )
+    rest = _Rest()
     with quiet(), appearing_at_once(folder) as partial:
-        model.save_pretrained(partial)
+        most = _write_weights(model, partial, formats, rest)
+        rest.write("config.json", lambda: _write_config(model, most, partial))
+        rest.write("generation_config.json", lambda: _write_generation_config(model, partial))
         if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
+            rest.write("the tokenizer", lambda: _write_tokenizer(tokenizer, partial))
+    return rest.problems
 
 
-def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+def save_adapter(
+    model: PeftModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path
+) -> list[str]:
     """Write the adapter of a PEFT model alone (safetensors, adapter_config) and the tokenizer.
 
-    The base model is not written: loading starts with the same base. Raises InputError if
-    ``folder`` exists and is not a model's, or if the model carries no adapter.
+    The base model is not written: loading starts with the same base.
+
+    Returns:
+        A sentence for each part that couldn't be written; the weights are there.
+
+    Raises:
+        InputError: ``folder`` exists and is not a model's, or the model carries no adapter.
     """
     from peft import PeftModel
 
     if not isinstance(model, PeftModel):
         raise InputError("this model carries no adapter: save it whole with save_model")
+    rest = _Rest()
     with quiet(), appearing_at_once(folder) as partial:
         # Embeddings are never adapted here; left to itself, peft asks the hub about their size.
         model.save_pretrained(partial, safe_serialization=True, save_embedding_layers=False)
         # An empty form of a model card, which says nothing about this adapter.
         (partial / "README.md").unlink(missing_ok=True)
         if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
+            rest.write("the tokenizer", lambda: _write_tokenizer(tokenizer, partial))
+    return rest.problems
+
+
+class _Rest:
+    """Writes what a folder holds beside its weights, and keeps what went wrong."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def write(self, name: str, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:  # whatever a library raises: the weights must not be lost for it
+            reason = " ".join(str(error).split())[:200]
+            self.problems.append(f"{name} couldn't be written: {reason or type(error).__name__}")
+
+
+def _write_weights(
+    model: PreTrainedModel, folder: Path, formats: NumberFormats, rest: _Rest
+) -> torch.dtype:
+    """The weights in their formats; the format that the config names."""
+    from transformers import GenerationConfig
+
+    most = model.dtype if formats.most is None else formats.most
+    if overflowing := _overflowing(model, formats):
+        rest.problems.append(
+            f"{overflowing} has values that {str(most).removeprefix('torch.')} can't hold, so all "
+            "weights are saved as they are in memory"
+        )
+        formats, most = AS_IN_MEMORY, model.dtype
+    # Tied weights are found by their memory, so each is rounded once.
+    rounded: dict[Any, torch.Tensor] = {}
+    buffers = {name for name, _ in model.named_buffers()}
+    state = {}
+    for name, weight in model.state_dict().items():
+        kind = weight.dtype if name in buffers else formats.of(name, weight)
+        key = (weight.data_ptr(), weight.shape, weight.stride(), kind)
+        state[name] = rounded.setdefault(key, weight.to(kind))
+    # transformers writes both configs before the weights and raises where it calls one invalid.
+    generation, model.generation_config = model.generation_config, GenerationConfig()
+    vars(model.config)["save_pretrained"] = lambda folder: None
+    try:
+        model.save_pretrained(folder, state_dict=state)
+    finally:
+        del vars(model.config)["save_pretrained"]
+        model.generation_config = generation
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    return most
+
+
+def _overflowing(model: PreTrainedModel, formats: NumberFormats) -> str:
+    """The first weight with a finite value beyond its saved format's largest; only float16's."""
+    if torch.float16 not in {formats.most, *formats.own.values()}:
+        return ""
+    largest = torch.finfo(torch.float16).max
+    for name, weight in model.named_parameters():
+        if formats.of(name, weight) == torch.float16 and weight.dtype != torch.float16:
+            finite = weight.detach().abs().nan_to_num(0.0, 0.0, 0.0)
+            if finite.numel() and finite.max() > largest:
+                return str(name)
+    return ""
+
+
+def _write_config(model: PreTrainedModel, most: torch.dtype, folder: Path) -> None:
+    fields = json.loads(model.config.to_json_string())
+    fields["architectures"] = [type(model).__name__.removeprefix("FSDP")]
+    # ``torch_dtype`` is the name of releases before 4.56.
+    fields["dtype"] = fields["torch_dtype"] = str(most).removeprefix("torch.")
+    # Code of others isn't saved, so nothing may point to its files.
+    for key in ("auto_map", "custom_pipelines"):
+        fields.pop(key, None)
+    for key in _AHEAD_COUNTS:
+        if fields.get(key) or getattr(model.config, key, None):
+            fields[key] = 0
+    fields |= _older_rope(fields.get("rope_parameters"))
+    _write_json(folder / "config.json", fields)
+
+
+def _older_rope(rope: Any) -> dict[str, Any]:
+    """``rope_parameters`` as releases before 5 call their parts; nothing of one for each layer.
+
+    transformers 5 reads ``rope_scaling`` in the place of ``rope_parameters`` where both are there
+    (modeling_rope_utils.py, convert_rope_params_to_dict), so both say the same.
+    """
+    if not isinstance(rope, dict) or "rope_theta" not in rope:
+        return {}
+    older = {"rope_theta": rope["rope_theta"]}
+    if "partial_rotary_factor" in rope:
+        older["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    scaling = {key: value for key, value in rope.items() if key not in older}
+    kind = scaling.get("rope_type", "default")
+    older["rope_scaling"] = None if kind == "default" else {**scaling, "type": kind}
+    return older
+
+
+def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    """As the model has it: transformers' own writer refuses what its reader takes."""
+    generation = model.generation_config
+    if generation is None:
+        return
+    fields = generation.to_diff_dict()
+    fields.pop("_from_model_config", None)
+    _write_json(folder / "generation_config.json", fields)
+
+
+def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """The tokenizer's files, readable by transformers 4 and 5.
+
+    transformers 5 calls the class TokenizersBackend and lists further special tokens under
+    ``extra_special_tokens``, which 4 expects to be an object; the names of 4 are read by both.
+    """
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    fields.pop("auto_map", None)
+    if fields.get("tokenizer_class") == "TokenizersBackend":
+        fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+    further = fields.get("extra_special_tokens")
+    if isinstance(further, list):
+        fields["additional_special_tokens"] = fields.pop("extra_special_tokens")
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = [{"name": name, "template": text} for name, text in template.items()]
+    if template:
+        fields["chat_template"] = template
+    _write_json(file, fields)
+
+
+def _write_json(file: Path, fields: dict[str, Any]) -> None:
+    text = json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False)
+    file.write_text(text + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -39,11 +39,15 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.launch.supervisor import RankTimeouts, Supervision
 from hasten.models.load import (
+    check_rows,
     load_model,
     read_config,
     skeleton_of,
+    stored_formats,
     take_own_attention,
 )
+from hasten.models.presets import PRESETS
+from hasten.models.weights import NumberFormats
 from hasten.parts.data.collate import padded
 from hasten.parts.kernels.refused import is_refused
 from hasten.parts.nn.causal_lm import routed_experts
@@ -185,6 +189,8 @@ def model_facts(recipe: Recipe, data: PreparedData | None) -> ModelFacts:
     """The model's shape from its config; nothing is loaded."""
     rows = len(data.tokenizer) if data else None
     config = read_config(recipe.model, needs_weights=not recipe.from_scratch, vocab_size=rows)
+    if data:
+        check_rows(recipe.model, config, data.tokenizer, from_scratch=recipe.from_scratch)
     skeleton = skeleton_of(config)
     reason, router_loss = "", False
     try:
@@ -278,6 +284,20 @@ def job_of(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> Job:
     warmup = warmup_steps(recipe.warmup_steps, steps)
     schedule = Schedule(recipe.lr_schedule, warmup, steps, floor=recipe.min_lr_ratio)
     return replace(job, schedule=schedule)
+
+
+def is_random(recipe: Recipe) -> bool:
+    """True if the model's weights are drawn from the seed."""
+    return recipe.from_scratch or recipe.model in PRESETS
+
+
+def saved_formats(recipe: Recipe) -> NumberFormats:
+    """The number formats that the run's full weights are saved in."""
+    if recipe.save_dtype != "base":
+        return NumberFormats(getattr(torch, recipe.save_dtype))
+    if is_random(recipe):
+        return NumberFormats()
+    return stored_formats(recipe.model, read_config(recipe.model, needs_weights=True))
 
 
 def build_model(recipe: Recipe, data: PreparedData, skeleton: bool = False) -> nn.Module:

@@ -30,9 +30,19 @@ from hasten.machine import environment
 from hasten.machine.environment import World
 from hasten.machine.processes import started_by_hasten
 from hasten.models.adapters import adapted_table, parameter_counts
+from hasten.models.load import check_weights, read_config
 from hasten.parts.checkpoint import checkpoints
 from hasten.parts.checkpoint.format import read_manifest
-from hasten.recipe.build import batch_of, check_faults, facts_of, job_of, plan_of, words_of
+from hasten.recipe.build import (
+    batch_of,
+    check_faults,
+    facts_of,
+    is_random,
+    job_of,
+    plan_of,
+    saved_formats,
+    words_of,
+)
 from hasten.recipe.gpu_check import check_kernels
 from hasten.recipe.peak_flops import settle
 from hasten.recipe.prepared_data import (
@@ -199,6 +209,20 @@ def check_folder(output: Path) -> None:
         ) from error
 
 
+def weight_notes(recipe: Recipe) -> list[str]:
+    """A sentence for each thing about the model's weights, and their saved form, worth reading.
+
+    Raises:
+        InputError: the weights don't fit the config, or can't be trained as they are.
+    """
+    if is_random(recipe):
+        return []
+    notes = check_weights(recipe.model, read_config(recipe.model, needs_weights=True))
+    if recipe.finetuning_type == "full" and Path(recipe.model).is_dir():
+        notes.append(f"weights will be saved in {saved_formats(recipe)} (save_dtype)")
+    return notes
+
+
 def check_space(output: Path, known: Facts) -> None:
     """The saved model, once more while it takes its final name, and some room for the lines."""
     needed = 2 * 4 * known.model.parameters + 64 * 2**20
@@ -231,6 +255,9 @@ def prepare_run(
     )
     plan = plan_of(recipe, replace(first_look, world=world))
     check_faults(recipe, plan)
+    if not started_by_hasten():  # or who started this rank has looked
+        for note in weight_notes(recipe):
+            tell(note)
     check_writers(recipe.log_to)
     check_folder(output)
     if held is not None:

@@ -33,8 +33,9 @@ from hasten.data.spool import ConversationSink, Selection, spools
 from hasten.data.token_store import StoredRecords, Subset, TokenStore, split, tokenize
 from hasten.data.tokenize import sweep, train_bpe
 from hasten.errors import InputError
+from hasten.formatting import shown
 from hasten.machine import host
-from hasten.models.load import load_tokenizer, stop_tokens
+from hasten.models.load import check_rows, load_tokenizer, read_config, stop_tokens
 from hasten.models.presets import PRESETS
 from hasten.recipe.schema import DataSource, Recipe
 
@@ -422,6 +423,8 @@ def _tokenizer(recipe: Recipe, source: Conversations, tell: Tell) -> PreTrainedT
         choose_chat_template(tokenizer, recipe.chat_template)
         return tokenizer
     tokenizer = load_tokenizer(where)
+    config = read_config(recipe.model)
+    check_rows(recipe.model, config, tokenizer, from_scratch=recipe.from_scratch)
     template = choose_chat_template(tokenizer, recipe.chat_template)
     tell(f"chat template: {template}")
     return tokenizer
@@ -543,10 +546,10 @@ def template_advice(recipe: Recipe, data: PreparedData) -> list[str]:
     if stop is not None and recipe.finetuning_type == "lora":
         stops = stop_tokens(recipe.model)
         if stops and stop not in stops:
+            token = shown(str(data.tokenizer.convert_ids_to_tokens(stop)))
             found.append(
-                f"answers end with {data.tokenizer.convert_ids_to_tokens(stop)}, an end token at "
-                "which the base model doesn't stop: merge the adapter, or generate with "
-                f"eos_token_id={[*stops, stop]}"
+                f"answers end with {token}, an end token at which the base model doesn't stop: "
+                f"merge the adapter, or generate with eos_token_id={[*stops, stop]}"
             )
     if data.note.thoughts:
         found.append(

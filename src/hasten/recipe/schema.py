@@ -165,6 +165,9 @@ class Recipe(BaseModel):
 
     # Machine
     output: str = Field("runs/train", description="the run's folder; nothing is written elsewhere")
+    save_dtype: Literal["base", "float32", "bfloat16", "float16"] = Field(
+        "base", description="number format of saved weights; base: that of the model's own weights"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to train")
     nproc: int = Field(1, ge=1, description="processes on this machine, one rank each")
     backend: Literal["auto", "gloo", "nccl"] = Field(

@@ -20,6 +20,7 @@ from torch import nn
 from hasten.core.session import Session
 from hasten.models.adapters import adapted_table
 from hasten.models.save import save_adapter, save_model
+from hasten.models.weights import NumberFormats
 from hasten.recipe.prepared_data import PreparedData
 from hasten.recipe.sample import Sample, write_samples
 
@@ -132,28 +133,45 @@ def form(session: Session) -> str:
     return "adapter" if adapted_table(session.model) else "model"
 
 
-def save_weights(session: Session, data: PreparedData, folder: Path) -> None:
-    """The model as it is now, or its adapter, in the format that Transformers and PEFT load."""
+def save_weights(
+    session: Session, data: PreparedData, folder: Path, formats: NumberFormats
+) -> list[str]:
+    """Save the model as it is now, or its adapter, in the form that Transformers and PEFT load.
+
+    Returns:
+        A sentence for each part beside the weights that couldn't be written.
+    """
     with session.setup.layout.gather(session.model):
         if session.setup.facts.world.is_main:
-            _write(session.model, data, folder)
-
-
-def save_all(session: Session, data: PreparedData, output: Path) -> Sequence[Sample]:
-    """Every version of the weights that AVERAGE has; then what the model writes, on rank 0."""
-    for suffix in session.versions():
-        save_weights(session, data, output / f"{form(session)}{suffix}")
-    if session.leaving:  # samples take long on a large model
-        return []
-    with session.setup.layout.gather(session.model):
-        if session.setup.facts.world.is_main:
-            return write_samples(session, data.tokenizer, data.held_out)
+            return _write(session.model, data, folder, formats)
     return []
 
 
-def _write(model: nn.Module, data: PreparedData, folder: Path) -> None:
+def save_all(
+    session: Session, data: PreparedData, output: Path, formats: NumberFormats
+) -> tuple[Sequence[Sample], list[str]]:
+    """Save every version of the weights that AVERAGE has; then let the model write, on rank 0.
+
+    Returns:
+        What the model wrote, and a sentence for each part that couldn't be saved.
+    """
+    unsaved: list[str] = []
+    for suffix in session.versions():
+        unsaved += save_weights(session, data, output / f"{form(session)}{suffix}", formats)
+    if session.leaving:  # samples take long on a large model
+        return [], unsaved
+    with session.setup.layout.gather(session.model):
+        if session.setup.facts.world.is_main:
+            try:
+                return write_samples(session, data.tokenizer, data.held_out), unsaved
+            except Exception as error:  # all is saved by now, and a summary is worth more
+                reason = " ".join(str(error).split())[:200]
+                return [], [*unsaved, f"no sample could be written: {reason}"]
+    return [], unsaved
+
+
+def _write(model: nn.Module, data: PreparedData, folder: Path, formats: NumberFormats) -> list[str]:
     any_model: Any = model
     if adapted_table(model):
-        save_adapter(any_model, data.tokenizer, folder)
-    else:
-        save_model(any_model, data.tokenizer, folder)
+        return save_adapter(any_model, data.tokenizer, folder)
+    return save_model(any_model, data.tokenizer, folder, formats)

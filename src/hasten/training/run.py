@@ -37,7 +37,9 @@ from hasten.machine import environment, host
 from hasten.machine.processes import Heartbeat, attempt_folder, attempt_number, reporting_errors
 from hasten.measure.energy import meter_of_run
 from hasten.measure.paper.comparison import comparison_of
-from hasten.recipe.build import job_of, plan_of, set_guards, watch_notices
+from hasten.models.save import AS_IN_MEMORY
+from hasten.models.weights import NumberFormats
+from hasten.recipe.build import job_of, plan_of, saved_formats, set_guards, watch_notices
 from hasten.recipe.gpu_check import check_ranks, without_refused
 from hasten.recipe.memory_check import advising, settle_memory
 from hasten.recipe.peak_flops import meter_of
@@ -54,7 +56,7 @@ from hasten.recipe.prepared_data import PreparedData, rejected_words, write_reje
 from hasten.recipe.price import cost_of
 from hasten.recipe.sample import Sample
 from hasten.recipe.schema import Recipe, load_recipe
-from hasten.report.card import write_card
+from hasten.report.card import CARD, write_card
 from hasten.training.auto_adjust import adjust, adjusted
 from hasten.training.chosen_plan import SpeedWatch, same_on_all_ranks, with_chosen_plan
 from hasten.training.first_pass import proven
@@ -177,6 +179,7 @@ class _Run:
     data: PreparedData
     output: Path
     tell: Tell
+    formats: NumberFormats = AS_IN_MEMORY  # of saved weights
 
 
 def _train(
@@ -198,7 +201,8 @@ def _train(
             return assemble(setup)
 
     session, plan = proven(build, run.plan, run.tell)
-    run = replace(run, plan=plan)
+    # Now, while the base is where it was: a finished training needs it no more.
+    run = replace(run, plan=plan, formats=saved_formats(recipe))
     without_refused(session.model)
     set_guards(session, recipe, run.output)
     adjust(session, recipe, run.output, run.tell)
@@ -231,8 +235,8 @@ def _train(
     used = energy.found() if energy is not None else {}
     proofs = {t.name(): asdict(t.probe(session)) for t in run.plan}
     session.finish()
-    samples = save_all(session, run.data, run.output)
-    return _leave(run, session, outcome, (proofs, used, samples)) if main else {}
+    samples, unsaved = save_all(session, run.data, run.output, run.formats)
+    return _leave(run, session, outcome, (proofs, used, samples), unsaved) if main else {}
 
 
 def _watch(
@@ -250,7 +254,9 @@ def _watch(
 
     def keep_best(evaluation: Evaluation) -> None:
         heartbeat.beat(evaluation.step)
-        save_weights(session, run.data, run.output / "best")
+        best = run.output / "best"
+        for problem in save_weights(session, run.data, best, run.formats):
+            run.tell(f"warning: {best}: {problem}")
 
     watch = replace(watch, on_best=keep_best if run.recipe.eval_every else _silent)
     if not run.known.world.is_main:
@@ -273,6 +279,7 @@ def _leave(
     session: Session,
     outcome: Outcome,
     noted: tuple[dict[str, Any], dict[str, Any], Sequence[Sample]],
+    unsaved: list[str],
 ) -> dict[str, Any]:
     recipe, data, output, known = run.recipe, run.data, run.output, run.known
     seconds = outcome.seconds
@@ -281,6 +288,7 @@ def _leave(
         **outcome.summary(session),
         "startup_seconds": session.startup_seconds,
         "saved": str(output / form(session)),
+        "unsaved": unsaved,
         "plan": session.setup.plan.to_list(),
         "acted": proofs,
         "adjusted": adjusted(session),
@@ -296,11 +304,14 @@ def _leave(
         "versions": dict(known.versions),
         "seed": recipe.seed,
     }
+    for folder in output.glob(f"{form(session)}*"):
+        try:
+            write_card(folder, recipe.model_dump(mode="json"), summary)
+        except Exception as error:  # a card isn't worth a finished training's summary
+            unsaved.append(f"{folder / CARD} couldn't be written: {error}")
     temporary = output / ".summary.json"
     temporary.write_text(json.dumps(summary, indent=1))
     temporary.replace(output / "summary.json")
-    for folder in output.glob(f"{form(session)}*"):
-        write_card(folder, recipe.model_dump(mode="json"), summary)
     return summary
 
 

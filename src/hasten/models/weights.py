@@ -1,0 +1,302 @@
+"""The stored weights of a model's folder: their files, names, number formats, and what is refused.
+
+Trainers leave the names of their wrappers in what they save (``_orig_mod.`` of torch.compile,
+``module.`` of data parallelism, ``base_model.model.`` of PEFT), and folders hold tensors that a
+language model has no place for: layers that predict further tokens ahead and, in folders of old
+releases, rotary frequencies. Weights in block-scaled float8 mean nothing without their scales.
+
+(1) the files are found whole => (2) their headers are read => (3) names lose what wrappers added;
+each tensor is the model's, known and left out, or refused => (4) transformers takes the tensors
+one by one, and float8 is multiplied by its scales as it is taken. Steps 1 to 3 read no weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from hasten.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+WEIGHTS: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+ADAPTER: Final = "adapter_config.json"
+# What wrappers of torch put before a module's name: torch.compile, DataParallel and DDP, FSDP,
+# activation checkpointing.
+_WRAPPERS: Final = re.compile(
+    r"(?:^|(?<=\.))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+_ADAPTED: Final = re.compile(r"\.(lora_\w+|base_layer|modules_to_save|ia3_l|oft_\w+)(\.|$)")
+_ROTARY: Final = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+_LAYER: Final = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
+# Multi-token prediction: layers of their own name (Qwen3-Next, MiMo, DeepSeek-V4), or behind the
+# last layer with these parts (DeepSeek-V3's README_WEIGHTS.md, "MTP Modules"; GLM-4.5).
+_AHEAD: Final = re.compile(r"^(?:model\.)?mtp[._]")
+_AHEAD_PARTS: Final = frozenset({"eh_proj", "enorm", "hnorm", "shared_head"})
+# safetensors' names of formats that a model's weights and tables are trained or looked up in.
+_PLAIN: Final = {"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"}
+_FORMATS: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_FLOAT8: Final = "F8_E4M3"
+_SCALES: Final = ".weight_scale_inv"
+
+
+@dataclass(frozen=True)
+class NumberFormats:
+    """In which formats weights are stored: most of them in one, those of ``own`` in others."""
+
+    most: torch.dtype | None = None  # None: as they are in memory
+    own: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    def of(self, name: str, weight: Tensor) -> torch.dtype:
+        """The format of the parameter of that name; what isn't floating point stays as it is."""
+        if self.most is None or not weight.is_floating_point():
+            return weight.dtype
+        return self.own.get(name, self.most)
+
+    def __str__(self) -> str:
+        most = "as in memory" if self.most is None else str(self.most).removeprefix("torch.")
+        others = sorted({str(d).removeprefix("torch.") for d in self.own.values()} - {most})
+        return f"{most}, some in {', '.join(others)}" if others else most
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that is read when transformers takes it, by ``tensor[...]``."""
+
+    file: Any  # an open safetensors file
+    name: str  # in the file
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors calls it: BF16, F8_E4M3
+    scales: StoredTensor | None = None  # of float8: what each block is multiplied by
+    block: tuple[int, int] = (0, 0)  # rows and columns that share a scale
+
+    def __getitem__(self, index: Any) -> Tensor:
+        values: Tensor = self.file.get_tensor(self.name)
+        if self.scales is None:
+            return values[index]
+        # DeepSeek-V3, inference/kernel.py, weight_dequant: each block times its scale.
+        rows, columns = self.block
+        factors = self.scales[...].float()
+        factors = factors.repeat_interleave(rows, 0)[: self.shape[0]]
+        factors = factors.repeat_interleave(columns, 1)[:, : self.shape[1]]
+        return (values.float() * factors)[index]
+
+    def skeleton(self) -> Tensor:
+        """Its shape on the meta device."""
+        return torch.empty(self.shape, device="meta")
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """What a folder's files hold, under the names that transformers knows."""
+
+    tensors: Mapping[str, StoredTensor]
+    ahead: tuple[str, ...] = ()  # left out: tensors that predict further tokens ahead
+    frequencies: tuple[StoredTensor, ...] = ()  # left out: rotary frequencies
+
+    def formats(self) -> NumberFormats:
+        """The formats that the weights would be saved in again; float8 becomes bfloat16."""
+        sizes: Counter[torch.dtype] = Counter()
+        found = {}
+        for name, tensor in self.tensors.items():
+            if tensor.dtype in _FORMATS or tensor.scales is not None:
+                found[name] = _FORMATS.get(tensor.dtype, torch.bfloat16)
+                sizes[found[name]] += math.prod(tensor.shape)
+        most = sizes.most_common(1)[0][0] if sizes else None
+        return NumberFormats(most, {name: kind for name, kind in found.items() if kind != most})
+
+    def notes(self) -> Iterator[str]:
+        """A sentence for each kind of tensor that isn't simply read."""
+        if self.ahead:
+            yield (
+                f"{len(self.ahead)} tensors of multi-token prediction ({self.ahead[0]} is the "
+                "first) are neither trained nor saved; the saved config counts none"
+            )
+        scaled = sum(tensor.scales is not None for tensor in self.tensors.values())
+        if scaled:
+            yield f"{scaled} weights in block-scaled float8 are read as numbers times their scales"
+
+
+def read_weights(folder: Path, config: PreTrainedConfig) -> StoredWeights:
+    """The folder's weights, from the headers of its files.
+
+    Raises:
+        InputError: no whole files, tensors of an adapter, layers that the config doesn't count, a
+            number format that can't be trained, or two tensors of one name.
+    """
+    named: dict[str, StoredTensor] = {}
+    for tensor in _stored(folder):
+        name = _own_name(tensor.name)
+        if _ADAPTED.search(name):
+            raise InputError(
+                f"the weights of {folder} hold tensors of an adapter ({tensor.name}): merge it "
+                "into the weights with the tool that trained it, and give the merged folder"
+            )
+        if name in named:
+            raise InputError(
+                f"the weights of {folder} hold {name} twice, as {named[name].name} and "
+                f"{tensor.name}: remove one of the two"
+            )
+        named[name] = tensor
+    ahead = _ahead(folder, named, config)
+    frequencies = tuple(t for n, t in named.items() if n.endswith("rotary_emb.inv_freq"))
+    own = {n: t for n, t in named.items() if n not in ahead and not _ROTARY.search(n)}
+    return StoredWeights(_with_scales(folder, own), tuple(sorted(ahead)), frequencies)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that the folder's weights are made of.
+
+    Raises:
+        InputError: there are none, or one that the index names is missing, damaged or cut off.
+    """
+    if (folder / WEIGHTS).is_file():
+        files = [folder / WEIGHTS]
+    elif (folder / INDEX).is_file():
+        named = read_json(folder / INDEX).get("weight_map", {})
+        files = [folder / name for name in sorted(set(named.values()))]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise InputError(
+                f"{folder} lacks {len(missing)} of {len(files)} weight files named in {INDEX}, "
+                f"the first is {missing[0]}: copy or download the folder again"
+            )
+    elif any(folder.glob("pytorch_model*.bin")):
+        raise InputError(
+            f"{folder} has its weights as pytorch_model.bin, a pickle that can run code when read: "
+            f"convert it once with `hasten checkpoint convert {folder} --to NEW_FOLDER` and give "
+            "the new folder"
+        )
+    else:
+        raise InputError(
+            f"{folder} has no {WEIGHTS}: give a folder with weights or start from scratch"
+        )
+    for file in files:
+        _open(file)
+    return files
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; InputError naming the file and line if it is not one."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{file}:{error.lineno} is not JSON: {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is not UTF-8 text: {error.reason}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{file} holds a {type(content).__name__}, expected an object")
+    return content
+
+
+def is_block_scaled(quantization: Mapping[str, Any]) -> bool:
+    """True if a config's quantisation is float8 with a scale for each block of a weight."""
+    block = quantization.get("weight_block_size")
+    return quantization.get("quant_method") == "fp8" and _is_block(block)
+
+
+def _is_block(block: Any) -> bool:
+    return (
+        isinstance(block, list | tuple)
+        and len(block) == 2
+        and all(isinstance(n, int) and n > 0 for n in block)
+    )
+
+
+def _open(file: Path) -> Any:
+    """The file, its header read; InputError if it is cut off or not safetensors."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise InputError(
+            f"{file} is damaged or cut off ({error}): copy or download it again"
+        ) from error
+
+
+def _stored(folder: Path) -> Iterator[StoredTensor]:
+    for path in weight_files(folder):
+        file = _open(path)
+        for name in file.keys():  # noqa: SIM118  # it isn't a mapping
+            part = file.get_slice(name)
+            yield StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype())
+
+
+def _own_name(name: str) -> str:
+    """The name without what wrappers put into it; transformers adds a missing ``model.``."""
+    name = _WRAPPERS.sub("", name).removeprefix("base_model.model.")
+    while name.startswith(("model.model.", "model.lm_head.")):
+        name = name.removeprefix("model.")
+    return name
+
+
+def _ahead(folder: Path, named: Mapping[str, Any], config: PreTrainedConfig) -> set[str]:
+    """The tensors of multi-token prediction, by layers of their own or behind the last layer."""
+    count = config.get_text_config().num_hidden_layers
+    behind: dict[int, list[str]] = {}
+    for name in named:
+        if (found := _LAYER.match(name)) and int(found[1]) >= count:
+            behind.setdefault(int(found[1]), []).append(name)
+    for layer, names in behind.items():
+        if not any(_AHEAD_PARTS & set(name.split(".")) for name in names):
+            raise InputError(
+                f"the weights of {folder} hold layer {layer} ({names[0]}) and its config.json has "
+                f"num_hidden_layers {count}: give the config and the weights of the same model"
+            )
+    own = {name for name in named if _AHEAD.match(name)}
+    return own.union(*behind.values())
+
+
+def _with_scales(folder: Path, named: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors with the scales of float8 put beside their weights."""
+    scales = {n.removesuffix(_SCALES) + ".weight": t for n, t in named.items() if _SCALES in n}
+    found = {name: tensor for name, tensor in named.items() if _SCALES not in name}
+    block = None
+    if scales:
+        block = (read_json(folder / "config.json").get("quantization_config") or {}).get(
+            "weight_block_size"
+        )
+        if not _is_block(block):
+            raise InputError(
+                f"the weights of {folder} have block scales ({_SCALES[1:]}) and its config.json "
+                "names no weight_block_size: add the quantization_config of the published model"
+            )
+    for name, tensor in found.items():
+        own = scales.pop(name, None)
+        if own is not None and block is not None:
+            blocks = tuple(-(-n // b) for n, b in zip(tensor.shape, block, strict=False))
+            if tensor.dtype != _FLOAT8 or len(tensor.shape) != 2 or own.shape != blocks:
+                raise InputError(
+                    f"{tensor.name} of {folder} is {tensor.dtype} {list(tensor.shape)} with scales "
+                    f"{list(own.shape)}, which blocks of {list(block)} don't fit: convert the "
+                    "weights to bfloat16 first"
+                )
+            found[name] = replace(tensor, scales=own, block=(block[0], block[1]))
+        elif tensor.dtype not in _PLAIN:
+            raise InputError(
+                f"the weights of {folder} are quantised ({tensor.name} is {tensor.dtype}) and "
+                "can't be trained as they are: convert them to bfloat16 first"
+            )
+    if scales:
+        raise InputError(
+            f"the weights of {folder} have scales without a weight ({next(iter(scales))}): copy or "
+            "download the folder again"
+        )
+    return found
