@@ -21,6 +21,7 @@ from hasten.data import prompt_formats
 from hasten.data.chat_template import LossOn, answer_end, encode
 from hasten.data.conversation import Conversation, Message, NoConversationError, conversation
 from hasten.data.prompt_formats import PROMPT_FORMATS, choose_chat_template, missing_tokens
+from hasten.data.template_sandbox import render
 from hasten.data.tokenize import train_bpe
 from hasten.errors import InputError
 
@@ -71,6 +72,19 @@ def test_a_format_is_written_as_its_source_writes_it(row: dict[str, Any]) -> Non
         ours = [run.rstrip("\n") for run in trained]
         # A line break after the end token stays untrained.
         assert ours == [answer.rstrip("\n") for answer in row["answers"]]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-thoughts"])
+def test_a_thought_in_a_key_of_its_own_is_written_as_one_in_the_content(name: str) -> None:
+    inside = FILE["dialogues"]["thoughts"]
+    apart = []
+    for turn in inside:
+        before, end, content = turn["content"].rpartition("\n</think>\n\n")
+        thought = {"reasoning_content": before.removeprefix("<think>\n")} if end else {}
+        apart.append({"role": turn["role"], "content": content, **thought})
+    texts = [render(PROMPT_FORMATS[name], "a:1", {"messages": turns}) for turns in (inside, apart)]
+    assert texts[0] == texts[1]
+    assert "Add those." in texts[0]
 
 
 def test_a_format_without_thoughts_counts_those_that_it_leaves_out() -> None:
