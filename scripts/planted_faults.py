@@ -1443,6 +1443,14 @@ DATA: tuple[Fault, ...] = (
         tests=("tests/data/test_templates.py",),
     ),
     Fault(
+        name="answers-before-the-last-untrained",
+        kind="forgotten step",
+        file="data/chat_template.py",
+        old="            spans.append((first, end))\n",
+        new="",
+        tests=("tests/data/test_prompt_formats.py",),
+    ),
+    Fault(
         name="first-token-of-an-answer-untrained",
         kind="off-by-one",
         file="data/chat_template.py",

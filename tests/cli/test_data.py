@@ -194,3 +194,21 @@ def test_converted_tool_calls_are_the_same_conversations(tmp_path: Path) -> None
         read_records([tmp_path / name]).conversations for name in ("a.json", "b.jsonl")
     )
     assert [c.messages for c in before] == [c.messages for c in after]
+
+
+def test_converted_answers_without_loss_and_thoughts_are_the_same_conversations(
+    tmp_path: Path,
+) -> None:
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a", "loss": False},
+        {"role": "user", "content": "r"},
+        {"role": "assistant", "content": "b", "thinking": "hm"},
+    ]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns, "id": 7}))
+    data.convert([tmp_path / "a.jsonl"], tmp_path / "b.jsonl", 0)
+    before, after = (
+        read_records([tmp_path / name]).conversations for name in ("a.jsonl", "b.jsonl")
+    )
+    assert [turn.trained for turn in before[0].messages] == [True, False, True, True]
+    assert [c.messages for c in before] == [c.messages for c in after]

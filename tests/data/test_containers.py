@@ -242,6 +242,16 @@ def test_a_folder_stands_for_its_files_of_every_container(tmp_path: Path) -> Non
     assert {Path(file).name for file in reading.containers} == {*WRITERS}
 
 
+def test_texts_of_a_folder_count_where_it_has_nothing_else(tmp_path: Path) -> None:
+    put(tmp_path, "a.txt", b"one\n\ntwo\n")
+    put(tmp_path, "b.txt.gz", gzip.compress(b"three"))
+    assert [found.text for found in read_records([tmp_path]).conversations] == [
+        "one",
+        "two",
+        "three",
+    ]
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

@@ -27,7 +27,11 @@ def dialogue(*turns: tuple[str, str]) -> tuple[Message, ...]:
 SHAPES = {
     "alpaca": (
         {"instruction": "Add", "input": "1 2", "output": "3", "system": "Be brief", "text": "x"},
-        dialogue(("system", "Be brief"), ("user", "Add\n1 2"), ("assistant", "3")),
+        (
+            Message("system", "Be brief"),
+            Message("user", "Add\n1 2", instruction="Add", input="1 2"),
+            Message("assistant", "3"),
+        ),
     ),
     "sharegpt": (
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
@@ -191,8 +195,9 @@ def test_too_many_rejects_name_count_budget_places_and_way_out(tmp_path: Path) -
     message = str(caught.value)
     assert "4 of 10" in message
     assert "max_rejected=0.3 allows 3" in message
-    assert [f"data.jsonl:{line}: " in message for line in (7, 8, 9, 10)] == [True] * 3 + [False]
-    assert "raise max_rejected" in message
+    assert [f"data.jsonl:{line}: " in message for line in (7, 8)] == [True, False]
+    assert "(4 of them)" in message
+    assert "write max_rejected: 4 to train without them" in message
     assert len(read_records([path], max_rejected=0.4).rejected) == 4
     assert len(read_records([path], max_rejected=4).rejected) == 4
 
@@ -214,6 +219,11 @@ def test_a_missing_file_is_answered_with_near_names(tmp_path: Path) -> None:
         (b"\xff\xfe{\x00}\x00\n\x00", "UTF-8"),
         (b'{"a": 1}', "none of the known shapes: its first record has the keys 'a'"),
         (b"{}", r"the keys \(none\)"),
+        (b'{"columns": [{"a": 1}], "data": [[1]]}', "none of the known shapes"),
+        (
+            b"{\"messages\": \"[{'role': 'user', 'content': 'q', 1: {2}}]\"}",
+            "'messages' is no JSON",
+        ),
     ],
 )
 def test_a_file_without_records_is_refused(tmp_path: Path, data: bytes, reason: str) -> None:
@@ -223,8 +233,8 @@ def test_a_file_without_records_is_refused(tmp_path: Path, data: bytes, reason: 
 
 
 def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("x")
-    for paths in ([], [tmp_path], [tmp_path / "notes.txt"]):
+    (tmp_path / "notes.md").write_text("x")
+    for paths in ([], [tmp_path], [tmp_path / "notes.md"]):
         with pytest.raises(InputError):
             read_records(paths)
     (tmp_path / "data.jsonl").write_text("{")
@@ -262,7 +272,10 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 KEYS = st.sampled_from(
-    ["question", "answer", "text", "messages", "conversations", "instruction", "output", "history"]
+    [
+        *("question", "answer", "text", "messages", "conversations", "instruction", "output"),
+        *("history", "prompt", "completion", "data", "columns", "train", "label", "weight"),
+    ]
 )
 LINES = st.one_of(
     st.binary(max_size=30),

@@ -59,7 +59,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "image part": (part(type="image_url", image_url={"url": "a"}), "'image_url'"),
     "image part of Qwen": (part(type="image", image="a"), "'image'"),
     "audio part": (part(type="input_audio", input_audio={}), "'input_audio'"),
-    "thoughts apart": (turn(reasoning_content="Hm."), "'reasoning_content'"),
+    "thoughts in a column": ({**PAIR, "reasoning_content": "Hm."}, "'reasoning_content'"),
     "half a weight": (turn(weight=0.5), "'weight' is 0.5"),
     "parts of turns": (turn(train_detail=[{"begin_offset": 0}]), "'train_detail'"),
 }

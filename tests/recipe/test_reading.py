@@ -151,3 +151,13 @@ def test_the_seed_decides_which_records_are_drawn(folder: Path) -> None:
 
     assert drawn(1) == drawn(1)
     assert len({tuple(drawn(seed)) for seed in range(4)}) > 1
+
+
+def test_columns_that_are_not_read_are_named_once(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "q", "at": 3}, {"role": "assistant", "content": "a"}]
+    records = [{"messages": turns, "source": "x", "note": ""}] * 3
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    told: list[str] = []
+    read_source(recipe(tmp_path, dataset=str(tmp_path / "a.jsonl")), told.append)
+    place = f"{tmp_path / 'a.jsonl'} (jsonl)"
+    assert told == [f"{place}: messages records; not read: messages[].at, source"]

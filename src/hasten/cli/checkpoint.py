@@ -190,10 +190,12 @@ def merge(run: Path, to: Path | None, adapter: str) -> int:
         The exit code: 1 if something beside the weights couldn't be saved.
     """
     from hasten.cli.train import warn_of_unsaved
+    from hasten.data.chat_template import answer_end
     from hasten.models.adapters import merged, other_base
     from hasten.models.load import load_tokenizer
     from hasten.models.save import save_model
     from hasten.recipe.build import model_for, requested_plan, saved_formats
+    from hasten.recipe.prepared_data import stop_token
     from hasten.recipe.schema import load_recipe
     from hasten.report.card import write_card
     from hasten.techniques.adapter import LoRA
@@ -209,7 +211,7 @@ def merge(run: Path, to: Path | None, adapter: str) -> int:
         raise InputError(f"{target} is the adapter itself; choose another folder for the model")
     recipe = load_recipe(run / "recipe.yaml")
     tokenizer = load_tokenizer(str(source))
-    model: Any = model_for(recipe, tokenizer)
+    model: Any = model_for(recipe, tokenizer, stop_token(tokenizer, answer_end(tokenizer)))
     planned = [t for t in requested_plan(recipe) if isinstance(t, LoRA)]  # else the recipe's keys
     base = (planned[0] if planned else LoRA(base=recipe.lora_base)).base
     unsaved = save_model(merged(model, source, base), tokenizer, target, saved_formats(recipe))

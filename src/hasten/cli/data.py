@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hasten.data.chat_template import split_tools, template_turns
-from hasten.data.conversation import Conversation
+from hasten.data.conversation import THOUGHTS, Conversation
 from hasten.data.packed_file import COLUMNS, check_name, write_packed
-from hasten.data.readers import read_records
+from hasten.data.readers import read_records, unread_words
 from hasten.data.statistics import (
     BatchLayout,
     DataStatistics,
@@ -25,7 +25,7 @@ from hasten.formatting import shown
 from hasten.progress import Display
 from hasten.recipe.build import DEFAULT_BATCH, facts_of
 from hasten.recipe.candidates import first_plan_sentence
-from hasten.recipe.prepared_data import PreparedData, prepare_data
+from hasten.recipe.prepared_data import PreparedData, prepare_data, template_advice
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.data_page import write_page
 
@@ -85,6 +85,8 @@ def pack(
     recipe = load_recipe(path, overrides)
     with Display() as display:
         data = prepare_data(recipe, Path(recipe.output) / "data", display.tell)
+        for sentence in template_advice(recipe, data):
+            display.tell(f"warning: {sentence}")
         display.begin()
         found = write_packed(
             data.train,
@@ -117,23 +119,33 @@ def convert(sources: Sequence[Path], output: Path, max_rejected: float) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     for file_name, shape in reading.shapes.items():
-        print(shown(f"{file_name}: {shape} records"))
+        unread = unread_words(reading.unread.get(file_name, ()))
+        print(shown(f"{file_name}: {shape} records{unread}"))
     for rejected in reading.rejected:
         print(shown(f"left out {rejected.file}:{rejected.line}: {rejected.reason}"))
     print(f"{len(reading.conversations):,} records: {output}")
 
 
 def _data(recipe: Recipe) -> PreparedData:
-    tell = lambda text: print(shown(text), file=sys.stderr)  # noqa: E731
-    return prepare_data(recipe, Path(recipe.output) / "data", tell)
+    def tell(text: str) -> None:
+        print(shown(text), file=sys.stderr)
+
+    data = prepare_data(recipe, Path(recipe.output) / "data", tell)
+    for sentence in template_advice(recipe, data):
+        tell(f"warning: {sentence}")
+    return data
 
 
 def _row(conversation: Conversation) -> dict[str, object]:
     if conversation.text is not None:
         return {"text": conversation.text}
     tools, turns = split_tools(conversation.messages)
-    row: dict[str, object] = {"messages": template_turns(turns, "object")}
-    return row | ({"tools": tools} if tools else {})
+    written = template_turns(turns)
+    for turn, row in zip(turns, written, strict=True):
+        for key in (*THOUGHTS[1:], "instruction", "input"):
+            row.pop(key, None)
+        row |= {} if turn.trained else {"weight": 0}
+    return {"messages": written} | ({"tools": tools} if tools else {})
 
 
 def _print(found: DataStatistics) -> None:

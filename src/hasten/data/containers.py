@@ -1,7 +1,8 @@
 """The containers that records come in: told by their names, proven by their first bytes.
 
-    .jsonl .json .csv     text, as it is or compressed (.gz, .zst)
-    .parquet .arrow       tables; .arrow is Arrow's file or stream format
+    .jsonl .json .txt   text, as it is or compressed (.gz, .zst); .txt has a text on each line
+    .csv .tsv           the same; cells are between commas or tabs
+    .parquet .arrow     tables; .arrow is Arrow's file or stream format
 
 A name and first bytes that contradict each other are refused: nothing is guessed. Compressed files
 are streams that are never larger in memory than what is read of them, and end in an error once they
@@ -23,7 +24,7 @@ from hasten.formatting import open_regular
 RATIO = 200
 FLOOR = 1 << 28  # bytes
 _CHUNK = 1 << 13  # bytes decompressed at once: a cut stream loses no more than these
-_TEXT = ("jsonl", "json", "csv")
+_TEXT = ("jsonl", "json", "csv", "tsv", "txt")
 _TABLES = ("parquet", "arrow")
 _PACKED = {"gz": "gzip", "zst": "zstd"}
 _MAGIC = {
@@ -39,11 +40,12 @@ NAMES = f"{', '.join(KNOWN)} (text also as .gz or .zst)"
 class Container(NamedTuple):
     """How the records of one file are kept."""
 
-    kind: str  # jsonl, json, csv, parquet or arrow
+    kind: str  # jsonl, json, csv, tsv, txt, parquet or arrow
     packed: str | None  # gzip or zstd
 
     def __str__(self) -> str:
-        return f"{self.kind}, {self.packed}" if self.packed else self.kind
+        kind = "txt, one text a line" if self.kind == "txt" else self.kind
+        return f"{kind}, {self.packed}" if self.packed else kind
 
 
 class DamagedStreamError(ValueError):

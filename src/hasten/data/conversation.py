@@ -3,32 +3,50 @@
 Calls are read as OpenAI's chat format has them (`tool_calls`, a tool's turn that may name its
 call) and as ShareGPT files do (`function_call`: JSON of one call or a list, `observation`). What
 may be called comes first, as a turn of its own whose role is `tools` and whose content is JSON.
+
+A list may also be JSON text (a cell of a CSV file) or an object of lists (a table's nested column).
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from hasten.data.stages import MEDIA, is_label, is_preference
 from hasten.errors import InputError
 
+# OpenAI's names, ShareGPT's, and those of ms-swift's documentation (Custom-dataset.md).
 ROLES = {
     "system": "system",
     "user": "user",
     "human": "user",
     "assistant": "assistant",
     "gpt": "assistant",
+    "bot": "assistant",
     "function_call": "assistant",
+    "tool_call": "assistant",
     "tool": "tool",
     "observation": "tool",
+    "function": "tool",
+    "tool_response": "tool",
 }
-CALLS = "function_call"  # the role whose content is JSON of calls
-FLAGS = ("weight", "loss_weight", "train")  # of a turn: whether it is trained
+CALLS = ("function_call", "tool_call")  # roles whose content is JSON of calls
+FLAGS = ("weight", "loss_weight", "loss_scale", "train", "loss")  # of a turn: if it is trained
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 MEDIA_PARTS = ("image", "audio", "video", "file")
+_WHO, _WHAT = ("role", "from"), ("content", "value")  # a turn's keys
+_PLAIN = frozenset((*_WHO, *_WHAT))
+_READ = frozenset((*_WHO, *_WHAT, *FLAGS, *THOUGHTS, "tool_calls", "function_call"))
+_OF_RESULTS = ("tool_call_id", "name")
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
+_ON_LOSS = re.compile("loss|train|mask|weight")  # in a key of a turn that is not read
+_TAG_ADVICE = "user_tag, assistant_tag, system_tag, function_tag or observation_tag"
 
 
 class ToolCall(NamedTuple):
@@ -48,117 +66,214 @@ class Message(NamedTuple):
     id: str = ""  # a tool's turn: the call that it answers
     name: str = ""  # a tool's turn: the tool, where the record says it
     trained: bool = True  # the assistant's: whether it carries loss
+    thoughts: str = ""  # the assistant's, apart from its content
+    instruction: str = ""  # a question of two parts: the first, and
+    input: str = ""  # the second, which some formats write apart
 
 
 class NoConversationError(ValueError):
     """Why a record has no conversation in it."""
 
 
-def message(turn: Mapping[str, Any], role: str, content: str) -> Message:
-    """The message of a turn whose keys are `role` and `content`.
+def message(turn: Mapping[str, Any]) -> Message:
+    """The message of a turn with the keys `role` and `content`, or `from` and `value`.
 
     Raises:
         NoConversationError: it is none.
         InputError: a key of it means what hasten doesn't do, so that no such record is usable.
     """
-    for key in (role, content):
-        if key not in turn and not (key == content and turn.get("tool_calls")):
-            raise NoConversationError(f"lacks {key!r}")
-    name = sound(turn[role], role)
+    who, what = _first(turn, _WHO), _first(turn, _WHAT)
+    if who not in turn:
+        raise NoConversationError("a turn lacks 'role' (or 'from')")
+    if what not in turn and not any(turn.get(key) for key in ("tool_calls", "function_call")):
+        raise NoConversationError("a turn lacks 'content' (or 'value')")
+    name = sound(turn[who], who)
     if name not in ROLES:
-        raise NoConversationError(f"the role {name[:40]!r} is not one of {', '.join(ROLES)}")
-    trained = _is_trained(turn, ROLES[name])
-    if name == CALLS:
-        called = _calls(_parsed(sound(turn.get(content), content), CALLS))
-        return Message("assistant", "", called, trained=trained)
-    calls = _calls(turn["tool_calls"]) if turn.get("tool_calls") else ()
+        raise NoConversationError(
+            f"the role {name[:40]!r} is not one of {', '.join(ROLES)}: write one of these, or name "
+            f"it in columns with {_TAG_ADVICE}"
+        )
+    role = ROLES[name]
+    if turn.keys() <= _PLAIN and isinstance(turn[what], str) and name not in CALLS:
+        return Message(role, sound(turn[what], what))  # most turns
+    if more := unread_keys(turn):
+        _check_keys(turn, more)
+    trained = _is_trained(turn, role)
+    if name in CALLS:
+        content = turn.get(what)
+        given = _parsed(sound(content, what), name) if isinstance(content, str) else content
+        return Message("assistant", "", _calls(given), trained=trained)
+    content = _joined(turn.get(what), what, role)
+    thoughts = content.thoughts or _thoughts(turn, role)
+    calls = (*content.calls, *(_calls(turn["tool_calls"]) if turn.get("tool_calls") else ()))
     if turn.get("function_call"):  # OpenAI's older form of a single call
         calls = (*calls, *_calls([turn["function_call"]]))
-    if calls and ROLES[name] != "assistant":
-        raise NoConversationError(f"a turn of {name} holds tool calls, which are the assistant's")
-    given = _joined(turn.get(content), content)
-    text = "" if calls and given is None else sound(given, content)
-    if ROLES[name] != "tool":
-        return Message(ROLES[name], text, calls, trained=trained)
+    if role != "assistant" and (calls or thoughts):
+        kind = "tool calls" if calls else "thoughts"
+        raise NoConversationError(f"a turn of {name} holds {kind}, which are the assistant's")
+    text = "" if calls and content.text is None else sound(content.text, what)
+    if role != "tool":
+        return Message(role, text, calls, trained=trained, thoughts=thoughts)
     return Message("tool", text, (), _name(turn, "tool_call_id"), _name(turn, "name"))
 
 
+def unread_keys(turn: Mapping[str, Any]) -> set[str]:
+    """The keys of a turn that have a value and no meaning here."""
+    if turn.keys() <= _PLAIN:
+        return set()
+    found = {key for key in turn.keys() - _READ if turn[key] not in _EMPTY}
+    if found and ROLES.get(str(turn.get(_first(turn, _WHO)))) == "tool":
+        found -= {*_OF_RESULTS}
+    return found
+
+
+def _first(turn: Mapping[str, Any], keys: tuple[str, str]) -> str:
+    """The key of these that has a value; else one that is there, or an empty text."""
+    first, second = keys
+    if turn.get(first) is not None or (first in turn and turn.get(second) is None):
+        return first
+    return second if second in turn else ""
+
+
+def _check_keys(turn: Mapping[str, Any], keys: set[str]) -> None:
+    """Raise InputError if one of these keys changes what is to be learnt."""
+    for key in sorted(keys):
+        if key in MEDIA:
+            raise InputError(f"a turn has {key!r}, and hasten trains text alone: {_NO_MEDIA}")
+        if is_preference(key) or is_label(key, turn[key]):
+            raise InputError(
+                f"a turn has {key!r}, which judges an answer (DPO, KTO), and hasten trains on "
+                "answers alone: leave bad answers and the key out"
+            )
+        if _ON_LOSS.search(key):
+            raise InputError(
+                f"a turn has {key!r}, and hasten trains whole turns: if it is 0 or 1, name it in "
+                f"columns (train_tag: {key}), else leave it out"
+            )
+
+
 def _is_trained(turn: Mapping[str, Any], role: str) -> bool:
-    """What the flags of other trainers say of a turn's loss: OpenAI's, LLaMA-Factory's, axolotl's.
+    """The answer of other trainers' flags: OpenAI's, LLaMA-Factory's, ms-swift's, axolotl's.
 
     Raises:
-        InputError: they say what can't be followed.
+        InputError: they ask for what can't be followed.
     """
-    for key in THOUGHTS:
-        if turn.get(key):
-            raise InputError(
-                f"a turn has {key!r}, which hasten doesn't train: write the thoughts into its "
-                "content as <think>...</think>, or leave the key out"
-            )
-    if turn.get("train_detail"):
-        raise InputError("a turn has 'train_detail', and hasten trains whole turns: leave it out")
     found = True
     for key in FLAGS:
         value = turn.get(key)
-        if value is None:
+        if value is None or value == "":
             continue
         if value not in (0, 1):
-            raise InputError(f"a turn's {key!r} is {value!r}: hasten takes 0 and 1 alone")
-        if role != "assistant" and value and key == "train":
-            raise InputError(f"a turn of {role} has 'train', and hasten trains answers alone")
+            raise InputError(
+                f"a turn's {key!r} is {value!r}: hasten takes 0 and 1 alone, so write one of them"
+            )
+        # OpenAI's weight and ms-swift's loss are read of answers alone there too.
+        if role != "assistant" and value and key in ("train", "loss_weight"):
+            raise InputError(
+                f"a turn of {role} has {key!r}, and hasten trains answers alone: write 0, or leave "
+                "it out"
+            )
         found = found and bool(value)
     return found or role != "assistant"
 
 
-def _joined(content: Any, key: str) -> Any:
-    """The text of content in parts; other content as it is."""
+def _thoughts(turn: Mapping[str, Any], role: str) -> str:
+    given = next((turn[key] for key in THOUGHTS if turn.get(key)), None)
+    if given is None:
+        return ""
+    return sound(_joined(given, THOUGHTS[0], role).text, THOUGHTS[0])
+
+
+class _Content(NamedTuple):
+    """What the parts of a turn's content are together."""
+
+    text: Any  # a text, or what stands in its place
+    thoughts: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+_NO_MEDIA = "take records without images, audio and video"
+
+
+def _joined(content: Any, key: str, role: str) -> _Content:
+    """The content of OpenAI's and of LLaMA-Factory's parts; other content as it is."""
     if not isinstance(content, list):
-        return content
-    texts = []
+        return _Content(content)
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            if isinstance(kind, str) and any(word in kind for word in MEDIA_PARTS):
+        if not isinstance(kind, str):
+            raise NoConversationError(f"{key!r} is an array with {kind_of(part)} in it, not a text")
+        if any(word in kind for word in MEDIA_PARTS):
+            raise InputError(f"{key!r} has a part of type {kind!r}: {_NO_MEDIA}")
+        for flag in filter(_ON_LOSS.search, part):
+            if part[flag] is not None and not (role == "assistant" and part[flag] in (1, True)):
                 raise InputError(
-                    f"{key!r} has a part of type {kind!r}; hasten trains text alone, so take "
-                    "records without images, audio and video"
+                    f"a part of {key!r} has {flag!r}, and hasten trains whole turns: leave it out, "
+                    "or flag the turn"
                 )
-            raise NoConversationError(f"{key!r} has a part that is no text")
-        texts.append(sound(part.get("text", part.get("value")), "text"))
-    return "".join(texts)
+        names = (name for name in ("text", "value", "content", kind) if name in part)
+        value = part.get(next(names, ""))
+        if kind in ("text", "input_text", "output_text"):
+            texts.append(sound(value, "text"))
+        elif kind in ("reasoning", "thinking"):
+            thoughts.append(sound(value, kind))
+        elif kind == "tool_call":
+            calls += _calls(_parsed(value, kind) if isinstance(value, str) else value)
+        else:
+            raise NoConversationError(
+                f"{key!r} has a part of type {kind!r}: write texts as type text, calls as "
+                "tool_calls, and results as turns of the role tool"
+            )
+    text = None if calls and not texts else "".join(texts)
+    return _Content(text, "".join(thoughts), tuple(calls))
 
 
 def tools_turn(given: Any) -> tuple[Message, ...]:
     """What may be called as a turn, from a list or its JSON; none where there is none."""
-    listed = _parsed(given, "tools") if isinstance(given, str) and given.strip() else given
-    if not listed or isinstance(listed, str):
+    if not given or (isinstance(given, str) and not given.strip()):
         return ()
+    listed = _rows(_parsed(given, "tools") if isinstance(given, str) else given)
     tools = []
-    for tool in listed if isinstance(listed, list) else [listed]:
+    for one in listed if isinstance(listed, list) else [listed] if listed else ():
+        tool = _parsed(one, "tools") if isinstance(one, str) else one
         wrapped = tool if isinstance(tool, dict) and "function" in tool else {"function": tool}
         function = wrapped["function"]
         if not isinstance(function, dict) or not _name(function, "name"):
             raise NoConversationError("'tools' must be a list of functions, each with a name")
-        tools.append({"type": "function", **wrapped})
+        if isinstance(schema := function.get("parameters"), str):  # axolotl's advice for tables
+            function = function | {"parameters": _parsed(schema, "parameters")}
+        tools.append({"type": "function", **wrapped, "function": function})
+    if not tools:
+        return ()
     return (Message("tools", sound(json.dumps(tools, ensure_ascii=False), "tools")),)
 
 
 def check_turns(messages: Sequence[Message]) -> None:
     """Raise unless it is [tools] [system], then users and assistants in turn, an answer at last.
 
-    A call is an answer, and its results and the next answer follow it.
+    A call is an answer, and its results and the next answer follow it. A call may also be a part
+    of an answer's text (Hermes), so results may follow any answer.
     """
     turns = [turn for at, turn in enumerate(messages) if not _leads(messages, at)]
     expected: tuple[str, ...] = ("user",)
     for number, turn in enumerate(turns, start=1):
         if turn.role not in expected:
+            if number == 1 == len(turns):
+                raise NoConversationError(
+                    f"has a turn of {turn.role} alone; a text without a question is written as "
+                    "{'text': ...}"
+                )
             wanted = " or ".join(f"{role}'s" for role in expected)
             raise NoConversationError(f"turn {number} is {turn.role}'s, expected {wanted}")
         if not turn.content.strip() and not turn.calls and turn.role != "tool":
             kind = "a question" if turn.role == "user" else "an answer"
             raise NoConversationError(f"lacks {kind}: it is empty")
         expected = _after(turn)
-    if turns and not any(turn.trained for turn in turns if turn.role == "assistant"):
+    answers = [turn for turn in turns if turn.role == "assistant"]
+    if answers and not any(answer.trained for answer in answers):
         raise NoConversationError("its flags leave no answer to train")
     if not turns or turns[-1].role != "assistant":
         last = f"its last turn is the {turns[-1].role}'s" if turns else ""
@@ -170,7 +285,7 @@ def _after(turn: Message) -> tuple[str, ...]:
         return ("tool", "assistant")
     if turn.calls:
         return ("tool",)
-    return ("assistant",) if turn.role == "user" else ("user",)
+    return ("assistant",) if turn.role == "user" else ("user", "tool")
 
 
 def _leads(messages: Sequence[Message], at: int) -> bool:
@@ -180,7 +295,8 @@ def _leads(messages: Sequence[Message], at: int) -> bool:
 
 def _calls(given: Any) -> tuple[ToolCall, ...]:
     calls = []
-    for one in given if isinstance(given, list) else [given]:
+    listed = _rows(_parsed(given, "tool_calls") if isinstance(given, str) else given)
+    for one in listed if isinstance(listed, list) else [listed]:
         function = one.get("function", one) if isinstance(one, dict) else None
         if not isinstance(function, dict) or not _name(function, "name"):
             raise NoConversationError("a tool call lacks the name of its function")
@@ -196,7 +312,7 @@ def _calls(given: Any) -> tuple[ToolCall, ...]:
         text = arguments if isinstance(arguments, str) else plain
         calls.append(ToolCall(_name(function, "name"), text, _name(one, "id")))
     if not calls:
-        raise NoConversationError(f"a turn of {CALLS} holds no call")
+        raise NoConversationError(f"a turn of {CALLS[0]} holds no call")
     return tuple(calls)
 
 
@@ -205,6 +321,45 @@ def _parsed(text: str, key: str) -> Any:
         return json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise NoConversationError(f"{key!r} is no JSON: {str(error)[:100]}") from None
+
+
+def _listed(value: Any, key: str) -> list[Any]:
+    """A list, from JSON, from Python's notation (as pandas writes lists into CSV), or from rows."""
+    found = value
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        try:
+            found = _parsed(value, key)
+        except NoConversationError:
+            found = _literal(value)
+            if found is None:
+                raise
+    found = _rows(found)
+    if not isinstance(found, list):
+        raise NoConversationError(f"{key!r} is {kind_of(value)}, not a list")
+    return found
+
+
+def _literal(text: str) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of unknown escapes in the texts
+            return json.loads(json.dumps(ast.literal_eval(text.strip())))  # what JSON can hold
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def _rows(value: Any) -> Any:
+    """An object of lists of one length as a list of objects; anything else as it is.
+
+    The `datasets` library stores a list of objects so (Sequence of a dictionary).
+    """
+    columns = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else {}
+    if not columns or not all(isinstance(column, list) for column in columns.values()):
+        return value
+    if len({len(column) for column in columns.values()}) != 1:
+        return value
+    rows = (zip(columns, row, strict=True) for row in zip(*columns.values(), strict=True))
+    return [{key: inner for key, inner in row if inner is not None} for row in rows]
 
 
 def _no_number(text: str) -> Any:
@@ -232,6 +387,7 @@ def sound(value: Any, key: str) -> str:
 def kind_of(value: Any) -> str:
     """What a JSON value is, for people."""
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+    names |= {bytes: "a string of bytes"}
     return "null" if value is None else names.get(type(value), "a number")
 
 
@@ -240,13 +396,16 @@ def kind_of(value: Any) -> str:
 # More columns than a shape needs are fine, whatever they hold; a missing or null optional column is
 # empty.
 #
-#     alpaca      instruction, output [input, system, history: pairs of question and answer]
+#     alpaca      instruction, output or response [input]
 #     sharegpt    conversations: from (human, gpt, system, function_call, observation), value
-#                 [system, tools]
-#     messages    messages: role (user, assistant, system, tool), content, tool_calls [tools]
-#     prompt      prompt, completion
+#     messages    messages: role (user, assistant, system, tool), content, tool_calls
+#     prompt      prompt, completion: texts, or lists of turns (the prompt's carry no loss)
 #     question    question, answer
+#     query       query, response
 #     text        text: no dialogue, every token is trained
+#
+# Each dialogue may have a system text, tools and a history (pairs of question and answer). Both
+# names of a turn's keys are read in every list of turns.
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,57 +445,117 @@ def conversation(record: Any, shape: str, place: str) -> Conversation:
     return Conversation(messages, None, place)
 
 
-def _alpaca(record: Mapping[str, Any]) -> Iterator[Message]:
-    yield from _system(record)
-    for pair in _list(record, "history") if record.get("history") not in (None, "") else ():
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise NoConversationError("'history' must hold pairs of question and answer")
-        question, answer = pair
-        yield Message("user", sound(question, "history"))
-        yield Message("assistant", sound(answer, "history"))
-    parts = (_text(record, "instruction"), _text(record, "input", optional=True))
-    yield Message("user", "\n".join(part for part in parts if part))
-    yield Message("assistant", _text(record, "output"))
+_Reader = Callable[[Mapping[str, Any]], Iterator[Message]]
 
 
-def _sharegpt(record: Mapping[str, Any]) -> Iterator[Message]:
-    turns = list(_turns(record, "conversations", "from", "value"))
-    yield from tools_turn(record.get("tools"))
-    if not (turns and turns[0].role == "system"):
-        yield from _system(record)
-    yield from turns
+def _framed(read: _Reader) -> _Reader:
+    """A reader of turns, with the tools and the system text of the record before them."""
+
+    def framed(record: Mapping[str, Any]) -> Iterator[Message]:
+        turns = list(read(record))
+        yield from tools_turn(record.get("tools") or record.get("functions"))
+        if not (turns and turns[0].role == "system"):
+            yield from _system(record)
+        yield from turns
+
+    return framed
 
 
-def _messages(record: Mapping[str, Any]) -> Iterator[Message]:
-    yield from tools_turn(record.get("tools"))
-    yield from _turns(record, "messages", "role", "content")
-
-
-def _pair(question: str, answer: str) -> Callable[[Mapping[str, Any]], Iterator[Message]]:
+def _alpaca(answer: str) -> _Reader:
     def read(record: Mapping[str, Any]) -> Iterator[Message]:
-        yield Message("user", _text(record, question))
+        yield from _history(record)
+        first, second = _text(record, "instruction"), _text(record, "input", optional=True)
+        question = "\n".join(part for part in (first, second) if part)
+        yield Message("user", question, instruction=first if second else "", input=second)
         yield Message("assistant", _text(record, answer))
 
-    return read
+    return _framed(read)
 
 
-def _turns(record: Mapping[str, Any], key: str, role: str, content: str) -> Iterator[Message]:
-    for turn in _list(record, key):
-        if not isinstance(turn, dict):
-            raise NoConversationError(f"a turn in {key!r} is {kind_of(turn)}, not an object")
-        yield message(turn, role, content)
+def _pair(question: str, answer: str) -> _Reader:
+    def read(record: Mapping[str, Any]) -> Iterator[Message]:
+        yield from _history(record)
+        asked, answered = (_as_turns(record.get(key)) for key in (question, answer))
+        if asked is None:
+            yield Message("user", _text(record, question))
+        else:
+            for turn in _turns(asked, question):
+                yield turn._replace(trained=turn.role != "assistant")
+        if answered is None:
+            yield Message("assistant", _text(record, answer))
+        else:
+            yield from _turns(answered, answer)
+
+    return _framed(read)
+
+
+def _dialogue(key: str) -> _Reader:
+    return _framed(lambda record: iter(_turns(record.get(key), key)))
+
+
+def _as_turns(value: Any) -> Any:
+    """A value if it is a list of turns, one turn, or the JSON of such; else None."""
+    if isinstance(value, str):
+        if not value.lstrip().startswith("[{"):
+            return None
+        try:
+            value = _listed(value, "")
+        except NoConversationError:
+            return None
+    rows = _rows(value)
+    listed = [rows] if isinstance(rows, dict) else rows
+    if not isinstance(listed, list) or not listed:
+        return None
+    return listed if all(isinstance(one, dict) and _first(one, _WHO) for one in listed) else None
+
+
+def _turns(value: Any, key: str) -> list[Message]:
+    made: list[Message] = []
+    for one in _listed(value, key):
+        given = _parsed(one, key) if isinstance(one, str) and one.lstrip().startswith("{") else one
+        if not isinstance(given, dict):
+            raise NoConversationError(f"a turn in {key!r} is {kind_of(given)}, not an object")
+        for turn in _exchange(given):
+            found = message(turn)
+            if made and made[-1].role == "assistant" and turn.get(_first(turn, _WHO)) in CALLS:
+                # Calls in turns of their own, after a text or each other, are one answer.
+                if made[-1].trained != found.trained:
+                    raise NoConversationError("an answer and its calls differ in their flags")
+                found = made[-1]._replace(calls=(*made[-1].calls, *found.calls))
+                made.pop()
+            made.append(found)
+    return made
+
+
+def _exchange(turn: dict[str, Any]) -> list[dict[str, Any]]:
+    """The turns of an object that has a question and an answer under their roles (ms-swift)."""
+    if "role" in turn or "from" in turn:
+        return [turn]
+    asked = next((key for key in ("human", "user") if key in turn), None)
+    answered = next((key for key in ("assistant", "gpt", "bot") if key in turn), None)
+    if not (asked and answered):
+        return [turn]
+    more = {key: value for key, value in turn.items() if key not in (asked, answered)}
+    return [
+        {"role": "user", "content": turn[asked]},
+        {"role": "assistant", "content": turn[answered], **more},
+    ]
+
+
+def _history(record: Mapping[str, Any]) -> Iterator[Message]:
+    if record.get("history") in (None, "", []):
+        return
+    for pair in _listed(record["history"], "history"):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise NoConversationError("'history' must hold pairs of question and answer")
+        yield Message("user", sound(pair[0], "history"))
+        yield Message("assistant", sound(pair[1], "history"))
 
 
 def _system(record: Mapping[str, Any]) -> Iterator[Message]:
-    if text := _text(record, "system", optional=True):
+    key = "system" if record.get("system") else "system_prompt"
+    if text := _text(record, key, optional=True):
         yield Message("system", text)
-
-
-def _list(record: Mapping[str, Any], key: str) -> list[Any]:
-    value = record.get(key)
-    if not isinstance(value, list):
-        raise NoConversationError(f"{key!r} is {kind_of(value)}, not a list")
-    return value
 
 
 def _text(record: Mapping[str, Any], key: str, optional: bool = False) -> str:
@@ -352,40 +571,62 @@ def _filled(text: str, what: str) -> str:
     return text
 
 
+_TAKES = ("system", "system_prompt", "tools", "functions", "history")
+
+
 class _Shape(NamedTuple):
     needs: tuple[str, ...]
-    read: Callable[[Mapping[str, Any]], Iterator[Message]] | None  # None: plain text
-    takes: tuple[str, ...] = ()  # columns that may be missing
-    turn: tuple[str, str] | None = None  # keys of a turn: who, what
+    read: _Reader | None  # None: plain text
+    takes: tuple[str, ...] = _TAKES  # columns that may be missing
+    turns: bool = False  # its first column is a list of turns
 
 
 SHAPES: dict[str, _Shape] = {  # the first that fits wins: alpaca files often have a "text" too
-    "alpaca": _Shape(("instruction", "output"), _alpaca, ("input", "system", "history")),
-    "sharegpt": _Shape(("conversations",), _sharegpt, ("system", "tools"), ("from", "value")),
-    "messages": _Shape(("messages",), _messages, ("tools",), ("role", "content")),
+    "alpaca": _Shape(("instruction", "output"), _alpaca("output"), ("input", *_TAKES)),
+    "sharegpt": _Shape(("conversations",), _dialogue("conversations"), turns=True),
+    "messages": _Shape(("messages",), _dialogue("messages"), turns=True),
+    "conversation": _Shape(("conversation",), _dialogue("conversation"), turns=True),
     "prompt": _Shape(("prompt", "completion"), _pair("prompt", "completion")),
     "question": _Shape(("question", "answer"), _pair("question", "answer")),
-    "text": _Shape(("text",), None),
+    "instruction": _Shape(("instruction", "response"), _alpaca("response"), ("input", *_TAKES)),
+    "query": _Shape(("query", "response"), _pair("query", "response")),
+    "prompt, response": _Shape(("prompt", "response"), _pair("prompt", "response")),
+    "question, response": _Shape(("question", "response"), _pair("question", "response")),
+    "text": _Shape(("text",), None, ()),
 }
+
+
+def unread(record: Mapping[str, Any], shape: str, known: Collection[str]) -> set[str]:
+    """The columns beyond `known`, and the keys of turns, that have a value and are not read."""
+    found = {key for key, value in record.items() if key not in known and value not in _EMPTY}
+    for name in SHAPES[shape].needs:
+        value = record.get(name)
+        if isinstance(value, str):  # a cell of JSON
+            value = _as_turns(value)
+        rows = _rows(value) if isinstance(value, dict) else value
+        for turn in rows if isinstance(rows, list) else ():
+            if isinstance(turn, dict) and (keys := unread_keys(turn)) and _first(turn, _WHO):
+                found |= {f"{name}[].{key}" for key in keys}
+    return found
 
 
 # Columns: a user's names for the columns of a known shape, and for what is inside its turns.
 #
 # `question: prompt_text` reads the column `question` of a shape from the user's `prompt_text`.
-# Seven tags, named as in LLaMA-Factory's dataset_info.json, say the same of turns: `role_tag` and
-# `content_tag` are the keys of a turn, `user_tag`, `assistant_tag`, `system_tag`, `function_tag` (a
+# Eight tags, named as in LLaMA-Factory's dataset_info.json, say the same of turns: `role_tag` and
+# `content_tag` are the keys of a turn, `train_tag` (axolotl's `message_field_training`) that of its
+# flag, `user_tag`, `assistant_tag`, `system_tag`, `function_tag` (a
 # turn whose content is JSON of calls) and `observation_tag` (their results) its roles.
 
 _ROLE_TAGS = {
     "user_tag": "user",
     "assistant_tag": "assistant",
     "system_tag": "system",
-    "function_tag": CALLS,
+    "function_tag": CALLS[0],
     "observation_tag": "observation",
 }
-TAGS = ("role_tag", "content_tag", *_ROLE_TAGS)
-# Stay in a turn as they are.
-_KEPT = ("tool_calls", "function_call", "tool_call_id", "name", *FLAGS, *THOUGHTS, "train_detail")
+_KEY_TAGS = {"role_tag": "role", "content_tag": "content", "train_tag": "train"}
+TAGS = (*_KEY_TAGS, *_ROLE_TAGS)
 _NAMES = list(dict.fromkeys(n for shape in SHAPES.values() for n in (*shape.needs, *shape.takes)))
 
 
@@ -402,7 +643,7 @@ class ColumnNames:
         if self.shape:
             return (self.shape,)
         fit = (n for n, s in SHAPES.items() if {*s.needs, *s.takes} >= self.names.keys())
-        return tuple(name for name in fit if SHAPES[name].turn or not self.tags)
+        return tuple(name for name in fit if SHAPES[name].turns or not self.tags)
 
     def renamed(self, record: Any, shape: str | None = None) -> Any:
         """The record with the shape's names in place of the user's; anything else as it is."""
@@ -413,20 +654,19 @@ class ColumnNames:
         named = {known: record[own] for known, own in self.names.items() if own in record}
         found = {k: v for k, v in kept.items() if k not in taken} | named
         known_shape = SHAPES.get(shape or "")
-        if self.tags and known_shape and (keys := known_shape.turn):
-            turns = found.get(known_shape.needs[0])
-            if isinstance(turns, list):
-                found[known_shape.needs[0]] = [self._turn(turn, *keys) for turn in turns]
+        if self.tags and known_shape and (key := known_shape.needs[0]) in found:
+            found[key] = [self._turn(turn) for turn in _listed(found.get(key), key)]
         return found
 
-    def _turn(self, turn: Any, who: str, what: str) -> Any:
+    def _turn(self, turn: Any) -> Any:
         if not isinstance(turn, dict):
             return turn
-        role, content = self.tags.get("role_tag", who), self.tags.get("content_tag", what)
-        found = {known: turn[own] for known, own in ((who, role), (what, content)) if own in turn}
-        found |= {key: turn[key] for key in _KEPT if key in turn}
+        keys = {own: _KEY_TAGS[tag] for tag, own in self.tags.items() if tag in _KEY_TAGS}
+        taken = {*keys, *keys.values()}
+        found = {key: value for key, value in turn.items() if key not in taken}
+        found |= {known: turn[own] for own, known in keys.items() if own in turn}
         roles = {own: _ROLE_TAGS[tag] for tag, own in self.tags.items() if tag in _ROLE_TAGS}
-        if isinstance(name := found.get(who), str):
+        if isinstance(name := found.get(who := _first(found, _WHO)), str):
             found[who] = roles.get(name, name)
         return found
 

@@ -17,10 +17,11 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
 from hasten.data.containers import DamagedStreamError
+from hasten.errors import InputError
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BAD_BYTE = re.compile("[\udc80-\udcff]")
@@ -63,6 +64,25 @@ def scan_lines(file: IO[bytes]) -> Iterator[JsonValue]:
                     yield from (JsonValue(empty, None, "an empty line") for empty in blank)
                     blank.clear()
                     yield _line(number, text.rstrip().decode("utf-8", "surrogateescape"))
+        except DamagedStreamError as error:
+            yield JsonValue(number + 1, None, str(error), lost=True)
+
+
+def scan_texts(file: IO[bytes]) -> Iterator[JsonValue]:
+    """The texts of a stream, one on each line, as records; closes it. May raise OSError.
+
+    Empty lines are left out: `datasets` reads such files line by line too.
+    """
+    number = 0
+    with file:
+        try:
+            for number, line, fault in _lines(file):
+                raw = line.removeprefix(_BOM) if number == 1 else line
+                text = raw.decode("utf-8", "surrogateescape").removesuffix("\n").removesuffix("\r")
+                if reason := fault or damage(text):
+                    yield JsonValue(number, None, reason)
+                elif text.strip():
+                    yield JsonValue(number, {"text": text}, None)
         except DamagedStreamError as error:
             yield JsonValue(number + 1, None, str(error), lost=True)
 
@@ -185,7 +205,7 @@ _MARGIN = 16  # characters: what a cut literal, number or escape has at most bef
 
 
 def scan_json(file: IO[bytes]) -> Iterator[JsonValue]:
-    """The records of a stream that is a list, or else has one on each line. May raise OSError."""
+    """The records of a stream: a list, one object, or one record a line. May raise OSError."""
     head, fault = b"", None
     with file:
         try:
@@ -195,12 +215,48 @@ def scan_json(file: IO[bytes]) -> Iterator[JsonValue]:
             fault = str(error)
         head = head.removeprefix(_BOM)
         if not head.lstrip(b" \t\r\n").startswith(b"["):
-            yield from scan_lines(io.BufferedReader(_Rejoined(head, file, fault)))
+            value, head, fault = _single(head, file, fault)
+            if value is not None:
+                yield JsonValue(1, value, None)
+            else:
+                yield from scan_lines(io.BufferedReader(_Rejoined(head, file, fault)))
             return
         window = _Window(_Rejoined(head, file, fault))
         yield from _scan_list(window)
         if window.fault:
             yield JsonValue(window.line(len(window.text)), None, window.fault, lost=True)
+
+
+def _single(head: bytes, file: IO[bytes], fault: str | None) -> tuple[Any, bytes, str | None]:
+    """The object that a stream is alone, if it is one; what of the stream was read to find out."""
+    data, end, searched, several = bytearray(head), -1, 0, False
+    while fault is None and len(data) <= LONGEST_LINE:
+        if end < 0 and (end := data.find(b"\n", searched)) >= 0:
+            several = _object(data[:end]) is None  # lines of one object: all of it is needed
+        if end >= 0 and not several and data[end:].strip():
+            return None, bytes(data), None  # one record a line
+        searched = len(data)
+        try:
+            piece = file.read(_READ)
+        except DamagedStreamError as error:
+            fault = str(error)
+            break
+        if not piece:
+            return _object(data), bytes(data), None
+        data += piece
+    return None, bytes(data), fault
+
+
+def _object(data: bytes | bytearray) -> dict[str, Any] | None:
+    """A sound JSON object; None for anything else."""
+    text = data.decode("utf-8", "surrogateescape")
+    decoder = Decoder()
+    try:
+        value, end = decoder.decode(text, _end(_SPACE, text, 0))
+        decoder.check(text)
+    except FaultError:
+        return None
+    return value if isinstance(value, dict) and _end(_SPACE, text, end) == len(text) else None
 
 
 def _scan_list(window: _Window) -> Iterator[JsonValue]:
@@ -381,3 +437,75 @@ def _deep_end(text: str, at: int) -> int:
         if depth >= _DEEP:
             return found.end()
     return len(text)
+
+
+# The records of a file that is one object: pandas writes tables so, and others put a list under a
+# key.
+
+_LOOK = 200  # rows of which one must be a record
+_LISTS = (
+    *("data", "dataset", "rows", "records", "examples", "samples", "instances", "items"),
+    *("train", "validation", "valid", "dev", "test"),
+)
+
+
+def records_of(
+    whole: dict[str, Any],
+    shaped: Callable[[Any], object],
+    reads: Callable[[Any], bool],
+) -> list[Any] | None:
+    """The records of an object that is a whole file; None if it is a record, or nothing known.
+
+    Args:
+        whole: the object.
+        shaped: if an object has the columns of a known shape.
+        reads: if an object is a sound record.
+
+    Raises:
+        InputError: it has several lists of records.
+    """
+    columns = list(whole.values())
+    if shaped(whole):
+        if reads(whole):
+            return None
+        if all(isinstance(column, dict) for column in columns):  # pandas: {column: {row: value}}
+            rows = columns[0].keys()
+            if any(column.keys() != rows for column in columns):
+                return None
+            found = [{key: column[row] for key, column in whole.items()} for row in rows]
+            return found if any(map(reads, found[:_LOOK])) else None
+        if not all(isinstance(column, list) for column in columns):
+            return None
+        found = [dict(zip(whole, row, strict=True)) for row in zip(*columns, strict=False)]
+        if not any(map(reads, found[:_LOOK])):
+            return None  # one damaged record with lists in it
+        if len({*map(len, columns)}) != 1:
+            sizes = ", ".join(f"{key} {len(column)}" for key, column in whole.items())
+            raise InputError(
+                f"its columns have different numbers of values ({sizes}): write a list of records"
+            )
+        return found
+    names, data = whole.get("columns", ()), whole.get("data", ())
+    if _all(names, str) and _all(data, list):  # pandas: orient="split"
+        return [dict(zip(names, row, strict=False)) for row in data]
+    parts = [key for key in _LISTS if _holds_records(whole.get(key))]
+    if len(parts) > 1:
+        raise InputError(
+            f"has several lists of records ({', '.join(parts)}): write each to a file of its own"
+        )
+    if parts and isinstance(inner := whole[parts[0]], dict):
+        return records_of(inner, shaped, reads) or ([inner] if reads(inner) else None)
+    if parts:
+        return list(whole[parts[0]])
+    if columns and all(isinstance(record, dict) for record in columns) and shaped(columns[0]):
+        return columns  # pandas: orient="index"
+    return None
+
+
+def _holds_records(value: Any) -> bool:
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, dict) and bool(first)
+
+
+def _all(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(one, kind) for one in value)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hasten.data.containers import NAMES, Container, container_of, named, open_stream
 from hasten.data.conversation import (
@@ -25,11 +25,12 @@ from hasten.data.conversation import (
     NoConversationError,
     conversation,
     shape_of,
+    unread,
 )
-from hasten.data.json_reader import JsonValue, scan_json, scan_lines
+from hasten.data.json_reader import JsonValue, records_of, scan_json, scan_lines, scan_texts
 from hasten.data.sources import FILE, Source, hub_files, hub_name, saved_files
 from hasten.data.spool import ConversationSink
-from hasten.data.stages import refuse_other_stage
+from hasten.data.stages import advice, refuse_other_stage
 from hasten.data.table_reader import scan_csv, scan_table
 from hasten.errors import InputError
 
@@ -41,9 +42,12 @@ __all__ = [
     "check_rejected",
     "read_records",
     "read_sources",
+    "unread_words",
 ]
 
 _LOOK = 200  # records that decide a file's shape
+_SHOWN = 8  # names of columns that are not read
+_REASONS = 3  # for which records can't be used
 
 
 class Rejected(NamedTuple):
@@ -62,6 +66,7 @@ class ReadRecords:
     rejected: list[Rejected]
     shapes: dict[str, str]  # file -> name of its shape
     containers: dict[str, str] = field(default_factory=dict)  # file -> its container
+    unread: dict[str, set[str]] = field(default_factory=dict)  # file -> columns that aren't read
 
 
 def read_records(paths: Sequence[Path], max_rejected: float = 0.001) -> ReadRecords:
@@ -77,6 +82,7 @@ def read_records(paths: Sequence[Path], max_rejected: float = 0.001) -> ReadReco
         whole.rejected.extend(reading.rejected)
         whole.shapes.update(reading.shapes)
         whole.containers.update(reading.containers)
+        whole.unread.update(reading.unread)
     return whole
 
 
@@ -117,12 +123,29 @@ def check_rejected(rejected: Sequence[Rejected], total: int, max_rejected: float
     allowed = int(max_rejected * total) if max_rejected < 1 else max_rejected
     if len(rejected) <= allowed:
         return
-    first = "; ".join(f"{file}:{line}: {reason}" for file, line, reason in rejected[:3])
+    reasons = Counter(row.reason for row in rejected)
+    first = {row.reason: row for row in reversed(rejected)}
+    words = [
+        f"{first[reason].file}:{first[reason].line}: {reason}"
+        + (f" ({count} of them)" if count > 1 else "")
+        for reason, count in reasons.most_common(_REASONS)
+    ]
+    more = "; ..." if len(reasons) > len(words) else ""
+    without = f", or write max_rejected: {len(rejected)} to train without them"
     raise InputError(
         f"{len(rejected)} of {total} records can't be used and max_rejected={max_rejected:g} "
-        f"allows {allowed:g}: {first}{'; ...' if len(rejected) > 3 else ''} "
-        "(fix these records, or raise max_rejected)"
+        f"allows {allowed:g}: {'; '.join(words)}{more} "
+        f"(correct these records{without if len(rejected) < total else ''})"
     )
+
+
+def unread_words(names: Collection[str]) -> str:
+    """The end of a sentence on records: which of their columns and keys are not read."""
+    if not names:
+        return ""
+    shown = sorted(names)[:_SHOWN]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return f"; not read: {', '.join(shown)}{more}"
 
 
 def _files(path: Path) -> list[Path]:
@@ -130,6 +153,8 @@ def _files(path: Path) -> list[Path]:
         if saved := saved_files(path):
             return saved
         files = sorted(file for file in path.iterdir() if named(file) and file.is_file())
+        # A text beside data is a licence or a list of packages.
+        files = [file for file in files if not _is_text(file)] or files
         if any(file.name == FILE for file in files):
             raise InputError(f"{path} lists its data sets: add one's name, as in {path}:NAME")
         if not files:
@@ -142,6 +167,10 @@ def _files(path: Path) -> list[Path]:
     return [path]
 
 
+def _is_text(file: Path) -> bool:
+    return (container := named(file)) is not None and container.kind == "txt"
+
+
 def _near(path: Path) -> str:
     if not path.parent.is_dir():
         return f", nor a folder {path.parent}"
@@ -150,11 +179,11 @@ def _near(path: Path) -> str:
 
 
 def _scan(path: Path, container: Container) -> Iterator[JsonValue]:
-    if container.kind == "csv":
+    if container.kind in ("csv", "tsv"):
         return scan_csv(path, container)
     if container.kind in ("parquet", "arrow"):
         return scan_table(path, container)
-    read = scan_json if container.kind == "json" else scan_lines
+    read = {"json": scan_json, "jsonl": scan_lines, "txt": scan_texts}[container.kind]
     return read(open_stream(path, container))
 
 
@@ -164,6 +193,8 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadRecords) -> None:
     head = list(islice(records, _LOOK))
     if not head:
         raise InputError(f"{path} is empty: it needs at least one record")
+    if len(head) == 1 and (rows := _rows(path, head[0].value, columns)) is not None:
+        head = [JsonValue(number, row, None) for number, row in enumerate(rows, start=1)]
     named = {*columns.names.values()}
     for found in head:  # before a shape is looked for, which they have not
         with _at(path, found):
@@ -171,6 +202,9 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadRecords) -> None:
     shape = _detect(path, head, columns)
     reading.shapes[str(path)] = shape
     reading.containers[str(path)] = str(container)
+    takes = () if columns.shape or shape not in SHAPES else SHAPES[shape].takes
+    known = {*named, *columns.names, *(SHAPES[shape].needs if shape in SHAPES else ()), *takes}
+    unknown = reading.unread.setdefault(str(path), set())
     for found in chain(head, records):
         if found.lost:
             raise InputError(
@@ -185,10 +219,34 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadRecords) -> None:
                 refuse_other_stage(found.value, named)
                 record = columns.renamed(found.value, shape)
                 made = conversation(record, shape, f"{path}:{found.line}")
+                unknown |= unread(found.value | record, shape, known)
         except NoConversationError as unfit:
             reading.rejected.append(Rejected(str(path), found.line, str(unfit)))
         else:
             reading.conversations.append(made)
+
+
+def _rows(path: Path, value: Any, columns: ColumnNames) -> list[Any] | None:
+    """The records of a file with one object, where that isn't a record itself."""
+    if not isinstance(value, dict):
+        return None
+
+    def shaped(record: Any) -> str | None:
+        return shape_of(columns.renamed(record), columns.shapes()) if record else None
+
+    def reads(record: dict[str, Any]) -> bool:
+        # A turn in the place of a value: the lists are those of one record.
+        values = [value for value in record.values() if isinstance(value, dict)]
+        if any(isinstance(value.get("role") or value.get("from"), str) for value in values):
+            return False
+        try:
+            shape = shaped(record)
+            return bool(shape and conversation(columns.renamed(record, shape), shape, ""))
+        except (NoConversationError, InputError):
+            return False
+
+    with _at(path, JsonValue(1, value, None)):
+        return records_of(value, shaped, reads)
 
 
 @contextmanager
@@ -217,8 +275,8 @@ def _detect(path: Path, head: Sequence[JsonValue], columns: ColumnNames) -> str:
             f"{path} has not what columns ask for ({own}, for the shape "
             f"{' or '.join(possible)}): {keys}"
         )
-    known = "; ".join(f"{name}: {' + '.join(SHAPES[name].needs)}" for name in possible)
+    known = "; ".join(" + ".join(SHAPES[name].needs) for name in possible)
     raise InputError(
-        f"{path} has none of the known shapes: {keys}; rename them to one of {known}, or say "
-        "in columns what they are"
+        f"{path} has none of the known shapes: {keys}; "
+        + (advice(objects[0]) or f"name them in columns as those of one of {known}")
     )

@@ -20,25 +20,35 @@ from numpy.typing import NDArray
 
 from hasten.data.conversation import TAGS, ColumnNames
 from hasten.data.spool import IndexedConversations, Selection
+from hasten.data.stages import refuse_other_stage
 from hasten.errors import InputError, pip_install
 
 # Data sets as LLaMA-Factory's dataset_info.json lists them: `folder/dataset_info.json:NAME`.
 #
-# Read is what an entry says of local files: `file_name`, `formatting` (alpaca, sharegpt), `columns`
-# and `tags`, with that file's own defaults. A name on a hub is refused and a script is never run.
-# An alpaca entry whose columns have a prompt and no response is plain text, as for pre-training.
+# Read is what an entry says of local files: `file_name`, `formatting` (alpaca, sharegpt, openai),
+# `columns` and `tags`, with that file's own defaults. A name on a hub is refused and a script is
+# never run. An alpaca entry whose columns have a prompt and no response is plain text, as for
+# pre-training. LLaMA-Factory's openai entries also get a system text of one model family
+# ("detailed thinking off", data/converter.py); here the records are read as they are.
 
 FILE = "dataset_info.json"
 _LARGEST = 1 << 24  # bytes
 _READ = ("file_name", "formatting", "columns", "tags")
+_SPLIT = "train"  # the only split of a file
 _ELSEWHERE = ("hf_hub_url", "ms_hub_url", "om_hub_url", "cloud_file_name", "load_from")
 # The data set's column -> the shape's, per formatting.
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
-_COLUMNS = {"alpaca": _ALPACA | {"system": "system"}}
-_COLUMNS["sharegpt"] = {"messages": "conversations", "system": "system", "tools": "tools"}
+_MORE = {"system": "system", "tools": "tools"}
+_COLUMNS = {
+    "alpaca": _ALPACA | _MORE,
+    "sharegpt": {"messages": "conversations", **_MORE},
+    "openai": {"messages": "messages", **_MORE},
+}
+_SHAPES = {"alpaca": "alpaca", "sharegpt": "sharegpt", "openai": "messages"}
 _UNMAPPED = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
     "sharegpt": {"messages": "conversations"},
+    "openai": {"messages": "conversations"},
 }
 
 
@@ -84,7 +94,10 @@ def _read(listing: Path, name: str, entry: Any) -> tuple[Path, ColumnNames]:
         raise InputError(
             f"{place} lies elsewhere ({elsewhere[0]}): fetch it and give its file or folder"
         )
-    if unread := [key for key, value in entry.items() if key not in _READ and value]:
+    if entry.get("ranking"):
+        raise InputError(f"{place}: {_stage_of('chosen', 'rejected')}")
+    unread = [key for key, value in entry.items() if key not in _READ and value]
+    if unread and not (unread == ["split"] and entry["split"] == _SPLIT):
         raise InputError(f"{place} has {unread[0]!r}, which is not read here: use an entry without")
     return _file(listing, place, entry.get("file_name")), _columns(place, entry)
 
@@ -105,14 +118,24 @@ def _columns(place: str, entry: dict[str, Any]) -> ColumnNames:
     known = _COLUMNS[formatting]
     given = _texts(place, "columns", entry) or _UNMAPPED[formatting]
     if unread := [key for key in given if key not in known]:
-        raise InputError(f"{place}: the column {unread[0]!r} is not read here: leave it out")
+        what = _stage_of(*unread) or f"the column {unread[0]!r} is not read here: leave it out"
+        raise InputError(f"{place}: {what}")
     tags = _texts(place, "tags", entry)
     if unread := [key for key in tags if key not in TAGS]:
         raise InputError(f"{place}: the tag {unread[0]!r} is none of {', '.join(TAGS)}")
     if formatting == "alpaca" and {*given} == {"prompt"}:
         return ColumnNames({"text": given["prompt"]}, shape="text")
     names = {known[key]: own for key, own in given.items()}
-    return ColumnNames(names, tags, formatting)
+    return ColumnNames(names, tags, _SHAPES[formatting])
+
+
+def _stage_of(*columns: str) -> str:
+    """The sentence on records with these columns, if they are of another training."""
+    try:
+        refuse_other_stage({"messages": "a dialogue", **dict.fromkeys(columns, True)})
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def _texts(place: str, key: str, entry: dict[str, Any]) -> dict[str, str]:

@@ -2,21 +2,31 @@
 
 A column that means something and isn't used would vanish without a word: rejected answers would be
 trained, or the picture that a question is about would be missing. So the whole file is refused,
-whatever ``max_rejected`` allows.
+whatever ``max_rejected`` allows. A file of no known shape gets the line of ``columns`` to write.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from hasten.errors import InputError
 
-MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+MEDIA = ("image", "images", "image_url", "audio", "audios", "video", "videos")
 PAIR = ("chosen", "rejected")
+# Of TRL, LLaMA-Factory's v1 (chosen_messages), ms-swift (rejected_response) and OpenAI.
+PREFERENCES = ("chosen_", "rejected_", "preferred_", "non_preferred_")
 LABELS = ("label", "kto_tag")  # of KTO, where they hold truth values
-TRUTHS = (True, False, "true", "false", "True", "False")
-ANSWERS = ("completion", "output", "answer", "response", "messages", "conversations")
+TRUTHS = ("true", "false", "True", "False", "0", "1")
+_TEXT_ANSWERS = ("completion", "output", "answer", "response")
+_LISTED = (*_TEXT_ANSWERS, "answers", "responses", "outputs", "candidates", "generations")
+ANSWERS = (*_TEXT_ANSWERS, "messages", "conversations", "conversation")
+RECORD_WEIGHTS = ("weight", "loss_weight", "loss_scale", "sample_weight", "train", "loss")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts", "chain_of_thought", "cot")
+CONTRASTS = ("positive_messages", "negative_messages")  # ms-swift's
+_ALONE = ("completions", "chat_template_kwargs")
+SOURCES = ("context", "passage", "article", "document")  # texts that a question is about
 OURS = "hasten trains on answers alone"
 
 
@@ -28,28 +38,59 @@ def refuse_other_stage(record: Any, named: Iterable[str] = ()) -> None:
         named: columns that the user has named as a shape's, which are read and not dropped.
 
     Raises:
-        InputError: it is one, with what it is.
+        InputError: it is one, with what it is and what to do.
     """
     if not isinstance(record, Mapping):
         return
+    if not any(_tells(key, record[key]) for key in _telling(frozenset(record))):
+        return  # most records
     filled = {key for key, value in record.items() if not _is_empty(value)} - {*named}
-    found = _stage(record, filled)
+    found = _stage(record, filled, {*named}) or _unused(record, filled)
     if found is not None:
         raise InputError(found)
 
 
-def _stage(record: Mapping[str, Any], filled: set[str]) -> str | None:
-    if filled >= {*PAIR}:
+@lru_cache(maxsize=256)
+def _telling(keys: frozenset[str]) -> tuple[str, ...]:
+    """The columns of these that may be those of another training."""
+    known = {*MEDIA, *LABELS, *RECORD_WEIGHTS, *THOUGHTS, *SOURCES, *_LISTED, *_ALONE, *CONTRASTS}
+    answered = bool(keys & {*ANSWERS, *_OTHER_ANSWERS})
+    found = [key for key in keys if key in known or is_preference(key)]
+    return tuple(found if answered or "prompt" not in keys else (*found, "prompt"))
+
+
+def _tells(key: str, value: Any) -> bool:
+    return isinstance(value, list) if key in _LISTED else not _is_empty(value)
+
+
+def _stage(record: Mapping[str, Any], filled: set[str], named: set[str]) -> str | None:
+    pair = sorted(filter(is_preference, filled))
+    if pair and not any(map(is_preference, named)):
+        good = any(not key.startswith(("rejected", "non_")) for key in pair)
         return (
-            "these are preference pairs (chosen, rejected), material of DPO or of a reward model; "
-            f"{OURS}"
+            f"these are preference pairs ({', '.join(pair)}), material of DPO or of a reward "
+            f"model; {OURS}, so take records with one answer, or "
+            + ("name the good one in columns" if good else f"leave {pair[0]} out")
         )
-    if "completions" in filled and "labels" in filled:
+    if contrast := [key for key in CONTRASTS if key in filled]:
         return (
-            "these are rated steps (completions, labels), material of a process reward model; "
-            f"{OURS}"
+            f"{contrast[0]!r} is for comparing texts, material of an embedding model or a "
+            f"reranker; {OURS}, so take records with one answer"
         )
-    label = next((key for key in LABELS if key in filled and _is_truth(record[key])), None)
+    if "completions" in filled:
+        kind = (
+            "rated steps (completions, labels), material of a process reward model"
+            if "labels" in filled
+            else "several answers of a prompt (completions), material of a reward model"
+        )
+        return f"these are {kind}; {OURS}, so take records with one answer"
+    ranked = next((key for key in _LISTED if key in filled and _is_ranked(record[key])), None)
+    if ranked:
+        return (
+            f"{ranked!r} lists {len(record[ranked])} answers, and such preferences are material of "
+            f"DPO or of a reward model; {OURS}, so write the one to train as a text"
+        )
+    label = next((key for key in LABELS if key in filled and is_label(key, record[key])), None)
     if label and filled & {*ANSWERS}:
         return (
             f"{label!r} says whether an answer is good, which is material of KTO: a false one is "
@@ -61,15 +102,119 @@ def _stage(record: Mapping[str, Any], filled: set[str]) -> str | None:
             f"the column {media!r} holds what a text model can't read; hasten trains text alone, "
             "so take other records, or leave the column out if the text stands by itself"
         )
-    if "prompt" in filled and not filled & {*ANSWERS, "text", "instruction", *PAIR}:
-        return f"prompts without answers are material of reinforcement learning; {OURS}"
+    if "prompt" in filled and not named and not filled & {*ANSWERS, *_OTHER_ANSWERS}:
+        return (
+            f"prompts without answers are material of reinforcement learning; {OURS}, so name the "
+            "column of the answers (columns: {prompt: prompt, completion: ...}) or take others"
+        )
     return None
 
 
-def _is_truth(value: Any) -> bool:
-    return isinstance(value, (bool, str)) and value in TRUTHS
+def _unused(record: Mapping[str, Any], filled: set[str]) -> str | None:
+    """Why a column that changes what is learnt can't be left alone."""
+    weight = next((key for key in RECORD_WEIGHTS if key in filled and _weighs(record, key)), None)
+    if weight:
+        return (
+            f"the column {weight!r} weighs records ({record[weight]!r}), and hasten weighs all of "
+            "a source alike: leave it out, or give a file of its own a weight in the recipe"
+        )
+    if "chat_template_kwargs" in filled:
+        return (
+            "the column 'chat_template_kwargs' sets the chat template for one record, and hasten "
+            "has one template for all: leave it out, or write it into a chat_template file"
+        )
+    thoughts = next((key for key in THOUGHTS if key in filled), None)
+    if thoughts and filled & {*_TEXT_ANSWERS}:
+        return (
+            f"the column {thoughts!r} holds thoughts, which no turn takes up: write them into the "
+            "answer as <think>...</think>, or leave the column out"
+        )
+    source = next((key for key in SOURCES if key in filled), None)
+    question = next((key for key in ("instruction", *_QUESTIONS) if key in filled), None)
+    answer = next((key for key in _ANSWERS if key in filled), None)
+    if source and question and answer and not filled & {*_TURNS, "input"}:
+        return (
+            f"the column {source!r} belongs to the question and no shape reads it: write "
+            f"columns: {{instruction: {question}, input: {source}, output: {answer}}}, or leave it "
+            "out"
+        )
+    return None
+
+
+def _is_ranked(value: Any) -> bool:
+    """If it lists answers: texts, or objects that are no turns."""
+    if not isinstance(value, list) or len(value) < 2:
+        return False
+    return all(
+        isinstance(one, str) or (isinstance(one, dict) and not one.keys() & {"role", "from"})
+        for one in value
+    )
+
+
+def is_preference(key: str) -> bool:
+    """If a column holds an answer that is better or worse than another."""
+    return key in PAIR or key.startswith(PREFERENCES)
+
+
+def is_label(key: str, value: Any) -> bool:
+    """If a column says of an answer that it is good or bad."""
+    return key in LABELS and (value in TRUTHS if isinstance(value, str) else value in (0, 1))
+
+
+def _weighs(record: Mapping[str, Any], key: str) -> bool:
+    value = record[key]
+    if key == "loss":  # a number is what another model lost on it
+        return value is False
+    return isinstance(value, int | float) and value != 1
 
 
 def _is_empty(value: Any) -> bool:
     """A table fills in columns that only some records have."""
     return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
+
+
+# What to write for a record of no known shape.
+
+_TURNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "turns", "chat")
+_QUESTIONS = ("question", "query", "prompt", "problem", "user", "human", "instruction", "input")
+_OTHER_ANSWERS = ("text", "instruction", "generation", "target", "assistant", "reply", "summary")
+_ANSWERS = ("answer", "response", "completion", "output", "solution", *_OTHER_ANSWERS[2:])
+_TEXTS = ("text", "content", "body", "document", "article")
+# Records that no columns can help.
+_ELSEWHERE = {
+    "input_ids": "these are tokens already (input_ids), and hasten tokenises by itself: give the "
+    "records that they were made from",
+    "segments": "these are segments of a text with a label each, which hasten doesn't read: write "
+    "them as turns of messages, with weight: 0 for what isn't trained",
+    "chat": "'chat' has a whole dialogue in one text: write it as messages of role and content",
+    "answers": "'answers' has several answers or calls in one text: write messages of role and "
+    "content, with calls as tool_calls",
+}
+
+
+def advice(record: Mapping[str, Any]) -> str:
+    """The way out for a record of no known shape, as the end of a sentence; empty if none fits."""
+    words = next((words for key, words in _ELSEWHERE.items() if record.get(key)), None)
+    if words and not isinstance(record.get("chat"), list):
+        return words
+    keys = [key for key, value in record.items() if not _is_empty(value)]
+    lower = {key.lower(): key for key in reversed(keys)}
+
+    def own(names: Iterable[str]) -> str | None:
+        return next((lower[name] for name in names if name in lower), None)
+
+    turns, answer = own(_TURNS), own(_ANSWERS)
+    question = own(_QUESTIONS) or own(SOURCES)
+    if turns and not isinstance(record[turns], str):
+        return f"write columns: {{messages: {turns}}}"
+    if question and answer:
+        source = own(SOURCES)
+        shape = (
+            f"instruction: {question}, input: {source}, output: {answer}"
+            if source and source != question
+            else f"question: {question}, answer: {answer}"
+        )
+        return f"if that is what they mean, write columns: {{{shape}}}"
+    if text := own(_TEXTS):
+        return f"if that is what to train, write columns: {{text: {text}}}"
+    return ""

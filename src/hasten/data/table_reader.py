@@ -50,6 +50,8 @@ ROWS = 1024  # rows of a batch at most
 # What Python objects take, in bytes: a file of nulls is a bomb too.
 _ROW = _STRUCT = 200  # an object with a few keys
 _VALUE = 64  # any other value, however small, and its place in a list or object
+_LISTS: tuple[Any, ...] = (pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray)
+_LISTS += (pa.ListViewArray, pa.LargeListViewArray)
 _DICTIONARY = ("PLAIN_DICTIONARY", "RLE_DICTIONARY")
 _PREFIXES = "DELTA_BYTE_ARRAY"  # a text is a part of the one before it and what follows
 _LEGACY = b"ARROW:experimental_compression"
@@ -145,7 +147,7 @@ def decoded_bytes(array: Any) -> int:
         first, last = (array.offsets[at].as_py() for at in (0, len(array)))
         parts = (part.slice(first, last - first) for part in (array.keys, array.items))
         return own + _VALUE * int(last - first) + sum(map(decoded_bytes, parts))
-    if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
+    if isinstance(array, _LISTS):
         return own + decoded_bytes(array.flatten())
     if isinstance(array, pa.ExtensionArray):
         return own + decoded_bytes(array.storage)
@@ -153,7 +155,9 @@ def decoded_bytes(array: Any) -> int:
         views = np.frombuffer(array.buffers()[1], np.int32)[4 * array.offset :]  # (4 x values,)
         return own + int(views[: 4 * len(array) : 4].sum(dtype=np.int64))
     if pa.types.is_nested(kind) or pa.types.is_run_end_encoded(kind):
-        raise ValueError(f"values of type {kind} are not read: cast the column to lists or texts")
+        raise InputError(
+            f"values of type {kind} are not read: cast the table's column to lists or texts"
+        )
     return own + int(array.nbytes)
 
 
@@ -264,18 +268,19 @@ _FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
 
 
 def scan_csv(path: Path, container: Container) -> Iterator[JsonValue]:
-    """The rows of a CSV file as objects with the header's keys; every cell is a text.
+    """The rows of a CSV or TSV file as objects with the header's keys; every cell is a text.
 
     Raises InputError for a header that can't name columns.
     """
     with open_stream(path, container) as stream:
         text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
-        rows = _csv_rows(csv.reader(text, strict=True))
+        mark = "\t" if container.kind == "tsv" else ","
+        rows = _csv_rows(csv.reader(text, strict=True, delimiter=mark))
         header: list[str] | None = None
         blank: list[int] = []  # empty rows are faults only if something follows them
         for number, cells, reason, lost in rows:
             if header is None:
-                header = _header(path, cells, reason)
+                header = _header(path, cells, reason, mark)
             elif reason is None and not any(cells):
                 blank.append(number)
             else:
@@ -307,12 +312,14 @@ def _csv_rows(reader: Any) -> Iterator[tuple[int, list[str], str | None, bool]]:
             return
 
 
-def _header(path: Path, cells: list[str], reason: str | None) -> list[str]:
+def _header(path: Path, cells: list[str], reason: str | None, mark: str) -> list[str]:
     reason = reason or damage("".join(cells))
     if reason:
         raise InputError(f"{path}:1: the header has {reason}; save the file as CSV in UTF-8")
-    if len(cells) == 1 and (other := next((mark for mark in ";\t|" if mark in cells[0]), None)):
-        raise InputError(f"{path}:1: the header has {other!r} between columns: use commas")
+    others = [other for other in ",;\t|" if other in cells[0]] if len(cells) == 1 else []
+    if others:
+        name = "tabs" if mark == "\t" else "commas"
+        raise InputError(f"{path}:1: the header has {others[0]!r} between columns: use {name}")
     twice = _twice(cells)
     if twice or not any(cells):
         what = f"names {twice[0]!r} twice" if any(twice) else "has a column without a name"
@@ -354,8 +361,9 @@ def scan_table(path: Path, container: Container) -> Iterator[JsonValue]:
             ]
         except StopIteration:
             return
-        except InputError:
-            raise
+        except InputError as error:
+            place = "" if str(path) in str(error) else f"{path}:{number}: "
+            raise InputError(f"{place}{error}") from error
         except _FAULTS as error:
             words = f"the {container.kind} file is damaged here: {_line(error)}"
             yield JsonValue(number, None, words, lost=True)
@@ -403,7 +411,11 @@ def _values(batch: Any) -> list[Any]:
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    if value and all(isinstance(pair, tuple) and isinstance(pair[0], str) for pair in value):
+        return _without_nulls(dict(value))  # a map, as Arrow gives it
+    return [_without_nulls(inner) for inner in value]
 
 
 def _row(batch: Any) -> Any:

@@ -14,6 +14,7 @@ of time and memory altogether is for the process that it is rendered in: see `re
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import lru_cache
@@ -40,8 +41,17 @@ class RunawayError(TemplateError):
     """A template that does more than a chat needs."""
 
 
+class UnrenderedError(Exception):
+    """Why a template, which works by itself, has no text for some values."""
+
+
 def render(source: str, place: str, values: Mapping[str, Any]) -> str:
-    """The text of a template; raises InputError, one sentence, whatever goes wrong in it."""
+    """The text of a template.
+
+    Raises:
+        UnrenderedError: the template refuses the values, or fails on them.
+        InputError: the template can't be read, or does what templates may not do.
+    """
     try:
         environment, template = _compiled(source)
         environment.left = STEPS
@@ -56,13 +66,23 @@ def render(source: str, place: str, values: Mapping[str, Any]) -> str:
             f"the tokenizer's chat template takes more memory than it may have on {place}: "
             "correct the template or the record"
         ) from error
-    except Exception as error:  # a foreign program: it may raise anything
-        kind, what = type(error).__name__, " ".join(str(error).split())[:300]
+    except (SecurityError, RunawayError, TemplateSyntaxError, RecursionError) as error:
         raise InputError(
-            f"the tokenizer's chat template fails on {place} ({kind}: {what}): "
+            f"the tokenizer's chat template fails on {place} ({_words(error)}): "
             "correct the template or the record"
         ) from error
+    except Exception as error:  # a foreign program: it may raise anything
+        raise UnrenderedError(_words(error)) from error
     return "".join(pieces)
+
+
+def _words(error: Exception) -> str:
+    what = " ".join(str(error).split())[:300]
+    if isinstance(error, TemplateError):
+        return what
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+    return f"its line {lines[-1]} fails: {what}" if lines else what
 
 
 def check_syntax(source: str, place: str) -> None:
