@@ -37,7 +37,7 @@ from hasten.machine import environment, host
 from hasten.machine.processes import Heartbeat, attempt_folder, attempt_number, reporting_errors
 from hasten.measure.energy import meter_of_run
 from hasten.measure.paper.comparison import comparison_of
-from hasten.recipe.build import job_of, plan_of, set_guards, watch_notices
+from hasten.recipe.build import job_of, plan_of, set_guards, share_of, watch_notices
 from hasten.recipe.gpu_check import check_ranks, without_refused
 from hasten.recipe.memory_check import advising, settle_memory
 from hasten.recipe.peak_flops import meter_of
@@ -241,7 +241,7 @@ def _watch(
     """Every rank shows its heartbeat; the first writes the lines and keeps the best model."""
     heartbeat.beat(session.progress.step)
     watch = Watch(
-        every_steps=run.recipe.eval_every,
+        every_steps=share_of(run.recipe.eval_every, session.setup.job.schedule.total_steps),
         patience=run.recipe.patience,
         earlier=evaluations_before(session, run.output / EVALUATED) if attempt_number() > 1 else (),
         on_step=lambda metrics: heartbeat.beat(metrics.step),
