@@ -11,7 +11,8 @@ import pytest
 
 from hasten.data import renderer
 from hasten.data import template_sandbox as render_module
-from hasten.data.chat_template import FALLBACKS, choose_chat_template, encode
+from hasten.data.chat_template import encode
+from hasten.data.prompt_formats import PROMPT_FORMATS, choose_chat_template
 from hasten.data.readers import Conversation, Message
 from hasten.data.template_sandbox import render
 from hasten.data.tokenize import BOS, EOS
@@ -37,7 +38,9 @@ USUAL = """\
 {%- for i in range(3) recursive %}{{ i * 2 + 1 }}{% endfor %}"""
 
 
-@pytest.mark.parametrize("source", [USUAL, *FALLBACKS.values()], ids=["usual", *FALLBACKS])
+@pytest.mark.parametrize(
+    "source", [USUAL, *PROMPT_FORMATS.values()], ids=["usual", *PROMPT_FORMATS]
+)
 @pytest.mark.parametrize("prompt", [False, True])
 def test_the_text_is_the_one_transformers_renders(
     tokenizer: Any, source: str, prompt: bool
@@ -110,7 +113,7 @@ def test_r1_keeps_the_thought_of_the_last_answer_in_the_target(tokenizer: Any) -
 
 
 def test_a_doubled_bos_is_refused(tokenizer: Any) -> None:
-    tokenizer.chat_template = "{{ bos_token }}" + FALLBACKS["deepseek-llm"]
+    tokenizer.chat_template = "{{ bos_token }}" + PROMPT_FORMATS["deepseek-llm"]
     with pytest.raises(InputError, match="twice: take it out of the chat template"):
         encode(tokenizer, dialogue("a", "b"), 99)
 
@@ -125,7 +128,7 @@ def test_a_recipe_chooses_the_template(tokenizer: Any, tmp_path: Path) -> None:
     assert tokenizer.chat_template == "{{ messages }}"
     tokenizer.chat_template = None
     assert "deepseek-llm" in choose_chat_template(tokenizer, "auto")
-    assert tokenizer.chat_template == FALLBACKS["deepseek-llm"]
+    assert tokenizer.chat_template == PROMPT_FORMATS["deepseek-llm"]
 
 
 @pytest.mark.parametrize(

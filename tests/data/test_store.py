@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hasten.data import arrow_file
-from hasten.data.chat_template import FALLBACKS, encode
+from hasten.data.chat_template import encode
+from hasten.data.prompt_formats import PROMPT_FORMATS
 from hasten.data.readers import Conversation, Message, read_records
 from hasten.data.token_store import Subset, TokenStore, cache_key, inspect, split, tokenize
 from hasten.data.tokenize import BOS, EOS
@@ -146,7 +147,7 @@ def test_whatever_changes_the_tokens_changes_the_key(tokenizer: Any) -> None:
         cache_key(chats(3), tokenizer, 65),
         cache_key([*chats(2), Conversation((), "question 2", "data.jsonl:3")], tokenizer, 64),
     ]
-    tokenizer.chat_template = FALLBACKS["deepseek-v3"]
+    tokenizer.chat_template = PROMPT_FORMATS["deepseek-v3"]
     others.append(cache_key(chats(3), tokenizer, 64))
     assert len({base, *others}) == 5
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.data.chat_template import FALLBACKS, encode, encode_all, ensure_chat_template
+from hasten.data.chat_template import encode, encode_all
+from hasten.data.prompt_formats import PROMPT_FORMATS, ensure_chat_template
 from hasten.data.readers import Conversation, Message, read_records
 from hasten.data.tokenize import BOS, EOS, train_bpe
 from hasten.errors import InputError
@@ -63,7 +64,7 @@ def test_deepseek_llm_is_written_as_published(tokenizer: Any) -> None:
 
 
 def test_deepseek_v3_is_written_as_published(tokenizer: Any) -> None:
-    tokenizer.chat_template = FALLBACKS["deepseek-v3"]
+    tokenizer.chat_template = PROMPT_FORMATS["deepseek-v3"]
     text, trained = rendered(tokenizer, "Hi", "Hello", "1+1?", "2", system="Be kind.")
     assert text == (
         f"{BOS}Be kind.<｜User｜>Hi<｜Assistant｜>Hello{EOS}<｜User｜>1+1?<｜Assistant｜>2{EOS}"
@@ -148,7 +149,7 @@ def test_a_missing_template_is_an_error_until_a_fallback_is_set(tokenizer: Any) 
     with pytest.raises(InputError, match=r"use deepseek-v3"):
         ensure_chat_template(tokenizer, "deepseek-v33")
     assert ensure_chat_template(tokenizer)
-    assert tokenizer.chat_template == FALLBACKS["deepseek-llm"]
+    assert tokenizer.chat_template == PROMPT_FORMATS["deepseek-llm"]
 
 
 def test_a_long_dialogue_is_cut_and_one_without_answer_is_rejected(tokenizer: Any) -> None:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from hasten.data.chat_template import FALLBACKS
+from hasten.data.prompt_formats import PROMPT_FORMATS
 from hasten.data.tokenize import SMALLEST, SPECIAL, train_bpe
 from hasten.errors import InputError
 
@@ -43,7 +43,7 @@ def test_a_saved_tokenizer_is_the_same_when_loaded(tokenizer: Any, tmp_path: Pat
     text = "She had  twelve\n\napples, 你好 \U0001f34e"
     assert loaded.encode(text) == tokenizer.encode(text)
     assert loaded.decode(loaded.encode(text)) == text
-    assert loaded.chat_template == FALLBACKS["deepseek-llm"]
+    assert loaded.chat_template == PROMPT_FORMATS["deepseek-llm"]
     assert loaded.special_tokens_map == tokenizer.special_tokens_map
     assert loaded.model_max_length == tokenizer.model_max_length > 10**6
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hasten.data.chat_template import FALLBACKS, encode
+from hasten.data.chat_template import encode
 from hasten.data.conversation import ColumnNames, ToolCall, columns_of
+from hasten.data.prompt_formats import PROMPT_FORMATS
 from hasten.data.readers import Conversation, Message, read_records, read_sources
 from hasten.data.sources import Source, source_of
 from hasten.data.tokenize import BOS, EOS, train_bpe
@@ -120,7 +121,7 @@ def test_the_text_is_the_one_transformers_renders_and_loss_is_on_calls_and_answe
 
 
 def test_v3_writes_calls_and_results_as_published(tokenizer: Any, tmp_path: Path) -> None:
-    tokenizer.chat_template = FALLBACKS["deepseek-v3"]
+    tokenizer.chat_template = PROMPT_FORMATS["deepseek-v3"]
     record = {"messages": TURNS}
     text, trained = runs(tokenizer, conversation(tmp_path, record))
 
@@ -150,7 +151,7 @@ def test_a_dialogue_may_end_with_a_call_and_say_something_with_it(
     tokenizer: Any, tmp_path: Path
 ) -> None:
     turns = [*TURNS[:2], {**TURNS[2], "content": "Let me look."}]
-    for template in (HERMES, FALLBACKS["deepseek-v3"]):
+    for template in (HERMES, PROMPT_FORMATS["deepseek-v3"]):
         tokenizer.chat_template = template
         text, trained = runs(tokenizer, conversation(tmp_path, {"messages": turns}))
         assert text == tokenizer.apply_chat_template(turns, tokenize=False)
@@ -175,9 +176,9 @@ def test_arguments_are_given_as_the_template_takes_them(tokenizer: Any, tmp_path
         (NO_CALLS, "ignores the record's tool calls"),
         (NO_SECOND, "ignores the record's tool calls"),
         (NO_RESULTS, "drops the result of a tool"),
-        (FALLBACKS["deepseek-v3"], "ignores the record's tools"),
-        (FALLBACKS["deepseek-r1"], "takes no turns of tools"),
-        (FALLBACKS["deepseek-llm"], "takes no turns of tools"),
+        (PROMPT_FORMATS["deepseek-v3"], "ignores the record's tools"),
+        (PROMPT_FORMATS["deepseek-r1"], "takes no turns of tools"),
+        (PROMPT_FORMATS["deepseek-llm"], "takes no turns of tools"),
         ("{{ raise_exception('only users') }}", "takes no turns of tools: .*only users"),
     ],
 )
@@ -301,7 +302,7 @@ VALUES = st.recursive(TEXTS | st.integers(-9, 9) | st.none(), lambda v: st.lists
     result=TEXTS,
     quoted=st.booleans(),
 )
-@pytest.mark.parametrize("template", [HERMES, FALLBACKS["deepseek-v3"]])
+@pytest.mark.parametrize("template", [HERMES, PROMPT_FORMATS["deepseek-v3"]])
 def test_whatever_is_called_is_trained_to_the_letter_and_no_result_is(
     tmp_path: Path, template: str, name: str, arguments: dict[str, Any], result: str, quoted: bool
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hasten.data.chat_template import template_file
+from hasten.data.prompt_formats import template_file
 from hasten.data.readers import read_records
 from hasten.errors import InputError
 from hasten.formatting import open_regular, shown

@@ -1,8 +1,9 @@
 """A conversation as tokens, rendered by the tokenizer's chat template, loss on the answers alone.
 
   (1) the template renders the whole conversation to one text; it brings its own bos token
-  (2) rendered prefixes tell where each answer begins and ends in that text; what a template drops
-      or rewrites there (the thoughts of earlier turns) is not trained
+  (2) rendered prefixes tell where each answer begins and ends in that text; where the template
+      writes an earlier answer in another way than a last one (without its thought), a stand-in for
+      the answer tells it; a conversation with an answer that isn't found is rejected
   (3) the text is tokenised once, as a model would see it; the offsets of the tokens say which of
       them belong to an answer, its end-of-turn token included
   (4) what is longer than `cutoff_len` meets `too_long`:
@@ -16,98 +17,25 @@ Pieces overlap by one token, so every trained token of the whole is predicted ex
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from hasten.data import renderer
 from hasten.data.conversation import Conversation, Message, ToolCall
-from hasten.data.template_sandbox import check_syntax, render
+from hasten.data.prompt_formats import STANDARD
+from hasten.data.template_sandbox import UnrenderedError, render
 from hasten.errors import InputError
-from hasten.formatting import open_regular
 from hasten.parts.data.collate import TokenRecord, token_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-# The chat formats that DeepSeek's models were trained with, and which of them a job uses.
-#
-# They stand in for the template that a tokenizer may lack, and a recipe can ask for one by name or
-# give a file of its own.
-
-# deepseek-llm: DeepSeek-AI 2024, the model card of deepseek-llm-7b-chat.
-#
-# deepseek-v3: DeepSeek-AI 2024, tokenizer_config.json of DeepSeek-V3-0324, with calls of tools and
-# their results; how tools are declared is not part of it. As published only the first results of a
-# dialogue are opened and a call after results doesn't close them; here all are.
-#
-# deepseek-r1: DeepSeek-AI 2025, the model card of DeepSeek-R1, no tools: the prompt opens the
-# thought, and later turns don't see the thoughts of earlier ones. As published it cuts the thought
-# off the last answer too; here it stays, since it is what is trained.
-
-_TEMPLATES = Path(__file__).with_name("chat_templates")
-FALLBACKS = {
-    name: (_TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
-    for name in ("deepseek-llm", "deepseek-v3", "deepseek-r1")
-}
-_LARGEST_FILE = 1 << 20  # bytes
-
-
-def ensure_chat_template(
-    tokenizer: PreTrainedTokenizerBase, fallback: str = "deepseek-llm"
-) -> bool:
-    """Give a tokenizer without a chat template one of FALLBACKS; True if it had none."""
-    if fallback not in FALLBACKS:
-        close = difflib.get_close_matches(fallback, FALLBACKS, n=1) or list(FALLBACKS)
-        raise InputError(f"there is no chat template {fallback!r}: use {' or '.join(close)}")
-    if tokenizer.chat_template:
-        return False
-    tokenizer.chat_template = FALLBACKS[fallback]
-    return True
-
-
-def choose_chat_template(tokenizer: PreTrainedTokenizerBase, choice: str) -> str:
-    """Set the template that a recipe asks for; a phrase that says which one it is now.
-
-    `auto` is the tokenizer's own, else deepseek-llm's; a name of FALLBACKS or a `.jinja` file is
-    used in any case. Raises InputError for a choice that is none of these.
-    """
-    if choice == "auto":
-        added = ensure_chat_template(tokenizer)
-        return "deepseek-llm's (the tokenizer has none)" if added else "the tokenizer's own"
-    if choice in FALLBACKS:
-        tokenizer.chat_template = FALLBACKS[choice]
-        return f"{choice}'s"
-    tokenizer.chat_template = template_file(Path(choice))
-    return f"that of {choice}"
-
-
-def template_file(path: Path) -> str:
-    """The template in a file; raises InputError where there is none."""
-    if path.suffix != ".jinja":
-        close = difflib.get_close_matches(str(path), FALLBACKS, n=1)
-        known = close or ["auto", *FALLBACKS, "a .jinja file"]
-        raise InputError(f"chat_template: there is no {str(path)!r}: use {', '.join(known)}")
-    try:
-        with open_regular(path) as file:
-            data = file.read(_LARGEST_FILE + 1)
-        text = data.decode("utf-8")
-    except OSError as error:
-        raise InputError(f"chat_template: {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"chat_template: {path} is not UTF-8: save it as UTF-8") from error
-    if len(data) > _LARGEST_FILE:
-        raise InputError(f"chat_template: {path} is larger than 1 MiB; that is not a template")
-    renderer.ask(str(path), 0, check_syntax, text, str(path))  # constants are computed there
-    return text
 
 
 # Tool calls as a chat template takes them, and the proof that it shows them.
@@ -160,6 +88,8 @@ def check_seen(
 
 def _turn(turn: Message, form: str) -> dict[str, Any]:
     found: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    if turn.input:
+        found |= {"instruction": turn.instruction, "input": turn.input}
     if turn.calls:
         found["content"] = turn.content or None  # null in OpenAI's format; V3's asks for it
         found["tool_calls"] = [_call(call, form) for call in turn.calls]
@@ -239,7 +169,7 @@ def seconds_explained(dialogue: Conversation) -> float:
     turns = min(len(dialogue.messages), TURNS)
     answers = [message for message in dialogue.messages[:turns] if message.role == "assistant"]
     calls = sum(bool(answer.calls) for answer in answers)
-    renderings = (2 * len(answers) + 2 * calls + 2) * (len(FORMS) if calls else 1)
+    renderings = (8 * len(answers) + 2 * calls + 4) * (len(FORMS) if calls else 1)
     characters = sum(
         len(message.content) + sum(len(call.arguments) for call in message.calls)
         for message in dialogue.messages
@@ -258,8 +188,9 @@ def render_turns(
     tools, turns = split_tools(messages)
     source = template.plain if tools is None else template.with_tools
     if not source:
-        names = " or ".join(FALLBACKS)
-        raise InputError(f"the tokenizer has no chat template, which {place} needs: use {names}")
+        raise InputError(
+            f"the tokenizer has no chat template, which {place} needs: use {STANDARD} or another"
+        )
     values = {
         **template.special_tokens,
         "messages": template_turns(turns, form),
@@ -273,12 +204,15 @@ def render_turns(
 # A conversation as tokens: the steps (1) to (4).
 
 TooLong = Literal["truncate", "split", "drop"]
+LossOn = Literal["answers", "last_answer", "everything"]
 _NONE_LEFT, _DROPPED = "no answer left", "too long"
 NOT_THE_RECORDS_FAULT = (_NONE_LEFT, _DROPPED)  # how reasons begin where cutoff_len is at fault
 _BATCH = 256  # texts that the tokenizer sees at once: it spreads them over the cores
 _STAND_IN = "\ue000answer\ue000"  # private use characters: no template changes them
 _PLAIN = ("system", "user", "assistant")
 _THOUGHT = re.compile(r"(?:<think>\s*)?</think>\s*\Z|<think>\s*\Z")  # opened or left empty
+_NO_LAST = "the chat template drops or rewrites the last answer"
+_Render = Callable[..., str]  # of messages, with prompt=True up to where an answer begins
 
 
 class Encoded(NamedTuple):
@@ -287,12 +221,14 @@ class Encoded(NamedTuple):
     records: tuple[TokenRecord, ...]  # one for a dialogue, one per piece where it goes on
     reason: str | None
     long: bool = False  # the whole is longer than cutoff_len
+    thoughts: int = 0  # of earlier answers, which the template leaves out of the text
 
 
 class _Rendered(NamedTuple):
     text: str
-    answers: list[tuple[int, int]] | None  # character spans, end exclusive; None: plain text
-    reason: str = "the chat template drops or rewrites the last answer"  # where there are no spans
+    trained: list[tuple[int, int]] | None  # character spans, end exclusive; None: plain text
+    reason: str = _NO_LAST  # where there are no spans
+    thoughts: int = 0
 
 
 def encode(
@@ -300,12 +236,13 @@ def encode(
     conversation: Conversation,
     cutoff_len: int,
     too_long: TooLong = "truncate",
+    loss_on: LossOn = "answers",
 ) -> Encoded:
     """One conversation as token records of at most `cutoff_len` tokens, or a reason.
 
     Raises InputError for a tokenizer without offsets or template, or a template that fails.
     """
-    return next(encode_all(tokenizer, (conversation,), cutoff_len, too_long))
+    return next(encode_all(tokenizer, (conversation,), cutoff_len, too_long, loss_on))
 
 
 def encode_all(
@@ -313,6 +250,7 @@ def encode_all(
     conversations: Sequence[Conversation],
     cutoff_len: int,
     too_long: TooLong = "truncate",
+    loss_on: LossOn = "answers",
 ) -> Iterator[Encoded]:
     """`encode` for many, in order; a batch at a time goes through the tokenizer."""
     if cutoff_len < 2:
@@ -326,36 +264,36 @@ def encode_all(
     left = iter(conversations)
     backend, template = _plain_backend(tokenizer), chat_template_of(tokenizer)
     while batch := list(islice(left, _BATCH)):
-        drawn = _draw_all(template, batch, ends)
+        drawn = _draw_all(template, batch, ends, loss_on)
         # The template has put the special tokens into the text.
         tokens = backend.encode_batch([item.text for item in drawn], add_special_tokens=False)
         for item, source, found in zip(drawn, batch, tokens, strict=True):
             ids = found.ids
-            if item.answers is None:
-                whole = _text_record(tokenizer, ids)
+            if item.trained is None:
+                whole = _text_record(tokenizer, ids, item.text)
             else:
                 _check_bos(tokenizer, ids, source.place)
-                whole = _dialogue_record(ids, found.offsets, item.answers)
+                whole = _dialogue_record(ids, found.offsets, item.trained)
             yield _fitted(whole, item, cutoff_len, too_long)
 
 
 def _fitted(whole: TokenRecord, drawn: _Rendered, cutoff_len: int, too_long: TooLong) -> Encoded:
     """The record in pieces of at most `cutoff_len` tokens, each with something to predict."""
-    long, answers = whole.length > cutoff_len, drawn.answers
-    if answers == []:
+    long, is_text = whole.length > cutoff_len, drawn.trained is None
+    if drawn.trained == []:
         return Encoded((), drawn.reason)
-    if answers is None and whole.length < 2:
+    if is_text and whole.length < 2:
         return Encoded((), "a text of one token has nothing to predict")
     if long and too_long == "drop":
         reason = f"{_DROPPED} for cutoff_len={cutoff_len}: {whole.length} tokens"
         return Encoded((), reason, long)
     pieces = _pieces(whole, cutoff_len)
-    if answers is not None:
+    if not is_text:
         pieces = pieces if too_long == "split" else pieces[:1]
         pieces = [piece for piece in pieces if piece.trained_tokens]
         if not pieces:
             return Encoded((), f"{_NONE_LEFT} within cutoff_len={cutoff_len}", long)
-    return Encoded(tuple(pieces), None, long)
+    return Encoded(tuple(pieces), None, long, drawn.thoughts)
 
 
 def _pieces(whole: TokenRecord, cutoff_len: int) -> list[TokenRecord]:
@@ -381,10 +319,10 @@ def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def _dialogue_record(
-    ids: list[int], offsets: list[tuple[int, int]], answers: list[tuple[int, int]]
+    ids: list[int], offsets: list[tuple[int, int]], spans: list[tuple[int, int]]
 ) -> TokenRecord:
     trained = np.zeros(len(ids), np.bool_)
-    for first, last in answers:
+    for first, last in spans:
         # A token across the border is trained: it has a part of the answer in it. One of no
         # width (some tokenizers report them for spaces) counts as one character. Tokens lie in the
         # order of their text, so two searches find all of an answer's.
@@ -393,10 +331,14 @@ def _dialogue_record(
     return token_record(ids, trained)
 
 
-def _text_record(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> TokenRecord:
-    """bos, text, eos: every token of it is trained."""
-    bordered = (tokenizer.bos_token_id, *ids, tokenizer.eos_token_id)
-    return token_record([token for token in bordered if token is not None])
+def _text_record(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str) -> TokenRecord:
+    """bos, text, eos: every token of it is trained. A text that has one of them keeps its own."""
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    first = bos is not None and not text.lstrip().startswith(str(bos))
+    last = eos is not None and not text.rstrip().endswith(str(eos))
+    return token_record(
+        [*[tokenizer.bos_token_id][: int(first)], *ids, *[tokenizer.eos_token_id][: int(last)]]
+    )
 
 
 def _check_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int], place: str) -> None:
@@ -409,65 +351,147 @@ def _check_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int], place: str) -
 
 
 def _draw_all(
-    template: ChatTemplate, conversations: Sequence[Conversation], ends: tuple[str, ...]
+    template: ChatTemplate,
+    conversations: Sequence[Conversation],
+    ends: tuple[str, ...],
+    loss_on: LossOn,
 ) -> list[_Rendered]:
-    """The whole text of each and where the answers are in it; templates run in another process."""
+    """The whole text of each and what of it is trained; templates run in another process."""
     dialogues = [each for each in conversations if each.text is None]
     drawn: Iterator[_Rendered] = iter(())
     if dialogues:
         place = f"{dialogues[0].place} to {dialogues[-1].place}"
         explained = sum(map(seconds_explained, dialogues))
-        drawn = iter(renderer.ask(place, explained, _draw_dialogues, template, dialogues, ends))
+        work = (template, dialogues, ends, loss_on)
+        drawn = iter(renderer.ask(place, explained, _draw_dialogues, *work))
     return [next(drawn) if c.text is None else _Rendered(c.text, None) for c in conversations]
 
 
 def _draw_dialogues(
-    template: ChatTemplate, dialogues: Sequence[Conversation], ends: tuple[str, ...]
+    template: ChatTemplate,
+    dialogues: Sequence[Conversation],
+    ends: tuple[str, ...],
+    loss_on: LossOn,
 ) -> list[_Rendered]:
-    return [_draw(template, dialogue, ends) for dialogue in dialogues]
+    borders = _borders_of(template, ends)
+    return [_draw(template, _unbordered(each, borders), ends, loss_on) for each in dialogues]
 
 
-def _draw(template: ChatTemplate, conversation: Conversation, ends: tuple[str, ...]) -> _Rendered:
+def _draw(
+    template: ChatTemplate, conversation: Conversation, ends: tuple[str, ...], loss_on: LossOn
+) -> _Rendered:
     if len(conversation.messages) > TURNS:
         number = len(conversation.messages)
         return _Rendered("", [], f"a dialogue of {number:,} turns: split those of over {TURNS:,}")
-    if all(message.role in _PLAIN and not message.calls for message in conversation.messages):
-        return _draw_turns(template, conversation, ends, "object")
+    plain = all(message.role in _PLAIN and not message.calls for message in conversation.messages)
     unseen, failed = "", ""
-    for form in FORMS:  # templates differ in how they take the arguments of a call
+    for form in FORMS[: 1 if plain else None]:  # they differ in how they take a call's arguments
         try:
-            return _draw_turns(template, conversation, ends, form)
+            return _draw_turns(template, conversation, ends, form, loss_on)
         except ToolsNotRenderedError as error:
             unseen = unseen or str(error)
-        except InputError as error:
-            failed = failed or f"the chat template takes no turns of tools: {error}"
+        except UnrenderedError as error:
+            failed = failed or f"the chat template fails on it: {error}"
+    if failed and not plain:
+        failed = f"the chat template takes no turns of tools: {_ADVICE}"
     return _Rendered("", [], unseen or failed)
 
 
+class _Borders(NamedTuple):
+    """The tokens that a template writes before a dialogue and after an answer; empty: none."""
+
+    bos: str
+    end: str
+
+
+def _borders_of(template: ChatTemplate, ends: tuple[str, ...]) -> _Borders:
+    before, after = around_answer(template) or ("", "")
+    bos = str(template.special_tokens.get("bos_token") or "")
+    end = next((token for token in ends if after.lstrip().startswith(token)), "")
+    return _Borders(bos if bos and before.startswith(bos) else "", end)
+
+
+def around_answer(template: ChatTemplate) -> tuple[str, str] | None:
+    """The text before and after an answer to a question; None where a template takes neither."""
+    turns = (Message("user", "?"), Message("assistant", _STAND_IN))
+    try:
+        text = render_turns(template, turns, False, "a question with an answer", "object")
+    except (InputError, UnrenderedError):
+        return None
+    before, _, after = text.partition(_STAND_IN)
+    return (before, after) if text.count(_STAND_IN) == 1 else None
+
+
+def _unbordered(conversation: Conversation, borders: _Borders) -> Conversation:
+    """The dialogue without the tokens in its texts that the template writes there itself."""
+    turns = list(conversation.messages)
+    first = next((at for at, turn in enumerate(turns) if turn.role != "tools"), 0)
+    for at, turn in enumerate(turns):
+        content = turn.content
+        if at == first and borders.bos and content.lstrip().startswith(borders.bos):
+            content = content.lstrip().removeprefix(borders.bos)
+        if turn.role == "assistant" and borders.end and content.rstrip().endswith(borders.end):
+            content = content.rstrip().removesuffix(borders.end)
+        turns[at] = turn._replace(content=content)
+    return replace(conversation, messages=tuple(turns))
+
+
 def _draw_turns(
-    template: ChatTemplate, conversation: Conversation, ends: tuple[str, ...], form: str
+    template: ChatTemplate,
+    conversation: Conversation,
+    ends: tuple[str, ...],
+    form: str,
+    loss_on: LossOn,
 ) -> _Rendered:
     def render(messages: Sequence[Message], prompt: bool = False) -> str:
         return render_turns(template, messages, prompt, conversation.place, form)
 
     *before, last = messages = conversation.messages
-    text, prompt = render(messages), render(before, prompt=True)
-    check_seen(messages, text, render)
-    begin = _begin(text, prompt, last.content)
-    if begin is None and not last.calls:
-        text, begin = _force(render([*before, Message("assistant", _STAND_IN)]), prompt, last)
+    check_seen(messages, render(messages), render)
+    text, begin = _whole(render, messages)
     if begin is None:
         return _Rendered("", [])
-    answers = []
+    if role := _dropped_role(messages, text):
+        return _Rendered("", [], f"the chat template drops or rewrites a turn of {role}: {_ADVICE}")
+    cut = loss_on == "everything"  # then what isn't trained is looked for
+    spans, thoughts = [], 0
     for turn, message in enumerate(before):
-        if message.role == "assistant" and message.trained:
-            upto = render(messages[: turn + 1])
-            start = _begin(upto, render(messages[:turn], prompt=True), message.content)
-            if start is not None and text.startswith(upto):
-                answers.append((start, _close(upto, ends)))
-    if last.trained:
-        answers.append((begin, _close(text, ends)))
-    return _Rendered(text, answers)
+        if message.role == "assistant" and message.trained != cut and loss_on != "last_answer":
+            found = _earlier(render, messages, turn, text, ends)
+            if found is None:
+                reason = f"the chat template rewrites the answer of turn {turn + 1}: {_ADVICE}"
+                return _Rendered("", [], reason)
+            first, end, is_whole = found
+            spans.append((first, end))
+            thoughts += not is_whole
+    if last.trained != cut:
+        spans.append((begin, _close(text, ends)))
+    if cut:
+        borders = [0, *(at for span in spans for at in span), len(text)]
+        pairs = zip(borders[::2], borders[1::2], strict=True)
+        spans = [(first, end) for first, end in pairs if first < end]
+    return _Rendered(text, spans, "its flags leave no answer to train", thoughts)
+
+
+def _whole(render: _Render, messages: Sequence[Message]) -> tuple[str, int | None]:
+    """The text of all turns, and where a model would begin to write the last; None: not in it."""
+    *before, last = messages
+    text, prompt = render(messages), render(before, prompt=True)
+    begin = _begin(text, prompt, last.content)
+    if begin is None and not last.calls:
+        frame = render([*before, Message("assistant", _STAND_IN)])
+        return _force(frame, prompt, before[-1].content, last.content)
+    return text, begin
+
+
+def _dropped_role(messages: Sequence[Message], text: str) -> str:
+    """Whose words before an answer aren't in the text; empty where all are."""
+    squashed = _squash(text)
+    for turn in messages:
+        parts = (turn.instruction, turn.input) if turn.input else (turn.content,)
+        if turn.role in ("system", "user") and not all(_squash(p) in squashed for p in parts):
+            return turn.role
+    return ""
 
 
 def _begin(text: str, prompt: str, answer: str) -> int | None:
@@ -482,15 +506,63 @@ def _begin(text: str, prompt: str, answer: str) -> int | None:
     return len(head)
 
 
-def _force(frame: str, prompt: str, answer: Message) -> tuple[str, int | None]:
+def _earlier(
+    render: _Render, messages: Sequence[Message], turn: int, text: str, ends: tuple[str, ...]
+) -> tuple[int, int, bool] | None:
+    """Where the answer of a turn before the last begins and ends in `text`, and if it is whole.
+
+    None where it isn't found. What a template leaves out of an earlier answer is its thought.
+    """
+    answer = messages[turn]
+    upto, prompt = render(messages[: turn + 1]), render(messages[:turn], prompt=True)
+    begin = _begin(upto, prompt, answer.content)
+    if begin is not None and text.startswith(upto):
+        return begin, _close(upto, ends), True
+    marked = [*messages[:turn], answer._replace(content=_STAND_IN)]
+    frame, _ = _whole(render, [*marked, *messages[turn + 1 :]])
+    alone = render(marked)
+    if frame.count(_STAND_IN) != 1 or alone.count(_STAND_IN) != 1:
+        return None
+    (head, tail), (opened, closed) = frame.split(_STAND_IN), alone.split(_STAND_IN)
+    first, last = len(head), len(text) - len(tail)
+    shown, said = _squash(text[first:last]), answer.content.rpartition("</think>")[2]
+    is_whole = shown == _squash(answer.content)
+    if not (text.startswith(head) and text.endswith(tail)) or (
+        not is_whole and (not shown or shown != _squash(said))
+    ):
+        return None
+    lead = opened.removeprefix(prompt)  # what a model writes before it: a blank, an empty thought
+    if lead != opened and head.endswith(lead):
+        first -= len(lead)
+    closing = closed[: _close(closed, ends)]
+    if tail.startswith(closing):
+        return first, last + len(closing), is_whole
+    return None if answer.calls else (first, last, is_whole)
+
+
+def _force(frame: str, prompt: str, question: str, answer: str) -> tuple[str, int | None]:
     """Put an answer that the template would rewrite (R1 drops thoughts) where its stand-in is."""
     if frame.count(_STAND_IN) != 1:
         return frame, None
     before, after = frame.split(_STAND_IN)
-    if "<think>" in answer.content:
+    before = _as_prompted(before, prompt, question.strip())
+    if "<think>" in answer:
         before = _THOUGHT.sub("", before)
-    text = before + answer.content + after
+    text = before + answer + after
     return text, len(prompt) if text.startswith(prompt) else len(before)
+
+
+def _as_prompted(before: str, prompt: str, question: str) -> str:
+    """What precedes an answer, with the history as the prompt has it, which a model would see.
+
+    Mistral's templates write the system text into the last question, and only while it is last.
+    """
+    bare = _THOUGHT.sub("", prompt)
+    at, other = before.rfind(question), bare.rfind(question)
+    if not question or -1 in (at, other) or before[:at] == bare[:other]:
+        return before
+    opening = before[at:].removeprefix(bare[other:]) if before[at:].startswith(bare[other:]) else ""
+    return prompt + opening
 
 
 def _close(text: str, ends: tuple[str, ...]) -> int:

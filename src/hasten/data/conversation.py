@@ -48,6 +48,8 @@ class Message(NamedTuple):
     id: str = ""  # a tool's turn: the call that it answers
     name: str = ""  # a tool's turn: the tool, where the record says it
     trained: bool = True  # the assistant's: whether it carries loss
+    instruction: str = ""  # a question of two parts: the first, and
+    input: str = ""  # the second, which some formats write apart
 
 
 class NoConversationError(ValueError):
@@ -294,8 +296,9 @@ def _alpaca(record: Mapping[str, Any]) -> Iterator[Message]:
         question, answer = pair
         yield Message("user", sound(question, "history"))
         yield Message("assistant", sound(answer, "history"))
-    parts = (_text(record, "instruction"), _text(record, "input", optional=True))
-    yield Message("user", "\n".join(part for part in parts if part))
+    first, second = _text(record, "instruction"), _text(record, "input", optional=True)
+    question = "\n".join(part for part in (first, second) if part)
+    yield Message("user", question, instruction=first if second else "", input=second)
     yield Message("assistant", _text(record, "output"))
 
 

@@ -40,8 +40,17 @@ class RunawayError(TemplateError):
     """A template that does more than a chat needs."""
 
 
+class UnrenderedError(Exception):
+    """Why a template, which works by itself, has no text for some values."""
+
+
 def render(source: str, place: str, values: Mapping[str, Any]) -> str:
-    """The text of a template; raises InputError, one sentence, whatever goes wrong in it."""
+    """The text of a template.
+
+    Raises:
+        UnrenderedError: the template refuses the values, or fails on them.
+        InputError: the template can't be read, or does what templates may not do.
+    """
     try:
         environment, template = _compiled(source)
         environment.left = STEPS
@@ -56,13 +65,19 @@ def render(source: str, place: str, values: Mapping[str, Any]) -> str:
             f"the tokenizer's chat template takes more memory than it may have on {place}: "
             "correct the template or the record"
         ) from error
-    except Exception as error:  # a foreign program: it may raise anything
-        kind, what = type(error).__name__, " ".join(str(error).split())[:300]
+    except (SecurityError, RunawayError, TemplateSyntaxError) as error:
         raise InputError(
-            f"the tokenizer's chat template fails on {place} ({kind}: {what}): "
+            f"the tokenizer's chat template fails on {place} ({_words(error)}): "
             "correct the template or the record"
         ) from error
+    except Exception as error:  # a foreign program: it may raise anything
+        raise UnrenderedError(_words(error)) from error
     return "".join(pieces)
+
+
+def _words(error: Exception) -> str:
+    what = " ".join(str(error).split())[:300]
+    return what if isinstance(error, TemplateError) else f"{type(error).__name__}: {what}"
 
 
 def check_syntax(source: str, place: str) -> None:

@@ -20,7 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from hasten.data import arrow_file
-from hasten.data.chat_template import NOT_THE_RECORDS_FAULT, TooLong
+from hasten.data.chat_template import NOT_THE_RECORDS_FAULT, LossOn, TooLong
 from hasten.data.file_lock import one_writer
 from hasten.data.readers import Rejected, check_rejected
 from hasten.data.spool import IndexedConversations, packed
@@ -33,7 +33,7 @@ from hasten.parts.data.collate import TokenRecord
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 3  # change it with anything that changes the tokens of a given input
+_FORMAT = 4  # change it with anything that changes the tokens of a given input
 
 
 class StoredRecords(Protocol):
@@ -105,6 +105,7 @@ def tokenize(
     too_long: TooLong = "truncate",
     workers: int = 1,
     tell: Callable[[str], None] = lambda text: None,
+    loss_on: LossOn = "answers",
 ) -> TokenStore:
     """The token records of conversations, from `folder/<key>.arrow` where they lie there already.
 
@@ -117,7 +118,7 @@ def tokenize(
     InputError where more are rejected, where no record is left, or where the folder can't be
     written.
     """
-    path = folder / f"{cache_key(conversations, tokenizer, cutoff_len, too_long)}.arrow"
+    path = folder / f"{cache_key(conversations, tokenizer, cutoff_len, too_long, loss_on)}.arrow"
     try:
         store = _opened(path)
         if store is None:
@@ -125,7 +126,7 @@ def tokenize(
             with one_writer(path.with_suffix(".lock"), tell):
                 store = _opened(path)  # another process may have written it meanwhile
                 if store is None:
-                    work = TokenizeWork(tokenizer, cutoff_len, too_long)
+                    work = TokenizeWork(tokenizer, cutoff_len, too_long, loss_on)
                     prepare(conversations, work, path, workers, on_progress)
                     store = TokenStore(path)
     except OSError as error:
@@ -142,13 +143,14 @@ def cache_key(
     tokenizer: PreTrainedTokenizerBase,
     cutoff_len: int,
     too_long: TooLong = "truncate",
+    loss_on: LossOn = "answers",
 ) -> str:
     """A hash of all that decides the records, 32 hex digits; where a record came from is part."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     for changing in ("truncation", "padding"):  # left behind by the tokenizer's last call
         backend.pop(changing, None)
     borders = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.special_tokens_map)
-    parts = [_FORMAT, cutoff_len, too_long, backend, tokenizer.chat_template, borders]
+    parts = [_FORMAT, cutoff_len, too_long, loss_on, backend, tokenizer.chat_template, borders]
     digest = xxhash.xxh3_128(json.dumps(parts, sort_keys=True, default=str).encode())
     for index in range(len(conversations)):
         digest.update(packed(conversations, index))

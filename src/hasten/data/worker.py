@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hasten.data import arrow_file
-from hasten.data.chat_template import TooLong, encode_all
+from hasten.data.chat_template import LossOn, TooLong, encode_all
 from hasten.data.spool import unpack
 from hasten.errors import InputError
 
@@ -35,6 +35,7 @@ class TokenizeWork(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     cutoff_len: int
     too_long: TooLong
+    loss_on: LossOn
 
 
 class RecordChunk(NamedTuple):
@@ -56,7 +57,9 @@ def write_part(work: TokenizeWork, chunk: RecordChunk) -> None:
     def records() -> Iterator[TokenRecord]:
         nonlocal long
         conversations = [unpack(data) for data in chunk.packed]
-        encoded = encode_all(work.tokenizer, conversations, work.cutoff_len, work.too_long)
+        encoded = encode_all(
+            work.tokenizer, conversations, work.cutoff_len, work.too_long, work.loss_on
+        )
         for conversation, item in zip(conversations, encoded, strict=True):
             if item.reason is not None:
                 file, _, line = conversation.place.rpartition(":")

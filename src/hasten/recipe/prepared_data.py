@@ -22,10 +22,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from hasten.core.facts import RecordFacts
-from hasten.data.chat_template import choose_chat_template
 from hasten.data.conversation import Conversation, columns_of
 from hasten.data.corpus import stdlib_corpus
 from hasten.data.file_lock import one_writer, replace_file
+from hasten.data.prompt_formats import choose_chat_template
 from hasten.data.readers import ReadRecords, read_sources
 from hasten.data.sources import Source, entry_of, source_of, weighted
 from hasten.data.spool import ConversationSink, IndexedConversations, Selection, spools
@@ -339,6 +339,7 @@ def _prepared(
             recipe.too_long,
             host.usable_cores() if recipe.data_workers == "auto" else recipe.data_workers,
             tell,
+            recipe.loss_on,
         )
 
     train = store(source.train)
@@ -442,7 +443,15 @@ def _key(recipe: Recipe) -> str:
     fields = recipe.model_dump(
         include={
             *("model", "tokenizer", "dataset", "held_out", "max_records", "max_rejected"),
-            *("cutoff_len", "vocabulary", "seed", "columns", "too_long", "chat_template"),
+            *(
+                "cutoff_len",
+                "vocabulary",
+                "seed",
+                "columns",
+                "too_long",
+                "chat_template",
+                "loss_on",
+            ),
         }
     )
     parts = [fields, stamps(paths, Path(recipe.output)), host.versions()]

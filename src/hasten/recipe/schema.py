@@ -93,7 +93,10 @@ class Recipe(BaseModel):
         "truncate", description="what becomes of a record longer than cutoff_len"
     )
     chat_template: str = Field(
-        "auto", description="auto, deepseek-llm, deepseek-v3, deepseek-r1, or a .jinja file"
+        "auto", description="auto, the name of a published format, or a .jinja file"
+    )
+    loss_on: Literal["answers", "last_answer", "everything"] = Field(
+        "answers", description="which tokens of a dialogue are trained"
     )
     vocabulary: int = Field(4096, ge=300, description="size of a tokenizer trained for a preset")
 
