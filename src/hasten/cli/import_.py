@@ -73,7 +73,7 @@ def show(found: ImportedRecipe, path: Path) -> None:
     """A row for each key, what needs a look first."""
     table = Table(title=f"{path}: {found.format}", title_justify="left", show_edge=False)
     for name in ("", "key", "value", "what becomes of it"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=name == "key")
     for row in sorted(found.rows, key=lambda row: ORDER[row.fate]):
         table.add_row(TITLES[row.fate], row.key, row.value, row.words)
     console = Console(highlight=False, width=None if Console().is_terminal else 120)

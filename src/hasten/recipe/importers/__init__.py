@@ -169,7 +169,7 @@ def _format(path: Path, given: dict[str, Any]) -> ModuleType:
         InputError: no tool, or one that hasten doesn't know.
     """
     scores = [(_marks(f, given), sum(key in f.KEYS for key in given), f) for f in FORMATS]
-    marks, known, best = max(scores, key=lambda score: score[:2])
+    marks, _, best = max(scores, key=lambda score: score[:2])
     names = ", ".join(f.NAME for f in FORMATS)
     if not marks:
         raise InputError(
@@ -196,13 +196,15 @@ def _marks(form: ModuleType, given: dict[str, Any]) -> int:
 def _check_columns(draft: RecipeDraft) -> None:
     """Columns that belong to no shape together would stop the training: they are told instead."""
     sources = draft.values.get("dataset")
-    for source in sources if isinstance(sources, list) else ():
-        if isinstance(source, dict) and "columns" in source:
-            try:
-                columns_of(source["columns"])
-            except InputError as error:
-                draft.row("datasets", source["columns"], "unmapped", str(error))
-                del source["columns"]
+    places = [s for s in sources if isinstance(s, dict)] if isinstance(sources, list) else []
+    for place in (draft.values, *places):
+        if "columns" not in place:
+            continue
+        try:
+            columns_of(place["columns"])
+        except InputError as error:
+            draft.row("columns", place.pop("columns"), "unmapped", str(error))
+            draft.why.pop("columns", None)
 
 
 def _beside_deepspeed(draft: RecipeDraft, ranks: int) -> None:
@@ -218,6 +220,9 @@ def _beside_deepspeed(draft: RecipeDraft, ranks: int) -> None:
     key = draft.why["deepspeed"]
     try:
         settings = read_config(source) if isinstance(source, Path) else source
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    try:
         batch = {"global_batch_size": draft.values.get("global_batch_size")}
         found = meaning_of(settings, {"nproc": ranks, **batch}, [])
         words = [f"{row.key}: {row.words}" for row in found.refused]

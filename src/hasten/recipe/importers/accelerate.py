@@ -51,7 +51,7 @@ def machines(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.note(key, "needless", "this machine")
 
 
-# Inline keys of ``deepspeed_config``, as accelerate's DeepSpeedPlugin makes a ds_config.json of them.
+# Inline keys of ``deepspeed_config``, of which accelerate makes a ds_config.json.
 INLINE = {"gradient_accumulation_steps", "gradient_clipping"}
 ZERO_KEYS = {
     "zero3_save_16bit_model": "stage3_gather_16bit_weights_on_model_save",

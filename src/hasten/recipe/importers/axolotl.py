@@ -107,7 +107,7 @@ def adapter(draft: RecipeDraft, key: str, value: Any) -> None:
 # Data sets.
 
 # Types whose records are recognised by their columns.
-SHAPES = ("chat_template", "completion", "sharegpt", "input_output", "pretrain", "alpaca")
+SHAPES = ("chat_template", "completion", "sharegpt", "pretrain")
 FIELDS = {
     "field": "text",
     "field_messages": "messages",
@@ -151,9 +151,11 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
             sources += _sources(draft, place, entry)
         else:
             draft.row(place, entry, "unmapped", "it names no data set")
+    if len(sources) == 1 and isinstance(sources[0], dict):
+        draft.say(key, "columns", sources[0]["columns"])
+        sources = [sources[0]["path"]]
     if sources:
-        one = len(sources) == 1 and isinstance(sources[0], str)
-        draft.say(key, "dataset", sources[0] if one else sources)
+        draft.say(key, "dataset", sources[0] if sources == [str(sources[0])] else sources)
 
 
 def _sources(draft: RecipeDraft, place: str, entry: Mapping[str, Any]) -> list[Any]:
@@ -217,7 +219,7 @@ def _configuration(draft: RecipeDraft, key: str, name: str, value: Any) -> None:
 
 
 def _ordinary(name: str, value: Any) -> bool:
-    return is_off(value) or value in AS_IT_IS.get(name, ())
+    return value in (None, False, "", [], {}) or value in AS_IT_IS.get(name, ())
 
 
 def _turn(draft: RecipeDraft, key: str, part: str, own: str, columns: dict[str, str]) -> None:
@@ -267,16 +269,30 @@ def _type(
     if is_off(kind) or (name in SHAPES and name != "alpaca"):
         return
     found = PROMPTS.get(str(kind))
-    if found:
+    if found and _types(draft) <= {*PROMPTS, "completion"}:
         draft.say(key, "chat_template", found)
+    elif found:
+        words = f"other data sets have another prompt: chat_template is one for all, not {found}"
+        draft.row(key, kind, "unmapped", words)
     else:
         words = f"hasten has no prompt format {kind!r}: give a .jinja file as chat_template"
         draft.row(key, kind, "unmapped", words)
 
 
+def _types(draft: RecipeDraft) -> set[str]:
+    """The kinds of prompt that the data sets have."""
+    entries = draft.given.get("datasets")
+    found = [e.get("type") for e in entries or () if isinstance(e, Mapping)]
+    return {"own" if isinstance(kind, Mapping) else str(kind) for kind in found}
+
+
 def template(draft: RecipeDraft, key: str, value: Any) -> None:
     """A name of axolotl's table, ``tokenizer_default``, or ``jinja``."""
     if is_off(value):
+        return
+    types = _types(draft)
+    if types and types <= {*PROMPTS, "completion"}:
+        draft.note(key, "needless", f"records of type {', '.join(sorted(types))} don't use it")
         return
     base = str(value).removeprefix("tokenizer_default_fallback_")
     if value == "tokenizer_default":
@@ -294,8 +310,30 @@ def template(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.row(key, value, "unmapped", words)
 
 
-PROMPTS: Mapping[str, str] = {}
-TEMPLATES: Mapping[str, str] = {}
+PROMPTS: Mapping[str, str] = {
+    "alpaca": "alpaca"
+}  # records whose prompt is written without a template
+# Its names of templates whose text is the same on dialogues with and without a system text.
+TEMPLATES: Mapping[str, str] = {
+    "alpaca": "alpaca-chat",
+    "aya": "cohere",
+    "chatml": "chatml",
+    "cohere": "cohere",
+    "deepseek_v2": "deepseek-v2.5",
+    "deepseek_v3": "deepseek-v3",
+    "falcon_h1": "falcon-h1",
+    "gemma": "gemma",
+    "gemma3": "gemma",
+    "gemma3n": "gemma",
+    "llama3": "llama3",
+    "llama4": "llama4",
+    "mistral_v1": "mistral-v1",
+    "nemotron_h": "chatml",
+    "phi_3": "phi3",
+    "phi_35": "phi3.5",
+    "qwen3": "qwen3",
+    "qwen_25": "qwen2.5",
+}
 
 
 # LoRA, packing, batch.
@@ -336,8 +374,13 @@ def too_long(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def everything(draft: RecipeDraft, key: str, value: Any) -> None:
-    words = "loss is on the assistant's tokens; of text records on all"
-    draft.note(key, "unmapped" if value is True else "needless", words)
+    """Questions are trained too; of a dialogue, axolotl leaves out the markers between turns."""
+    if value is not True:
+        draft.note(key, "needless", "loss is on the answers")
+        return
+    draft.say(key, "loss_on", "everything")
+    if not _types(draft) <= {*PROMPTS, "completion", "own"}:
+        draft.note(key, "unmapped", "markers between turns are trained too, which aren't there")
 
 
 def tokens(draft: RecipeDraft, key: str, value: Any) -> None:

@@ -15,6 +15,7 @@ from hasten.recipe.importers.draft import (
     Handler,
     RecipeDraft,
     drafted,
+    implied,
     later,
     switch,
     table,
@@ -43,11 +44,44 @@ TOOL_DEFAULTS = {
     "finetuning_type": "lora",
     "disable_gradient_checkpointing": False,
 }
+# Its names of formats whose text is the same on dialogues with and without a system text.
 TEMPLATES: Mapping[str, str] = {
-    "deepseek": "deepseek-llm",
+    "alpaca": "alpaca-llamafactory",
+    "chatml": "chatml",
+    "cpm4": "falcon-h1",
+    "deepseek": "deepseek-llm-llamafactory",
     "deepseek3": "deepseek-v3",
-    "deepseekr1": "deepseek-r1",
+    "deepseekcoder": "deepseek-coder",
+    "deepseekr1": "deepseek-r1-thoughts",
+    "default": "default-llamafactory",
+    "falcon": "falcon",
+    "falcon_h1": "falcon-h1",
+    "gemma": "gemma",
+    "gemma3": "gemma",
+    "gemma3n": "gemma",
+    "glm4": "glm4",
+    "granite3": "granite3",
+    "intern2": "internlm2",
+    "llama2": "llama2-llamafactory",
+    "llama3": "llama3",
+    "llama4": "llama4",
+    "ministral": "mistral-v3-tekken",
+    "ministral3": "mistral-v3-tekken",
+    "mistral": "mistral-v3",
+    "mistral_small": "mistral-v7",
+    "phi": "phi3.5",
+    "phi_small": "phi3.5",
+    "phi4": "phi4",
+    "qwen": "qwen2.5",
+    "qwen3": "qwen3-thoughts",
+    "qwen3_nothink": "qwen3-nothink",
+    "smollm": "chatml",
+    "smollm2": "smollm2",
+    "vicuna": "vicuna-llamafactory",
+    "yi": "chatml",
+    "zephyr": "zephyr-llamafactory",
 }
+WITHOUT_THOUGHTS = {"qwen3": "qwen3-empty-thoughts"}  # enable_thinking: false
 
 
 def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
@@ -143,6 +177,8 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def template(draft: RecipeDraft, key: str, value: Any) -> None:
     known = TEMPLATES.get(str(value))
+    if draft.given.get("enable_thinking") is False:
+        known = WITHOUT_THOUGHTS.get(str(value), known)
     if known is not None:
         draft.say(key, "chat_template", known)
     elif value is not None:
@@ -174,8 +210,10 @@ def stored_activations(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def thinking(draft: RecipeDraft, key: str, value: Any) -> None:
+    thoughts = ("deepseekr1", "keye_vl") if value is False else ()
+    known = draft.given.get("template") not in thoughts
     words = "the chat template decides on thoughts"
-    draft.note(key, "unmapped" if value is False else "needless", words)
+    draft.note(key, "needless" if known else "unmapped", words)
 
 
 def held_out(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -219,6 +257,8 @@ KEYS: dict[str, Handler] = (
         "use_muon": switch("muon"),
         "fp8": switch("float8"),
         "enable_thinking": thinking,
+        "train_on_prompt": implied("loss_on", "everything"),
+        "mask_history": implied("loss_on", "last_answer"),
         "fsdp": sharding.words,
         "fsdp_config": sharding.config(lambda given: bool(given.get("fsdp"))),
     }

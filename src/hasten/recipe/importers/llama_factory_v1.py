@@ -105,6 +105,8 @@ def adapter(draft: RecipeDraft, key: str, value: Any) -> None:
     targets = found.pop("target_modules", "all")
     names = [t.strip() for t in targets.split(",")] if isinstance(targets, str) else list(targets)
     draft.say(key, "lora_targets", "all-linear" if "all" in names else names)
+    draft.say(key, "lora_rslora", bool(found.pop("use_rslora", False)))
+    draft.say(key, "lora_dora", bool(found.pop("use_dora", False)))
     rest(draft, key, found)
 
 

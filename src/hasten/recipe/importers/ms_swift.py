@@ -183,7 +183,10 @@ def zero(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def scale(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value not in (None, "default"):
+    found = {"all": "everything", "last_round": "last_answer"}.get(str(value))
+    if found:
+        draft.say(key, "loss_on", found)
+    elif value not in (None, "default"):
         draft.note(key, "unmapped", "loss is on every answer alike")
 
 

@@ -106,12 +106,19 @@ def trl_packing(draft: RecipeDraft) -> None:
 
 def trl_loss(draft: RecipeDraft) -> None:
     """TRL trains every token of ``messages``, unless it is asked not to."""
-    key = "assistant_only_loss"
-    if draft.given.get(key) in (True, "true"):
+    given, key = draft.given, "assistant_only_loss"
+    if given.get(key) in (True, "true"):
         draft.note(key, "mapped", "loss is on the assistant's tokens")
         return
-    words = "records of `messages` have their loss on all tokens there, on answers here"
-    draft.note(key, "unmapped", words)
+    if given.get("completion_only_loss") in (True, "true"):
+        draft.note("completion_only_loss", "mapped", "loss is on the completion")
+        return
+    draft.at_default = key not in given
+    draft.say(key, "loss_on", "everything")
+    draft.at_default = False
+    if given.get("completion_only_loss") is None:
+        words = "left out: say loss_on: answers if the records are prompt and completion"
+        draft.note("completion_only_loss", "unmapped", words)
 
 
 def dataset(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -205,6 +212,7 @@ KEYS: dict[str, Handler] = (
         "packing_strategy": later,
         "padding_free": later,
         "assistant_only_loss": later,
+        "completion_only_loss": later,
         "dataset_name": dataset,
         "dataset_config": later,
         "dataset_train_split": later,
