@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 KEYS = Path(__file__).parent / "importers" / "keys.json"
+VERBS = {"needless": "isn't needed here", "unmapped": "isn't supported", "sizes": "isn't supported"}
 TOOLS = {
     "training": "transformers'",
     "training_arguments": "TRL's",
     "llama_factory": "LLaMA-Factory's",
     "axolotl": "Axolotl's",
+    "ms_swift": "ms-swift's",
     "accelerate": "accelerate's",
 }
 
@@ -36,7 +38,7 @@ def _words() -> Mapping[str, str]:
         switches = table.get("switch", {})
         instead |= {key: f"is {technique} in plan here" for key, technique in switches.items()}
         instead |= {key: f"is {words} here" for key, words in table.get("instead", {}).items()}
-        for kind, verb in (("needless", "isn't needed here"), ("unmapped", "isn't supported")):
+        for kind, verb in VERBS.items():
             for words, keys in table.get(kind, {}).items():
                 instead |= dict.fromkeys(keys, f"{verb}: {words}")
         for key, words in instead.items():

@@ -425,7 +425,6 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         InputError: no such file, not YAML, an unknown key, a value that doesn't fit.
     """
     found = read_yaml_file(path, "recipe")
-    found = {} if found is None else found  # comments alone, as of an import that lacks every key
     if not isinstance(found, dict):
         raise InputError(f"{path} is not a recipe: it must be lines of `key: value`")
     return recipe_from({**found, **read_overrides(overrides)}, str(path))

@@ -151,9 +151,11 @@ def with_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]
     Raises:
         ValueError: the file can't be used, a key has no counterpart, or the two contradict.
     """
-    config, file = values["deepspeed"], "deepspeed"
+    config: Any = values["deepspeed"]
+    file = "deepspeed"
     if isinstance(config, str):
-        config, file = Path(config), config
+        file = config
+        config = Path(file)
     elif not isinstance(config, Mapping):
         raise ValueError(f"deepspeed is {config!r}; give a ds_config.json, or what one holds")
     found = meaning_of(config, values, plan)

@@ -262,7 +262,7 @@ def _one_format(draft: RecipeDraft, own: str | None, name: str, key: str) -> Non
 
 def _finished(name: str, draft: RecipeDraft, ranks: int) -> ImportedRecipe:
     values = dict(draft.values)
-    if ranks > 1:
+    if ranks > 1 or not values:  # a recipe has one key at least
         values.setdefault("nproc", ranks)
     if draft.plan:
         values["plan"] = draft.plan

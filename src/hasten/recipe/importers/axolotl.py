@@ -183,10 +183,12 @@ def _sources(draft: RecipeDraft, place: str, entry: Mapping[str, Any]) -> list[A
     if any(tag in columns for tag in (*OF_TURNS.values(), "user_tag")):
         columns.setdefault("messages", str(entry.get("field_messages") or "messages"))
     files = entry.get("data_files")
-    names = [entry.get("path")] if not files else files if isinstance(files, list) else [files]
+    names = [entry.get("path")]
     if files and _hub(entry):
-        words = "files within a hub's data set aren't chosen: fetch them and name them here"
+        words = "all files of the hub's data set are read: fetch these and name them here"
         draft.row(f"{place}.data_files", files, "unmapped", words)
+    elif files:
+        names = files if isinstance(files, list) else [files]
     paths = [_path(entry, str(name)) for name in names if name]
     return [{"path": path, "columns": columns} if columns else path for path in paths]
 

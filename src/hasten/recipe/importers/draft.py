@@ -180,7 +180,7 @@ def needless(words: str) -> Handler:
     return lambda draft, key, value: draft.note(key, "needless", words)
 
 
-OFF = (None, False, 0, "", "none", "no", "None", "False", "false", [], {})
+OFF: tuple[Any, ...] = (None, False, 0, "", "none", "no", "None", "False", "false", [], {})
 
 
 def is_off(value: Any) -> bool:
@@ -239,10 +239,15 @@ def table(name: str) -> dict[str, Handler]:
     """Handlers of the keys that ``keys.json`` speaks of under ``name``."""
     rows = ROWS[name]
     found: dict[str, Handler] = {}
-    for kind, handler in (("needless", needless), ("unmapped", unmapped)):
+    kinds: dict[str, Callable[[str], Handler]] = {
+        "needless": needless,
+        "unmapped": unmapped,
+        "sizes": lambda words: unmapped(words, off=(1,)),  # of groups of ranks
+    }
+    for kind, handler in kinds.items():
         for words, keys in rows.get(kind, {}).items():
             found |= {key: handler(words) for key in keys}
     found |= {key: switch(technique) for key, technique in rows.get("switch", {}).items()}
-    for key, (meant, *kinds) in rows.get("named", {}).items():
-        found[key] = named(meant, *(KINDS[kind] for kind in kinds))
+    for key, (meant, *types) in rows.get("named", {}).items():
+        found[key] = named(meant, *(KINDS[kind] for kind in types))
     return found

@@ -58,6 +58,8 @@ def _other_training(given: Mapping[str, Any]) -> tuple[str, str] | None:
             return key, STAGES.get(str(value).lower(), "another way of training")
     config = given.get("peft_config")
     name = config.get("name") if isinstance(config, Mapping) else None
+    if isinstance(config, Mapping) and config.get("export_dir"):
+        return "peft_config", "merging and exporting a model, which `hasten merge` does"
     if name is not None and str(name) not in TUNERS:
         return "peft_config", STAGES.get(str(name), "another way of training")
     loss = given.get("loss_type")
