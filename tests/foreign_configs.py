@@ -46,7 +46,7 @@ packing: true
 val_size: 0.1
 per_device_eval_batch_size: 1
 eval_strategy: steps
-eval_steps: 500
+eval_steps: 0.6
 """
 
 AXOLOTL = """

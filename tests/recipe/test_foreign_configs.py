@@ -1,9 +1,9 @@
 """Configurations of other tools, each with its own reading of what the tool does with it.
 
-A case of ``foreign/*.yaml`` is the file's ``base`` with ``config`` over it; null takes a key away.
-``recipe`` are values of the loaded recipe, ``plan.TECHNIQUE[.SETTING]`` of its plan; ``absent`` keys
-stand at hasten's default. ``named`` are all keys that the import must tell (beyond ``told``), and
-``refused`` is in the sentence of a refusal.
+A case of ``foreign/*.yaml`` is the ``base`` with ``config`` over it; null takes a key away.
+``recipe`` are values of the loaded recipe, ``plan.TECHNIQUE[.SETTING]`` of its plan. ``absent`` keys
+stand at hasten's default. ``named`` are all keys that the import must report, with those of the
+file's ``told``; ``refused`` is in the sentence of a refusal.
 """
 
 from __future__ import annotations

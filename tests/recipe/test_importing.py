@@ -139,6 +139,11 @@ def test_the_imported_recipe_trains(
     summary = train(load_recipe(recipe), tell=lambda text: None)
     assert summary["steps"] == int(yaml.safe_load(text)["max_steps"])
     assert (tmp_path / "run" / "adapter" / "adapter_config.json").is_file()
+    lines = (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
+    expected = [2, 3] if name == "LLaMA-Factory" else [2]  # eval_steps is 0.6 of 3 steps
+    assert [json.loads(line)["step"] for line in lines] == expected
+    effects = summary["proofs"] if "proofs" in summary else {}
+    assert all(effects[kind]["acted"] for kind in ("packed_epoch", "packed") if kind in effects)
 
 
 @pytest.mark.parametrize("low", [0.5, 1.1])
