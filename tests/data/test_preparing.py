@@ -244,7 +244,9 @@ def test_a_template_that_fails_names_the_record(
         "{% if messages[0].content == 'question 34' %}{{ 1 / 0 }}{% endif %}"
         "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
     )
-    with pytest.raises(InputError, match=r"fails on data\.jsonl:35 \(ZeroDivisionError"):
+    with pytest.raises(
+        InputError, match=r"data\.jsonl:35: the chat template fails on it: ZeroDivisionError"
+    ):
         tokenize(dialogues(COUNT), tokenizer, tmp_path, 64, workers=count)
     assert gone([process.pid for process in started()])
 

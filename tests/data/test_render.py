@@ -11,7 +11,7 @@ import pytest
 
 from hasten.data import renderer
 from hasten.data import template_sandbox as render_module
-from hasten.data.chat_template import encode
+from hasten.data.chat_template import encode, encode_all
 from hasten.data.prompt_formats import PROMPT_FORMATS, choose_chat_template
 from hasten.data.readers import Conversation, Message
 from hasten.data.template_sandbox import render
@@ -82,17 +82,37 @@ def test_the_text_is_the_one_transformers_renders(
         "{{ messages.append(1) }}",
         "{% set ns = namespace(_x=1) %}",
         "{{ namespace({'__class__': 1}) }}",
-        "{% include '/etc/passwd' %}",
-        "{{ raise_exception('no\nsystem turn') }}",
-        "{{ 1 / 0 }}",
         "{% for",
-        "{{ x.y.z }}",
     ],
 )
 def test_a_template_that_runs_away_or_reaches_out_ends_in_one_sentence(source: str) -> None:
     with pytest.raises(InputError, match="chat template fails on a:1") as caught:
         render(source, "a:1", {"messages": TURNS})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{{ raise_exception('no\nsystem turn') }}", "fails on it: no system turn"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ x.y.z }}", "'x' is undefined"),
+        ("{{ messages[1].content + none }}", "can only concatenate"),
+    ],
+)
+def test_a_template_that_fails_on_a_record_costs_that_record(
+    tokenizer: Any, source: str, words: str
+) -> None:
+    rest = PROMPT_FORMATS["deepseek-llm"]
+    tokenizer.chat_template = (
+        f"{{% if messages[0].content == 'odd' %}}{source}{{% else %}}{rest}{{% endif %}}"
+    )
+    odd, usual = encode_all(tokenizer, [dialogue("odd", "b"), dialogue("a", "b")], 99)
+    assert odd.records == ()
+    assert words in str(odd.reason)
+    assert "\n" not in str(odd.reason)
+    assert usual.records
 
 
 def dialogue(*contents: str) -> Conversation:
@@ -109,7 +129,7 @@ def test_r1_keeps_the_thought_of_the_last_answer_in_the_target(tokenizer: Any) -
         f"{BOS}<｜User｜>a<｜Assistant｜>\n\nb{EOS}<｜User｜>c<｜Assistant｜>{thought}d{EOS}"
     )
     trained = tokenizer.decode(record.input_ids[record.trained])
-    assert trained == f"hm\n</think>\n\nd{EOS}"  # the prompt has opened the thought
+    assert trained == f"\n\nb{EOS}hm\n</think>\n\nd{EOS}"  # the prompt has opened the last thought
 
 
 def test_a_doubled_bos_is_refused(tokenizer: Any) -> None:

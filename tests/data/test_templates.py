@@ -85,16 +85,16 @@ def test_a_line_break_after_the_end_of_turn_is_not_trained(tokenizer: Any) -> No
 
 
 @pytest.mark.parametrize("template", [DROPS_THOUGHTS, CLOSES_THOUGHTS])
-def test_the_last_thought_stays_and_a_rewritten_earlier_turn_is_not_trained(
+def test_the_last_thought_stays_and_an_earlier_answer_is_trained_without_its_own(
     tokenizer: Any, template: str
 ) -> None:
     tokenizer.chat_template = template
-    text, trained = rendered(
-        tokenizer, "q", "<think>early</think>one", "r", "<think>late</think>two"
-    )
+    turns = ("q", "<think>early</think>one", "r", "<think>late</think>two")
+    text, trained = rendered(tokenizer, *turns)
     assert "early" not in text
     assert text.endswith(f"<A><think>late</think>two{EOS}")
-    assert trained == [f"<think>late</think>two{EOS}"]
+    assert trained == [f"one{EOS}", f"<think>late</think>two{EOS}"]
+    assert encode(tokenizer, chat(*turns), 100).thoughts == 1
 
 
 def test_a_thought_that_the_prompt_opens_is_learned_from_where_the_model_begins(
@@ -114,7 +114,7 @@ def test_a_template_that_keeps_only_the_last_thought_is_taken_as_it_is(tokenizer
     )
     text, trained = rendered(tokenizer, "q", "<think>a</think>1", "r", "<think>b</think>2")
     assert text.endswith(f"<A>1{EOS}<U>r<A><think>b</think>2{EOS}")
-    assert trained == [f"<think>b</think>2{EOS}"]
+    assert trained == [f"1{EOS}", f"<think>b</think>2{EOS}"]
 
 
 def test_a_template_without_answers_gives_a_reason(tokenizer: Any) -> None:
@@ -128,8 +128,6 @@ def test_a_template_without_answers_gives_a_reason(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ raise_exception('no system turns') }}",
-        "{{ 1 / 0 }}",
         "{% if %}",
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -159,7 +157,7 @@ def test_a_long_dialogue_is_cut_and_one_without_answer_is_rejected(tokenizer: An
     assert np.array_equal(cut.input_ids, whole.input_ids[: first + 1])
     assert cut.trained_tokens == 1
     encoded = encode(tokenizer, chat("q", "a b c d e"), first)
-    assert encoded == ((), f"no answer left within cutoff_len={first}", True)
+    assert encoded[:3] == ((), f"no answer left within cutoff_len={first}", True)
     with pytest.raises(InputError, match="cutoff_len=1"):
         encode(tokenizer, chat("q", "a"), 1)
 
@@ -249,4 +247,4 @@ def test_dropping_leaves_out_what_is_too_long_and_nothing_else(tokenizer: Any) -
         assert encode(tokenizer, example, whole.length, "drop").records
         dropped = encode(tokenizer, example, whole.length - 1, "drop")
         reason = f"too long for cutoff_len={whole.length - 1}: {whole.length} tokens"
-        assert dropped == ((), reason, True)
+        assert dropped[:3] == ((), reason, True)

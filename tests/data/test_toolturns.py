@@ -177,9 +177,9 @@ def test_arguments_are_given_as_the_template_takes_them(tokenizer: Any, tmp_path
         (NO_SECOND, "ignores the record's tool calls"),
         (NO_RESULTS, "drops the result of a tool"),
         (PROMPT_FORMATS["deepseek-v3"], "ignores the record's tools"),
-        (PROMPT_FORMATS["deepseek-r1"], "takes no turns of tools"),
-        (PROMPT_FORMATS["deepseek-llm"], "takes no turns of tools"),
-        ("{{ raise_exception('only users') }}", "takes no turns of tools: .*only users"),
+        (PROMPT_FORMATS["deepseek-r1"], "ignores the record's tools"),
+        (PROMPT_FORMATS["deepseek-llm"], "ignores the record's tools"),
+        ("{{ raise_exception('only users') }}", "takes no turns of tools: choose another"),
     ],
 )
 def test_a_template_that_ignores_tools_rejects_the_record_with_the_reason(

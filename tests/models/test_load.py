@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from hasten.errors import InputError
 from hasten.models.load import load_model, load_tokenizer, quiet, read_config
+from hasten.models.save import save_model
 
 WEIGHTS = "model.safetensors"
 
@@ -131,6 +132,37 @@ def test_token_ids_reach_the_configs_of_loaded_weights(saved_llama: Path) -> Non
     for config in (model.config, model.generation_config):
         assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (0, 1, 1)
     assert "301 tokens" in refusal(saved_llama, vocab_size=301)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "stops"),
+    [
+        ([5, 6], 5, [5, 6, 1, 7]),
+        ([7, 1], None, [7, 1]),
+        (None, [5, 6], [5, 6, 1, 7]),  # of releases that had no generation config
+        (9, 5, [9, 1, 7]),
+    ],
+)
+def test_the_base_s_stop_tokens_stay_and_the_trained_one_joins_them(
+    damaged: Path, tmp_path: Path, generation: Any, config: Any, stops: list[int]
+) -> None:
+    edit_config(damaged, lambda found: found.update(eos_token_id=config))
+    file = damaged / "generation_config.json"
+    if generation is None:
+        file.unlink(missing_ok=True)
+    else:
+        file.write_text(json.dumps({"eos_token_id": generation}))
+    model = load_model(str(damaged), eos_token_id=1, stop_token_id=7)
+    save_model(model, None, tmp_path / "again")
+    saved = json.loads((tmp_path / "again/generation_config.json").read_text())
+    assert saved["eos_token_id"] == stops
+
+
+def test_a_model_from_nothing_has_the_stop_tokens_of_its_tokenizer_alone() -> None:
+    model = load_model("deepseek-llm-tiny", vocab_size=64, eos_token_id=2, stop_token_id=5)
+    assert model.generation_config.eos_token_id == [2, 5]
+    model = load_model("deepseek-llm-tiny", vocab_size=64, eos_token_id=2, stop_token_id=2)
+    assert model.generation_config.eos_token_id == 2
 
 
 # Refusals

@@ -185,10 +185,12 @@ def _set_aside(folder: Path) -> list[tuple[Path, str]]:
 
 def merge(run: Path, to: Path | None, adapter: str) -> None:
     """Build the run's base again, add the adapter, save; the run itself stays as it is."""
+    from hasten.data.chat_template import answer_end
     from hasten.models.adapters import merged
     from hasten.models.load import load_tokenizer
     from hasten.models.save import save_model
     from hasten.recipe.build import model_for, requested_plan
+    from hasten.recipe.prepared_data import stop_token
     from hasten.recipe.schema import load_recipe
     from hasten.report.card import write_card
     from hasten.techniques.adapter import LoRA
@@ -204,7 +206,7 @@ def merge(run: Path, to: Path | None, adapter: str) -> None:
         raise InputError(f"{target} is the adapter itself; choose another folder for the model")
     recipe = load_recipe(run / "recipe.yaml")
     tokenizer = load_tokenizer(str(source))
-    model: Any = model_for(recipe, tokenizer)
+    model: Any = model_for(recipe, tokenizer, stop_token(tokenizer, answer_end(tokenizer)))
     planned = [t for t in requested_plan(recipe) if isinstance(t, LoRA)]  # else the recipe's keys
     base = (planned[0] if planned else LoRA(base=recipe.lora_base)).base
     save_model(merged(model, source, base), tokenizer, target)

@@ -25,7 +25,7 @@ from hasten.formatting import shown
 from hasten.progress import Display
 from hasten.recipe.build import DEFAULT_BATCH, facts_of
 from hasten.recipe.candidates import first_plan_sentence
-from hasten.recipe.prepared_data import PreparedData, prepare_data
+from hasten.recipe.prepared_data import PreparedData, prepare_data, template_advice
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.data_page import write_page
 
@@ -85,6 +85,8 @@ def pack(
     recipe = load_recipe(path, overrides)
     with Display() as display:
         data = prepare_data(recipe, Path(recipe.output) / "data", display.tell)
+        for sentence in template_advice(recipe, data):
+            display.tell(f"warning: {sentence}")
         display.begin()
         found = write_packed(
             data.train,
@@ -124,15 +126,20 @@ def convert(sources: Sequence[Path], output: Path, max_rejected: float) -> None:
 
 
 def _data(recipe: Recipe) -> PreparedData:
-    tell = lambda text: print(shown(text), file=sys.stderr)  # noqa: E731
-    return prepare_data(recipe, Path(recipe.output) / "data", tell)
+    def tell(text: str) -> None:
+        print(shown(text), file=sys.stderr)
+
+    data = prepare_data(recipe, Path(recipe.output) / "data", tell)
+    for sentence in template_advice(recipe, data):
+        tell(f"warning: {sentence}")
+    return data
 
 
 def _row(conversation: Conversation) -> dict[str, object]:
     if conversation.text is not None:
         return {"text": conversation.text}
     tools, turns = split_tools(conversation.messages)
-    row: dict[str, object] = {"messages": template_turns(turns, "object")}
+    row: dict[str, object] = {"messages": template_turns(turns)}
     return row | ({"tools": tools} if tools else {})
 
 

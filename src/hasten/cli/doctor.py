@@ -26,7 +26,12 @@ from hasten.recipe.gpu_check import check_kernels
 from hasten.recipe.memory_check import MAY_RUN_OUT, memory_words
 from hasten.recipe.peak_flops import ceiling_of
 from hasten.recipe.prepare import check_folder, check_space, first_record
-from hasten.recipe.prepared_data import PreparedData, overlap, prepare_data
+from hasten.recipe.prepared_data import (
+    PreparedData,
+    overlap,
+    prepare_data,
+    template_advice,
+)
 from hasten.recipe.preset_plans import entries_of
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.shorthands import meaning_of, settings_of, techniques_of, world_of
@@ -165,6 +170,8 @@ def _sources(recipe: Recipe, data: PreparedData, checks: _Checks) -> None:
     advice = overlap(data).advice
     if advice:
         checks.note("held out", advice, "warn")
+    for sentence in template_advice(recipe, data):
+        checks.note("template", sentence, "warn")
     if note.long:
         fate = f"cutoff_len={recipe.cutoff_len} (too_long: {recipe.too_long})"
         checks.note("long", f"{note.long:,} records are longer than {fate}", "warn")

@@ -44,8 +44,15 @@ if TYPE_CHECKING:
 # that text would learn to answer from nowhere. So whatever a record says of tools must be found in
 # the text again; a record of which it isn't is rejected with what is missing.
 
-# Transformers documents arguments as an object; DeepSeek's own templates add them to a text.
-FORMS = ("object", "text")
+
+class CallForm(NamedTuple):
+    """How a template takes calls: what it gets as arguments, and as content without words."""
+
+    as_text: bool = False  # Transformers documents an object; DeepSeek's templates add it to a text
+    empty: str | None = None  # null in OpenAI's format, which V3's asks for; others write it
+
+
+FORMS = (CallForm(), CallForm(True), CallForm(False, ""), CallForm(True, ""))
 _ADVICE = "choose another chat_template, or leave such records out"
 
 
@@ -60,8 +67,8 @@ def split_tools(messages: Sequence[Message]) -> tuple[list[Any] | None, Sequence
     return None, messages
 
 
-def template_turns(turns: Sequence[Message], form: str) -> list[dict[str, Any]]:
-    """Turns with the keys of OpenAI's format; `form` is how arguments are given."""
+def template_turns(turns: Sequence[Message], form: CallForm = FORMS[0]) -> list[dict[str, Any]]:
+    """Turns with the keys of OpenAI's format."""
     return [_turn(turn, form) for turn in turns]
 
 
@@ -78,7 +85,8 @@ def check_seen(
         if turn.calls:
             before, upto = render(messages[:at]), render(messages[: at + 1])
             written = upto[_shared(before, upto) :]
-            if not all(_shows(written, call) for call in turn.calls):
+            nulls = not turn.content and "None" in written and "None" not in str(turn.calls)
+            if nulls or not all(_shows(written, call) for call in turn.calls):
                 raise ToolsNotRenderedError(
                     f"the chat template ignores the record's tool calls: {_ADVICE}"
                 )
@@ -86,12 +94,12 @@ def check_seen(
             raise ToolsNotRenderedError(f"the chat template drops the result of a tool: {_ADVICE}")
 
 
-def _turn(turn: Message, form: str) -> dict[str, Any]:
+def _turn(turn: Message, form: CallForm) -> dict[str, Any]:
     found: dict[str, Any] = {"role": turn.role, "content": turn.content}
     if turn.input:
         found |= {"instruction": turn.instruction, "input": turn.input}
     if turn.calls:
-        found["content"] = turn.content or None  # null in OpenAI's format; V3's asks for it
+        found["content"] = turn.content or form.empty
         found["tool_calls"] = [_call(call, form) for call in turn.calls]
     if turn.id:
         found["tool_call_id"] = turn.id
@@ -100,8 +108,8 @@ def _turn(turn: Message, form: str) -> dict[str, Any]:
     return found
 
 
-def _call(call: ToolCall, form: str) -> dict[str, Any]:
-    arguments = json.loads(call.arguments) if form == "object" else call.arguments
+def _call(call: ToolCall, form: CallForm) -> dict[str, Any]:
+    arguments = call.arguments if form.as_text else json.loads(call.arguments)
     function = {"name": call.name, "arguments": arguments}
     return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
 
@@ -182,7 +190,7 @@ def render_turns(
     messages: Sequence[Message],
     prompt: bool,
     place: str,
-    form: str,
+    form: CallForm = FORMS[0],
 ) -> str:
     """The text of a record's turns; raises InputError where the template fails."""
     tools, turns = split_tools(messages)
@@ -208,9 +216,11 @@ LossOn = Literal["answers", "last_answer", "everything"]
 _NONE_LEFT, _DROPPED = "no answer left", "too long"
 NOT_THE_RECORDS_FAULT = (_NONE_LEFT, _DROPPED)  # how reasons begin where cutoff_len is at fault
 _BATCH = 256  # texts that the tokenizer sees at once: it spreads them over the cores
-_STAND_IN = "\ue000answer\ue000"  # private use characters: no template changes them
+# Private use characters: no template changes them.
+_STAND_IN, _EARLIER = "\ue000answer\ue000", "\ue000earlier answer\ue000"
 _PLAIN = ("system", "user", "assistant")
 _THOUGHT = re.compile(r"(?:<think>\s*)?</think>\s*\Z|<think>\s*\Z")  # opened or left empty
+_NO_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
 _NO_LAST = "the chat template drops or rewrites the last answer"
 _Render = Callable[..., str]  # of messages, with prompt=True up to where an answer begins
 
@@ -221,7 +231,7 @@ class Encoded(NamedTuple):
     records: tuple[TokenRecord, ...]  # one for a dialogue, one per piece where it goes on
     reason: str | None
     long: bool = False  # the whole is longer than cutoff_len
-    thoughts: int = 0  # of earlier answers, which the template leaves out of the text
+    thoughts: int = 0  # of answers, which the template leaves out of the text
 
 
 class _Rendered(NamedTuple):
@@ -260,7 +270,7 @@ def encode_all(
             f"{type(tokenizer).__name__} reports no offsets, which tell answers from questions: "
             "use the model's fast tokenizer (tokenizer.json)"
         )
-    ends = tuple(token for token in tokenizer.get_added_vocab() if token.strip())
+    ends = _added_tokens(tokenizer)
     left = iter(conversations)
     backend, template = _plain_backend(tokenizer), chat_template_of(tokenizer)
     while batch := list(islice(left, _BATCH)):
@@ -373,8 +383,8 @@ def _draw_dialogues(
     ends: tuple[str, ...],
     loss_on: LossOn,
 ) -> list[_Rendered]:
-    borders = _borders_of(template, ends)
-    return [_draw(template, _unbordered(each, borders), ends, loss_on) for each in dialogues]
+    written = _answer_end(template, ends)
+    return [_draw(template, _unbordered(each, written), ends, loss_on) for each in dialogues]
 
 
 def _draw(
@@ -384,8 +394,10 @@ def _draw(
         number = len(conversation.messages)
         return _Rendered("", [], f"a dialogue of {number:,} turns: split those of over {TURNS:,}")
     plain = all(message.role in _PLAIN and not message.calls for message in conversation.messages)
+    if any(not message.content.strip() for message in conversation.messages if _speaks(message)):
+        return _Rendered("", [], "an answer holds its end token alone")
     unseen, failed = "", ""
-    for form in FORMS[: 1 if plain else None]:  # they differ in how they take a call's arguments
+    for form in FORMS[: 1 if plain else None]:
         try:
             return _draw_turns(template, conversation, ends, form, loss_on)
         except ToolsNotRenderedError as error:
@@ -397,41 +409,55 @@ def _draw(
     return _Rendered("", [], unseen or failed)
 
 
-class _Borders(NamedTuple):
-    """The tokens that a template writes before a dialogue and after an answer; empty: none."""
-
-    bos: str
-    end: str
+def _speaks(message: Message) -> bool:
+    return message.role == "assistant" and not message.calls
 
 
-def _borders_of(template: ChatTemplate, ends: tuple[str, ...]) -> _Borders:
-    before, after = around_answer(template) or ("", "")
-    bos = str(template.special_tokens.get("bos_token") or "")
-    end = next((token for token in ends if after.lstrip().startswith(token)), "")
-    return _Borders(bos if bos and before.startswith(bos) else "", end)
+class AnswerEnd(NamedTuple):
+    """What a chat template writes after an answer, and the token there that says it is over."""
+
+    text: str
+    token: str = ""  # empty: ordinary text, or nothing
+    bos: str = ""  # what it writes before the dialogue, if that is the bos token
 
 
-def around_answer(template: ChatTemplate) -> tuple[str, str] | None:
-    """The text before and after an answer to a question; None where a template takes neither."""
+def answer_end(tokenizer: PreTrainedTokenizerBase) -> AnswerEnd | None:
+    """The end of answers under a tokenizer's template; None if it takes no plain dialogue."""
+    work = (chat_template_of(tokenizer), _added_tokens(tokenizer))
+    return renderer.ask("a question with an answer", 0, _answer_end, *work)
+
+
+def _answer_end(template: ChatTemplate, ends: tuple[str, ...]) -> AnswerEnd | None:
     turns = (Message("user", "?"), Message("assistant", _STAND_IN))
     try:
-        text = render_turns(template, turns, False, "a question with an answer", "object")
+        text = render_turns(template, turns, False, "a question with an answer")
     except (InputError, UnrenderedError):
         return None
     before, _, after = text.partition(_STAND_IN)
-    return (before, after) if text.count(_STAND_IN) == 1 else None
+    if text.count(_STAND_IN) != 1:
+        return None
+    bos = str(template.special_tokens.get("bos_token") or "")
+    # The longest, as a tokenizer takes it.
+    token = max((end for end in ends if after.lstrip().startswith(end)), key=len, default="")
+    return AnswerEnd(after, token, bos if bos and before.startswith(bos) else "")
 
 
-def _unbordered(conversation: Conversation, borders: _Borders) -> Conversation:
+def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    return tuple(token for token in tokenizer.get_added_vocab() if token.strip())
+
+
+def _unbordered(conversation: Conversation, written: AnswerEnd | None) -> Conversation:
     """The dialogue without the tokens in its texts that the template writes there itself."""
+    if written is None:
+        return conversation
     turns = list(conversation.messages)
     first = next((at for at, turn in enumerate(turns) if turn.role != "tools"), 0)
     for at, turn in enumerate(turns):
         content = turn.content
-        if at == first and borders.bos and content.lstrip().startswith(borders.bos):
-            content = content.lstrip().removeprefix(borders.bos)
-        if turn.role == "assistant" and borders.end and content.rstrip().endswith(borders.end):
-            content = content.rstrip().removesuffix(borders.end)
+        if at == first and written.bos and content.lstrip().startswith(written.bos):
+            content = content.lstrip().removeprefix(written.bos)
+        if turn.role == "assistant" and written.token and content.rstrip().endswith(written.token):
+            content = content.rstrip().removesuffix(written.token)
         turns[at] = turn._replace(content=content)
     return replace(conversation, messages=tuple(turns))
 
@@ -440,14 +466,15 @@ def _draw_turns(
     template: ChatTemplate,
     conversation: Conversation,
     ends: tuple[str, ...],
-    form: str,
+    form: CallForm,
     loss_on: LossOn,
 ) -> _Rendered:
     def render(messages: Sequence[Message], prompt: bool = False) -> str:
         return render_turns(template, messages, prompt, conversation.place, form)
 
     *before, last = messages = conversation.messages
-    check_seen(messages, render(messages), render)
+    if any(message.role not in _PLAIN or message.calls for message in messages):
+        check_seen(messages, render(messages), render)
     text, begin = _whole(render, messages)
     if begin is None:
         return _Rendered("", [])
@@ -466,6 +493,7 @@ def _draw_turns(
             thoughts += not is_whole
     if last.trained != cut:
         spans.append((begin, _close(text, ends)))
+        thoughts += _squash(last.content) not in _squash(text)
     if cut:
         borders = [0, *(at for span in spans for at in span), len(text)]
         pairs = zip(borders[::2], borders[1::2], strict=True)
@@ -477,10 +505,13 @@ def _whole(render: _Render, messages: Sequence[Message]) -> tuple[str, int | Non
     """The text of all turns, and where a model would begin to write the last; None: not in it."""
     *before, last = messages
     text, prompt = render(messages), render(before, prompt=True)
-    begin = _begin(text, prompt, last.content)
+    answer = last.content
+    if _NO_THOUGHT.search(prompt):  # a format without thoughts
+        answer = answer.rpartition("</think>")[2].lstrip("\n")
+    begin = _begin(text, prompt, answer)
     if begin is None and not last.calls:
         frame = render([*before, Message("assistant", _STAND_IN)])
-        return _force(frame, prompt, before[-1].content, last.content)
+        return _force(frame, prompt, before[-1].content, answer)
     return text, begin
 
 
@@ -518,26 +549,60 @@ def _earlier(
     begin = _begin(upto, prompt, answer.content)
     if begin is not None and text.startswith(upto):
         return begin, _close(upto, ends), True
-    marked = [*messages[:turn], answer._replace(content=_STAND_IN)]
+    marked = [*messages[:turn], _marked(answer)]
     frame, _ = _whole(render, [*marked, *messages[turn + 1 :]])
     alone = render(marked)
-    if frame.count(_STAND_IN) != 1 or alone.count(_STAND_IN) != 1:
+    if _EARLIER not in frame or _EARLIER not in alone:
         return None
-    (head, tail), (opened, closed) = frame.split(_STAND_IN), alone.split(_STAND_IN)
+    name = answer.content or answer.calls[0].name  # results of a tool may show it, too
+    head, tail = (part.replace(_EARLIER, name) for part in frame.split(_EARLIER, 1))
+    opened, closed = (part.replace(_EARLIER, name) for part in alone.split(_EARLIER, 1))
     first, last = len(head), len(text) - len(tail)
-    shown, said = _squash(text[first:last]), answer.content.rpartition("</think>")[2]
-    is_whole = shown == _squash(answer.content)
-    if not (text.startswith(head) and text.endswith(tail)) or (
-        not is_whole and (not shown or shown != _squash(said))
-    ):
+    if not (text.startswith(head) and text.endswith(tail)):
         return None
-    lead = opened.removeprefix(prompt)  # what a model writes before it: a blank, an empty thought
-    if lead != opened and head.endswith(lead):
-        first -= len(lead)
+    in_call = not answer.content
+    shown, said = _squash(text[first:last]), answer.content.rpartition("</think>")[2]
+    is_whole = in_call or shown == _squash(answer.content)
+    if not is_whole and (not shown or shown != _squash(said)):
+        return None
+    # What a model writes before it: a blank, an empty thought, the begin of a call.
+    lead = opened.removeprefix(prompt) if opened.startswith(prompt) else ""
+    leads = (lead, lead.rpartition("</think>")[2].lstrip())
+    if fitting := next((each for each in leads if each and head.endswith(each)), ""):
+        first -= len(fitting)
+    elif in_call:
+        return None
+    if (thought := _NO_THOUGHT.search(text[:first])) and not _NO_THOUGHT.search(prompt):
+        first = thought.start()
     closing = closed[: _close(closed, ends)]
-    if tail.startswith(closing):
-        return first, last + len(closing), is_whole
-    return None if answer.calls else (first, last, is_whole)
+    if not tail.startswith(closing):
+        closing = _shared_end(closed, tail, ends)
+        if answer.calls and not closing:
+            return None
+    return first, last + len(closing), is_whole
+
+
+def _marked(answer: Message) -> Message:
+    """The answer with a stand-in for its words, or for the name of its first call."""
+    if answer.content:
+        return answer._replace(content=_EARLIER)
+    first, *others = answer.calls
+    return answer._replace(calls=(first._replace(name=_EARLIER), *others))
+
+
+def _shared_end(closed: str, tail: str, ends: tuple[str, ...]) -> str:
+    """What ends an answer in the midst of a text, where `closed` ends it as the last of a text.
+
+    That is what both have, up to an end token (Phi-3 adds another after the last turn), or if the
+    last one's token is another (gpt-oss, GLM), the token in its place.
+    """
+    common = closed[: _shared(closed, tail)]
+    ended = next((at for at in range(len(common), 0, -1) if common[:at].endswith(ends)), 0)
+    if ended or not closed.lstrip().startswith(ends):
+        return common[:ended]
+    bare = tail.lstrip()
+    token = max((end for end in ends if bare.startswith(end)), key=len, default="")
+    return tail[: len(tail) - len(bare) + len(token)] if token else ""
 
 
 def _force(frame: str, prompt: str, question: str, answer: str) -> tuple[str, int | None]:

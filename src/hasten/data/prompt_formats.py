@@ -96,7 +96,7 @@ def choose_chat_template(tokenizer: PreTrainedTokenizerBase, choice: str) -> str
 
 def missing_tokens(tokenizer: PreTrainedTokenizerBase, choice: str) -> list[str]:
     """The special tokens of a format that the tokenizer splits into ordinary text."""
-    known = tokenizer.get_vocab()
+    known = tokenizer.get_added_vocab()
     return [token for token in _TOKENS.get(choice, ()) if token not in known]
 
 

@@ -65,7 +65,7 @@ def render(source: str, place: str, values: Mapping[str, Any]) -> str:
             f"the tokenizer's chat template takes more memory than it may have on {place}: "
             "correct the template or the record"
         ) from error
-    except (SecurityError, RunawayError, TemplateSyntaxError) as error:
+    except (SecurityError, RunawayError, TemplateSyntaxError, RecursionError) as error:
         raise InputError(
             f"the tokenizer's chat template fails on {place} ({_words(error)}): "
             "correct the template or the record"

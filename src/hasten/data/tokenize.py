@@ -256,6 +256,7 @@ def _summary(parts: list[Any]) -> dict[str, Any]:
     return {
         "rejected": [row for part in parts for row in part["rejected"]],
         "long": sum(part["long"] for part in parts),
+        "thoughts": sum(part["thoughts"] for part in parts),
     }
 
 

@@ -14,7 +14,7 @@ import pickle
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hasten.data import arrow_file
 from hasten.data.chat_template import LossOn, TooLong, encode_all
@@ -48,14 +48,14 @@ class RecordChunk(NamedTuple):
 def write_part(work: TokenizeWork, chunk: RecordChunk) -> None:
     """Tokenise a chunk into its file, which is there whole or not at all.
 
-    Its summary holds what was rejected, as (file, line, reason), and how many conversations were
-    longer than cutoff_len.
+    Its summary holds what was rejected, as (file, line, reason), how many conversations were longer
+    than cutoff_len, and how many thoughts the chat template left out.
     """
     rejected: list[tuple[str, int, str]] = []
-    long = 0
+    long = thoughts = 0
 
     def records() -> Iterator[TokenRecord]:
-        nonlocal long
+        nonlocal long, thoughts
         conversations = [unpack(data) for data in chunk.packed]
         encoded = encode_all(
             work.tokenizer, conversations, work.cutoff_len, work.too_long, work.loss_on
@@ -65,11 +65,13 @@ def write_part(work: TokenizeWork, chunk: RecordChunk) -> None:
                 file, _, line = conversation.place.rpartition(":")
                 rejected.append((file, int(line) if line.isdecimal() else 0, item.reason))
             long += item.long
+            thoughts += item.thoughts
             yield from item.records
 
-    arrow_file.write(
-        chunk.path, records(), lambda: {"rejected": rejected, "long": long}, durable=False
-    )
+    def summary() -> dict[str, Any]:
+        return {"rejected": rejected, "long": long, "thoughts": thoughts}
+
+    arrow_file.write(chunk.path, records(), summary, durable=False)
 
 
 def main(handle: int) -> None:

@@ -15,7 +15,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -243,6 +243,7 @@ def load_model(
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
     pad_token_id: int | None = None,
+    stop_token_id: int | None = None,
     skeleton: bool = False,
 ) -> PreTrainedModel:
     """A causal language model in training mode on the CPU, its parameters in ``dtype``.
@@ -256,7 +257,8 @@ def load_model(
     A ``skeleton`` is the same model with tensors on the meta device: shapes and no weights.
 
     Trained weights keep their embedding, which ``vocab_size`` may not exceed. The token ids go to
-    the configs of the model and of its generation. Raises InputError for whatever the source lacks.
+    the configs of the model and of its generation, which also keeps the tokens at which trained
+    weights stop and stops at ``stop_token_id``. Raises InputError for whatever the source lacks.
     """
     tokens = {
         "bos_token_id": bos_token_id,
@@ -279,12 +281,31 @@ def load_model(
     else:
         model = _from_seed(config, seed, dtype) if random else _from_weights(source, config, dtype)
     model.config.pad_token_id = padding
+    generation = model.generation_config
+    kept = [] if random else [*_listed(generation.eos_token_id), *stop_tokens(source)]
     for name, token_id in tokens.items():
         if token_id is not None:
-            setattr(model.generation_config, name, token_id)
+            setattr(generation, name, token_id)
+    stops = list(dict.fromkeys([*kept, *_listed(eos_token_id), *_listed(stop_token_id)]))
+    if stops:
+        generation.eos_token_id = stops if len(stops) > 1 else stops[0]
     freeze_indexers(model)
     model.train()
     return model
+
+
+def stop_tokens(source: str) -> list[int]:
+    """The tokens at which a local folder says that writing stops; empty if it says nothing."""
+    for name in ("generation_config.json", "config.json"):
+        with suppress(OSError, ValueError):
+            found = json.loads((Path(source) / name).read_text("utf-8")).get("eos_token_id")
+            if stops := _listed(found):
+                return stops
+    return []
+
+
+def _listed(ids: int | list[int] | None) -> list[int]:
+    return [] if ids is None else list(ids) if isinstance(ids, list | tuple) else [ids]
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:

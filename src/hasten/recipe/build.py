@@ -285,11 +285,16 @@ def build_model(recipe: Recipe, data: PreparedData, skeleton: bool = False) -> n
 
     A ``skeleton`` has no memory for weights.
     """
-    return model_for(recipe, data.tokenizer, skeleton)
+    return model_for(recipe, data.tokenizer, data.note.stop_token, skeleton)
 
 
-def model_for(recipe: Recipe, tokenizer: Any, skeleton: bool = False) -> nn.Module:
-    """The model as the run begins with it, before anything learns."""
+def model_for(
+    recipe: Recipe, tokenizer: Any, stop_token: int | None = None, skeleton: bool = False
+) -> nn.Module:
+    """The model as the run begins with it, before anything learns.
+
+    Text that it writes ends at ``stop_token``, too: the last token of a trained answer.
+    """
     model: Any = load_model(
         recipe.model,
         from_scratch=recipe.from_scratch,
@@ -298,6 +303,7 @@ def model_for(recipe: Recipe, tokenizer: Any, skeleton: bool = False) -> nn.Modu
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        stop_token_id=stop_token,
         skeleton=skeleton,
     )
     take_own_attention(model)

@@ -35,7 +35,12 @@ from hasten.parts.checkpoint.format import read_manifest
 from hasten.recipe.build import batch_of, check_faults, facts_of, job_of, plan_of, words_of
 from hasten.recipe.gpu_check import check_kernels
 from hasten.recipe.peak_flops import settle
-from hasten.recipe.prepared_data import PreparedData, prepare_data, tell_overlap
+from hasten.recipe.prepared_data import (
+    PreparedData,
+    prepare_data,
+    tell_overlap,
+    template_advice,
+)
 from hasten.recipe.schema import Recipe
 from hasten.techniques.checkpoint import Checkpoints
 
@@ -240,6 +245,8 @@ def prepare_run(
     check_space(output, known)
     settle(recipe, known, tell)
     tell_overlap(data, tell)
+    for sentence in template_advice(recipe, data):
+        tell(f"warning: {sentence}")
     return known, plan, data
 
 

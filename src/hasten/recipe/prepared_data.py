@@ -22,18 +22,20 @@ import xxhash
 from numpy.typing import NDArray
 
 from hasten.core.facts import RecordFacts
+from hasten.data.chat_template import AnswerEnd, answer_end
 from hasten.data.conversation import Conversation, columns_of
 from hasten.data.corpus import stdlib_corpus
 from hasten.data.file_lock import one_writer, replace_file
-from hasten.data.prompt_formats import choose_chat_template
+from hasten.data.prompt_formats import choose_chat_template, missing_tokens
 from hasten.data.readers import ReadRecords, read_sources
 from hasten.data.sources import Source, entry_of, source_of, weighted
 from hasten.data.spool import ConversationSink, IndexedConversations, Selection, spools
 from hasten.data.token_store import StoredRecords, Subset, TokenStore, split, tokenize
 from hasten.data.tokenize import sweep, train_bpe
 from hasten.errors import InputError
+from hasten.formatting import shown
 from hasten.machine import host
-from hasten.models.load import load_tokenizer
+from hasten.models.load import load_tokenizer, stop_tokens
 from hasten.models.presets import PRESETS
 from hasten.recipe.schema import DataSource, Recipe
 
@@ -284,6 +286,9 @@ class PreparedDataIndex:
     rejected: list[list[Any]] = field(default_factory=list)
     containers: dict[str, str] = field(default_factory=dict)
     long: int = 0  # training records that are longer than cutoff_len
+    thoughts: int = 0  # of answers, which the chat template leaves out
+    end_text: str | None = None  # what the chat template writes after an answer; None: no dialogues
+    stop_token: int | None = None  # the end token that it begins with
 
 
 def prepare_data(
@@ -326,6 +331,7 @@ def _prepared(
 ) -> PreparedData:
     """Tokenise what was read, and note it."""
     tokenizer = _tokenizer(recipe, source, tell)
+    end = answer_end(tokenizer) if {*source.shapes.values()} != {"text"} else None
     tell(f"tokenising {len(source.train):,} records")
 
     def store(conversations: Sequence[Conversation]) -> TokenStore:
@@ -364,6 +370,9 @@ def _prepared(
         rejected=rejected,
         containers=source.containers,
         long=train.long,
+        thoughts=train.thoughts,
+        end_text=end.text if end else None,
+        stop_token=stop_token(tokenizer, end),
     )
     replace_file(folder / "index.json", json.dumps(asdict(note), indent=1))
     sweep(folder)
@@ -425,6 +434,11 @@ def _tokenizer(recipe: Recipe, source: Conversations, tell: Tell) -> PreTrainedT
     template = choose_chat_template(tokenizer, recipe.chat_template)
     tell(f"chat template: {template}")
     return tokenizer
+
+
+def stop_token(tokenizer: PreTrainedTokenizerBase, end: AnswerEnd | None) -> int | None:
+    """The id of the token that ends an answer; None if there is none."""
+    return int(tokenizer.convert_tokens_to_ids(end.token)) if end and end.token else None
 
 
 def _texts(conversations: Sequence[Conversation]) -> Iterable[str]:
@@ -513,6 +527,42 @@ def tell_overlap(data: PreparedData, tell: Callable[[str], None]) -> None:
     advice = overlap(data).advice
     if advice:
         tell(advice)
+
+
+# What the chat template does that a user would find out only once the model writes.
+
+
+def template_advice(recipe: Recipe, data: PreparedData) -> list[str]:
+    """A sentence for each cause of a model that doesn't stop, and for what isn't trained."""
+    found = []
+    if missing := missing_tokens(data.tokenizer, recipe.chat_template):
+        found.append(
+            f"chat_template {recipe.chat_template} needs the special tokens {', '.join(missing)}, "
+            "which the tokenizer lacks: they are trained as ordinary text; add them to the "
+            "tokenizer, or choose another chat_template"
+        )
+    text, stop = data.note.end_text, data.note.stop_token
+    if text is not None and stop is None:
+        written = repr(text.strip()[:40]) if text.strip() else "nothing"
+        found.append(
+            f"the chat template writes {written} after an answer and no end token: the model "
+            "doesn't learn to stop; choose a chat_template that ends answers with "
+            f"{data.tokenizer.eos_token or 'a special token'}"
+        )
+    if stop is not None and recipe.finetuning_type == "lora":
+        stops = stop_tokens(recipe.model)
+        if stops and stop not in stops:
+            token = shown(str(data.tokenizer.convert_ids_to_tokens(stop)))
+            found.append(
+                f"answers end with {token}, an end token at which the base model doesn't stop: "
+                f"merge the adapter, or generate with eos_token_id={[*stops, stop]}"
+            )
+    if data.note.thoughts:
+        found.append(
+            f"{data.note.thoughts:,} answers are trained without their thoughts, which the chat "
+            "template leaves out of the text"
+        )
+    return found
 
 
 def _shapes(records: Any) -> NDArray[np.int64]:
