@@ -1,7 +1,7 @@
 """Configurations of other tools, each with its own reading of what the tool does with it.
 
 A case of ``foreign/*.yaml`` is the ``base`` with ``config`` over it; null takes a key away.
-``recipe`` are values of the loaded recipe, ``plan.TECHNIQUE[.SETTING]`` of its plan. ``absent`` keys
+``recipe`` are values of the loaded recipe; ``plan.TECHNIQUE[.SETTING]`` is in its plan. ``absent`` keys
 stand at hasten's default. ``named`` are all keys that the import must report, with those of the
 file's ``told``; ``refused`` is in the sentence of a refusal.
 """
@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
 from hasten.cli.import_ import import_
+from hasten.data.prompt_formats import PROMPT_FORMATS
 from hasten.errors import InputError
-from hasten.recipe.importers import read
+from hasten.recipe.importers import axolotl, llama_factory, read
 from hasten.recipe.schema import Recipe, load_recipe
 
 FOLDER = Path(__file__).with_name("foreign")
@@ -78,6 +80,12 @@ def test_a_configuration_means_here_what_it_means_there(
     for key in case.get("absent", ()):
         default = None if key.startswith("plan.") else Recipe.model_fields[key].default
         assert value_of(recipe, key) == default or key not in found.values, key
+
+
+@pytest.mark.parametrize("tool", [axolotl, llama_factory])
+def test_named_templates_are_formats_that_hasten_has(tool: ModuleType) -> None:
+    formats = {*tool.TEMPLATES.values(), *getattr(tool, "PROMPTS", {}).values()}
+    assert formats <= set(PROMPT_FORMATS)
 
 
 def test_there_are_enough_configurations_of_each_tool() -> None:

@@ -142,8 +142,8 @@ def test_the_imported_recipe_trains(
     lines = (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
     expected = [2, 3] if name == "LLaMA-Factory" else [2]  # eval_steps is 0.6 of 3 steps
     assert [json.loads(line)["step"] for line in lines] == expected
-    effects = summary["proofs"] if "proofs" in summary else {}
-    assert all(effects[kind]["acted"] for kind in ("packed_epoch", "packed") if kind in effects)
+    for kind in ("packed_epoch", "packed", "document_attention"):
+        assert summary["acted"][kind]["acted"], kind
 
 
 @pytest.mark.parametrize("low", [0.5, 1.1])

@@ -188,7 +188,7 @@ def _format(path: Path, given: dict[str, Any]) -> ModuleType:
 def _marks(form: ModuleType, given: dict[str, Any]) -> int:
     marks = form.MARKS
     if form is training_arguments:
-        marks = (*marks, *training_arguments.TRL_MARKS)
+        marks = (*marks, *training_arguments.TRL_MARKS, *training_arguments.SCRIPT_MARKS)
     found = sum(mark in given for mark in marks)
     return found if found >= getattr(form, "FEWEST_MARKS", 1) else 0
 

@@ -15,6 +15,7 @@ from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import (
     Handler,
     RecipeDraft,
+    default_of,
     drafted,
     implied,
     is_off,
@@ -69,6 +70,9 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         if given.get("warmup_ratio") is None and given.get("warmup_steps") is None:
             default_warmup(draft)
         settle(draft)
+        if given.get("learning_rate") is None:
+            rate = default_of("learning_rate")
+            draft.row("learning_rate", None, "unmapped", f"axolotl requires it; {rate} here")
         if draft.values.setdefault("finetuning_type", "full") == "full":
             for name in [name for name in draft.values if name.startswith("lora_")]:
                 draft.withdraw(name, "no adapter is asked for")
@@ -307,6 +311,8 @@ def template(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.row(key, value, "unmapped", words)
     elif value in TEMPLATES:
         draft.say(key, "chat_template", TEMPLATES[str(value)])
+        if value in BUT:
+            draft.row(key, value, "unmapped", BUT[str(value)])
     else:
         words = f"hasten has no chat template {value!r}: give it as a .jinja file"
         draft.row(key, value, "unmapped", words)
@@ -327,14 +333,24 @@ TEMPLATES: Mapping[str, str] = {
     "gemma": "gemma",
     "gemma3": "gemma",
     "gemma3n": "gemma",
+    "gemma4": "gemma4",
+    "gemma4_unified": "gemma4",
     "llama3": "llama3",
     "llama4": "llama4",
     "mistral_v1": "mistral-v1",
+    "mistral_v2v3": "mistral-v3",
+    "mistral_v3_tekken": "mistral-v3-tekken",
     "nemotron_h": "chatml",
     "phi_3": "phi3",
     "phi_35": "phi3.5",
     "qwen3": "qwen3",
+    "qwen3_5": "qwen3",
     "qwen_25": "qwen2.5",
+}
+BUT = {  # the same text, except for
+    "qwen3_5": "tools are written in another way there",
+    "mistral_v2v3": "a system text is left out there; here it is in the first question",
+    "mistral_v3_tekken": "a system text is left out there; here it is in the first question",
 }
 
 

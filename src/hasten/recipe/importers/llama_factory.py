@@ -74,6 +74,9 @@ TEMPLATES: Mapping[str, str] = {
     "phi4": "phi4",
     "qwen": "qwen2.5",
     "qwen3": "qwen3-thoughts",
+    "qwen3_5": "qwen3-thoughts",
+    "qwen3_5_nothink": "qwen3-nothink",
+    "qwen3_6": "qwen3-thoughts",
     "qwen3_nothink": "qwen3-nothink",
     "smollm": "chatml",
     "smollm2": "smollm2",
@@ -81,7 +84,8 @@ TEMPLATES: Mapping[str, str] = {
     "yi": "chatml",
     "zephyr": "zephyr-llamafactory",
 }
-WITHOUT_THOUGHTS = {"qwen3": "qwen3-empty-thoughts"}  # enable_thinking: false
+WITHOUT_THOUGHTS = dict.fromkeys(("qwen3", "qwen3_5", "qwen3_6"), "qwen3-empty-thoughts")
+OTHER_TOOLS = ("qwen3_5", "qwen3_5_nothink", "qwen3_6")  # the same text, but for tools
 
 
 def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
@@ -177,10 +181,12 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def template(draft: RecipeDraft, key: str, value: Any) -> None:
     known = TEMPLATES.get(str(value))
-    if draft.given.get("enable_thinking") is False:
+    if draft.given.get("enable_thinking") is False:  # its default is true
         known = WITHOUT_THOUGHTS.get(str(value), known)
     if known is not None:
         draft.say(key, "chat_template", known)
+        if value in OTHER_TOOLS:
+            draft.note(key, "unmapped", f"tools are written in another way there than in {known}")
     elif value is not None:
         words = f"hasten has no template {value!r}: give it as a .jinja file (chat_template)"
         draft.note(key, "unmapped", words)

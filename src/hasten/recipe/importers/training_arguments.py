@@ -1,4 +1,4 @@
-"""``TrainingArguments`` of transformers' Trainer, and files of TRL's ``sft`` command.
+"""``TrainingArguments`` of transformers' Trainer and its ``run_clm``, and TRL's ``sft``.
 
 Meanings and defaults: transformers' ``training_args.py``, TRL's ``trainer/sft_config.py``,
 ``trainer/base_config.py``, ``trainer/model_config.py`` and ``scripts/utils.py``.
@@ -38,6 +38,12 @@ TRL_MARKS = (
     *("assistant_only_loss", "completion_only_loss", "dataset_text_field", "lora_r", "eos_token"),
     *("dataset_train_split", "padding_free", "attn_implementation", "chat_template_path", "dtype"),
 )
+# Keys of transformers' example run_clm.py, which has a model and data too.
+SCRIPT_MARKS = (
+    *("train_file", "validation_file", "block_size", "dataset_config_name", "config_name"),
+    *("max_train_samples", "validation_split_percentage", "keep_linebreaks"),
+)
+BLOCK = 1024  # tokens of a row of run_clm, where the model takes as many
 TRL_LENGTH = 1024  # tokens
 TRL_DEFAULTS = {
     **DEFAULTS,
@@ -49,8 +55,13 @@ TRL_DEFAULTS = {
 STRATEGIES = {"bfd": "", "bfd_split": "split"}  # others cut records where a row ends
 
 
+def is_script(given: Mapping[str, Any]) -> bool:
+    """If the file is of run_clm.py: its texts are cut into blocks."""
+    return any(mark in given for mark in SCRIPT_MARKS)
+
+
 def is_trl(given: Mapping[str, Any]) -> bool:
-    return any(mark in given for mark in TRL_MARKS)
+    return any(mark in given for mark in TRL_MARKS) and not is_script(given)
 
 
 def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
@@ -62,6 +73,8 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         if trl:
             trl_packing(draft)
             trl_loss(draft)
+        elif is_script(draft.given):
+            blocks(draft)
         passes = ("gradient_accumulation_steps", 1)
         batch(draft, ("per_device_train_batch_size", 8), passes, ranks)
         settle(draft)
@@ -87,6 +100,15 @@ def lora(draft: RecipeDraft) -> None:
         draft.why["lora_targets"] = "lora_target_modules: left out"
         words = "left out, so PEFT chooses by architecture; all-linear here"
         draft.note("lora_target_modules", "unmapped", words)
+
+
+def blocks(draft: RecipeDraft) -> None:
+    """Texts end to end, in rows of ``block_size``."""
+    draft.at_default = draft.given.get("block_size") is None
+    row = whole(draft.setting("block_size", BLOCK))
+    draft.say("block_size", "cutoff_len", row)
+    packed_rows(draft, "block_size", row)
+    draft.at_default = False
 
 
 def trl_packing(draft: RecipeDraft) -> None:
@@ -125,13 +147,17 @@ def dataset(draft: RecipeDraft, key: str, value: Any) -> None:
     """A hub's name with its configuration and split, or a path."""
     if not value:
         return
-    name, config = str(value), draft.given.get("dataset_config")
+    given, name = draft.given, str(value)
+    config = given.get("dataset_config") or given.get("dataset_config_name")
     split = draft.given.get("dataset_train_split") or "train"
     if config:
         name += f":{config}:{split}"
     elif split != "train":
         name += f":{split}"
-    draft.say(key, "dataset", name)
+    most = given.get("max_train_samples")
+    draft.say(key, "dataset", [{"path": name, "max_records": whole(most)}] if most else name)
+    if most:
+        draft.note("max_train_samples", "mapped", "max_records of the data set, the first ones")
 
 
 def mixture(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -214,6 +240,10 @@ KEYS: dict[str, Handler] = (
         "assistant_only_loss": later,
         "completion_only_loss": later,
         "dataset_name": dataset,
+        "train_file": dataset,
+        "dataset_config_name": later,
+        "max_train_samples": later,
+        "block_size": later,
         "dataset_config": later,
         "dataset_train_split": later,
         "datasets": mixture,
