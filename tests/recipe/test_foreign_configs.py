@@ -1,9 +1,11 @@
 """Configurations of other tools, each with its own reading of what the tool does with it.
 
 A case of ``foreign/*.yaml`` is the ``base`` with ``config`` over it; null takes a key away.
-``recipe`` are values of the loaded recipe; ``plan.TECHNIQUE[.SETTING]`` is in its plan. ``absent`` keys
-stand at hasten's default. ``named`` are all keys that the import must report, with those of the
-file's ``told``; ``refused`` is in the sentence of a refusal.
+
+- ``recipe``: values of the loaded recipe, or ``plan.TECHNIQUE[.SETTING]`` of its plan
+- ``absent``: keys that stand at hasten's default
+- ``named``: all keys that the import must report, besides ``told`` of the file
+- ``refused``: words in the sentence of a refusal
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ FORMATS: tuple[ModuleType, ...] = (
 )
 DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 MOST_KEYS, DEEPEST = 2000, 12
-UNKNOWN_SHARE = 0.2  # of the keys, from which on a file is another tool's
+# Share of keys, from which on a file is another tool's: marks of the second kind are common words.
+UNKNOWN_SHARE = 0.5
+UNKNOWN_SHARES = {training_arguments: 0.2, ms_swift: 0.2}
 MISSING = {"model": "a model", "dataset": "records", "max_steps": "an end"}
 
 
@@ -177,7 +179,7 @@ def _format(path: Path, given: dict[str, Any]) -> ModuleType:
             f"{', '.join(list(given)[:3])}"
         )
     unknown = [key for key, value in given.items() if key not in best.KEYS and not is_off(value)]
-    if len(unknown) > max(1, UNKNOWN_SHARE * len(given)) and best not in (axolotl, llama_factory):
+    if len(unknown) > max(1, UNKNOWN_SHARES.get(best, UNKNOWN_SHARE) * len(given)):
         raise InputError(
             f"{path}: hasten doesn't know which tool this file is of: {', '.join(unknown[:3])} "
             f"are no keys of {best.NAME}, which is nearest; write a recipe with `hasten init`"

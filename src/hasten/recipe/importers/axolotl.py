@@ -47,6 +47,7 @@ MARKS = (
 )
 SEQUENCE = 512  # tokens
 WARMUP_SHARE, WARMUP_STEPS = 0.03, 100  # the lesser of the two, where the file says neither
+FEWEST_MARKS = 2
 TOOL_DEFAULTS = {
     **{key: DEFAULTS[key] for key in ("adam_beta1|adam_beta2", "seed")},
     "num_epochs|max_steps": 1,

@@ -38,6 +38,7 @@ MARKS = (
     *("overwrite_cache", "max_samples", "plot_loss", "export_dir", "infer_backend", "pref_loss"),
 )
 CUTOFF = 2048  # tokens
+FEWEST_MARKS = 2
 TOOL_DEFAULTS = {
     **DEFAULTS,
     "cutoff_len": CUTOFF,
