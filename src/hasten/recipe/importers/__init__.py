@@ -171,7 +171,7 @@ def _format(path: Path, given: dict[str, Any]) -> ModuleType:
         InputError: no tool, or one that hasten doesn't know.
     """
     scores = [(_marks(f, given), sum(key in f.KEYS for key in given), f) for f in FORMATS]
-    marks, _, best = max(scores, key=lambda score: score[:2])
+    marks, _, best = max(scores, key=lambda score: (score[0] > 0, score[1], score[0]))
     names = ", ".join(f.NAME for f in FORMATS)
     if not marks:
         raise InputError(
@@ -275,8 +275,10 @@ def _finished(name: str, draft: RecipeDraft, ranks: int) -> ImportedRecipe:
 
 
 def _is_deepspeed(given: dict[str, Any]) -> bool:
-    known = sum(key in TOP for key in given)
-    return bool(set(DEEPSPEED) & set(given)) or known >= max(2, len(given) - 1)
+    """If most keys are of a DeepSpeed configuration, and one that every such file has."""
+    known = sum(key in TOP or is_comment(key) for key in given)
+    marked = bool(set(DEEPSPEED) & set(given))
+    return known >= (len(given) / 2 if marked else max(2, len(given) - 1))
 
 
 def _deepspeed(path: Path, given: dict[str, Any]) -> ImportedRecipe:

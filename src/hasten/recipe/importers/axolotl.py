@@ -74,6 +74,9 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         if given.get("learning_rate") is None:
             rate = default_of("learning_rate")
             draft.row("learning_rate", None, "unmapped", f"axolotl requires it; {rate} here")
+        if draft.values.get("finetuning_type") == "lora" and "lora_targets" not in draft.values:
+            words = "left out, so PEFT chooses by architecture, as lora_targets: auto does here"
+            draft.row("lora_target_modules", None, "unmapped", words)
         if draft.values.setdefault("finetuning_type", "full") == "full":
             for name in [name for name in draft.values if name.startswith("lora_")]:
                 draft.withdraw(name, "no adapter is asked for")

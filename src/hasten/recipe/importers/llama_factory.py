@@ -12,6 +12,7 @@ from typing import Any
 
 from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import (
+    LEFT_OUT,
     Handler,
     RecipeDraft,
     drafted,
@@ -135,9 +136,9 @@ def packing(draft: RecipeDraft) -> None:
         draft.why["cutoff_len"] = "cutoff_len, one less with packing"
     packed_rows(draft, key, cutoff)
     draft.at_default = False
-    if key == "packing" and asked is True:
+    if key == "packing":
         words = "records of a row see each other there; here each sees itself (as neat_packing)"
-        draft.note(key, "unmapped", words)
+        draft.row(key, given.get(key, LEFT_OUT), "unmapped", words)
 
 
 def stage(draft: RecipeDraft, key: str, value: Any) -> None:

@@ -87,6 +87,8 @@ def batching(draft: RecipeDraft) -> None:
         records_kept(draft, key, True)
     elif strategy.startswith("dynamic"):
         packed_rows(draft, key, whole(draft.setting("cutoff_len", CUTOFF)))
+        if strategy == "dynamic_batching":
+            draft.note(key, "unmapped", "padding counts as tokens there; rows have none here")
     elif strategy != "normal":
         draft.note(key, "unmapped", "there is no such way of batching")
 

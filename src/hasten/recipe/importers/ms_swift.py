@@ -46,9 +46,8 @@ MARKS = (
         "sampler_type",
         "infer_backend",
     ),
-    *("lr_warmup_fraction", "tuner_backend", "dataset", "model", "quant_bits", "system"),
+    *("lr_warmup_fraction", "tuner_backend", "quant_bits"),
 )
-FEWEST_MARKS = 2  # `model` and `dataset` alone are a recipe's own keys
 TOOL_DEFAULTS = {
     "adam_beta1|adam_beta2": 0.9,
     "num_train_epochs|max_steps|train_iters": 3,

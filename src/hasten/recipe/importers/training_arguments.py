@@ -109,6 +109,8 @@ def blocks(draft: RecipeDraft) -> None:
     draft.say("block_size", "cutoff_len", row)
     packed_rows(draft, "block_size", row)
     draft.at_default = False
+    words = "texts of a row see each other there; here each sees itself"
+    draft.row("block_size", row, "unmapped", words)
 
 
 def trl_packing(draft: RecipeDraft) -> None:
