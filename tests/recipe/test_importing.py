@@ -114,6 +114,19 @@ def test_a_file_of_another_training_is_refused_by_its_key_and_nothing_is_written
     assert not recipe.exists()
 
 
+def test_the_last_line_says_how_it_trains_faster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, recipe = tmp_path / "config.yaml", tmp_path / "recipe.yaml"
+    text = AXOLOTL.format(model="m", folder="f", data="d.json").replace("sample_packing: true", "")
+    source.write_text(text)
+    import_(source, [], recipe, 1)
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert f"hasten train {recipe} plan=auto" in last
+    assert "accumulate" in str(load_recipe(recipe).plan)
+    assert load_recipe(recipe, ["plan=auto"]).plan == [], "the file's passes go with its plan"
+
+
 def test_a_refused_recipe_is_not_left_behind(tmp_path: Path) -> None:
     source, recipe = tmp_path / "config.yaml", tmp_path / "recipe.yaml"
     source.write_text(AXOLOTL.format(model="m", folder="f", data="d"))

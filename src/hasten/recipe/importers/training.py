@@ -214,8 +214,6 @@ def batch(
 ) -> None:
     """Records of a pass x passes x ranks make the global batch; packed rows are counted in tokens.
 
-    A pass is limited by its tokens, which are what memory depends on: shorter records may share it.
-
     Args:
         size: the key of records of a pass on a rank, and the tool's default.
         accumulation: the key of passes, and the tool's default.
@@ -235,8 +233,7 @@ def batch(
         words = f"{each} {unit} x {passes} passes x {ranks} ranks make the global batch"
         draft.note(accumulation[0], "mapped", words)
     if passes > 1 and not draft.row_tokens:
-        longest = draft.values.get("cutoff_len", 2048)
-        draft.add("accumulate", {"micro_batch_size": 0, "micro_batch_tokens": each * longest})
+        draft.add("accumulate", {"micro_batch_size": each})
 
 
 def resumed(draft: RecipeDraft, key: str, value: Any) -> None:
