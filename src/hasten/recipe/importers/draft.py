@@ -74,7 +74,7 @@ class RecipeDraft:
             self.note(key, "contradicts", words)
             return
         self.values[name], self.why[name] = value, self.why.get(name, key)
-        self.note(key, "mapped", f"{name}: {value}")
+        self.row(key, self.given.get(key, value), "mapped", f"{name}: {value}")
 
     def use(self, key: str, technique: str, settings: Mapping[str, Any] | None = None) -> None:
         """The plan has a technique, because the source's ``key`` says so."""
