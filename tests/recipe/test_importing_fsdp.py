@@ -86,7 +86,7 @@ def test_axolotl_s_second_fsdp_needs_no_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("block", "fate", "words"),
     [
-        ({"fp16": {"enabled": True}}, "mapped", "in ds_config.json"),
+        ({"fp16": {"enabled": True}}, "mapped", "ds_config.json"),
         ({"bf16": {"enabled": True}}, "contradicts", "says bf16, which is kept"),
     ],
 )

@@ -12,7 +12,7 @@ import yaml
 from torch import nn
 
 from hasten.errors import InputError
-from hasten.recipe.build import adamw, warmup_steps
+from hasten.recipe.build import adamw, share_of
 from hasten.recipe.schema import Recipe, load_recipe, read_yaml, recipe_from
 
 GOOD = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 3}
@@ -157,7 +157,7 @@ def test_numbers_of_the_optimizer_and_expressions_are_checked(
 
 
 def test_a_share_of_warm_up_is_of_all_steps_and_betas_are_the_optimizers() -> None:
-    assert [warmup_steps(asked, 101) for asked in (0, 0.05, 1, 7)] == [0, 6, 1, 7]
+    assert [share_of(asked, 101) for asked in (0, 0.05, 1, 7)] == [0, 6, 1, 7]
     recipe = Recipe(**GOOD, adam_betas=(0.8, 0.999))
     optimizer = adamw(recipe, [("weight", nn.Parameter(torch.zeros(2, 2)))])
     assert {group["betas"] for group in optimizer.param_groups} == {(0.8, 0.999)}

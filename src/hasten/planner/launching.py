@@ -16,7 +16,7 @@ from hasten.launch.targets.job import MARK
 from hasten.launch.targets.megatron import arguments
 from hasten.machine import host
 from hasten.models.presets import PRESETS
-from hasten.recipe.build import warmup_steps
+from hasten.recipe.build import share_of
 from hasten.recipe.schema import Recipe, recipe_from
 
 RECORDS = 32  # of a step where a recipe says nothing, as in training
@@ -139,7 +139,7 @@ def _batch(recipe: Recipe, job: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError("megatron: say max_steps or max_tokens, it doesn't know epochs")
     rates = ("learning_rate", "min_lr_ratio", "lr_schedule", "adam_betas", "weight_decay")
     values = {name: getattr(recipe, name) for name in (*rates, "max_grad_norm", "seed")}
-    values["warmup_steps"] = warmup_steps(recipe.warmup_steps, steps)
+    values["warmup_steps"] = share_of(recipe.warmup_steps, steps)
     return {**values, **job, "task": recipe.finetuning_type, "steps": steps}
 
 

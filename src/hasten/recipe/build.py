@@ -281,7 +281,7 @@ def job_of(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> Job:
     )
     sampler = prepare(job, plan, known, Path(recipe.output)).sampler
     steps = total_steps(job, sampler) if sampler else 1
-    warmup = warmup_steps(recipe.warmup_steps, steps)
+    warmup = share_of(recipe.warmup_steps, steps)
     schedule = Schedule(recipe.lr_schedule, warmup, steps, floor=recipe.min_lr_ratio)
     return replace(job, schedule=schedule)
 
@@ -338,8 +338,8 @@ def adamw(recipe: Recipe, named: NamedParameters) -> torch.optim.Optimizer:
     return AdamW(groups, lr=recipe.learning_rate, betas=recipe.adam_betas, fused=fused)
 
 
-def warmup_steps(asked: int | float, steps: int) -> int:
-    """Steps of the warm-up out of a recipe's number of them, or share of ``steps`` below 1."""
+def share_of(asked: int | float, steps: int) -> int:
+    """Steps out of a recipe's number of them, or share of ``steps`` below 1."""
     return math.ceil(asked * steps) if asked < 1 else int(asked)
 
 

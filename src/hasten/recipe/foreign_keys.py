@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 KEYS = Path(__file__).parent / "importers" / "keys.json"
+VERBS = {"needless": "isn't needed here", "unmapped": "isn't supported", "sizes": "isn't supported"}
 TOOLS = {
     "training": "transformers'",
     "training_arguments": "TRL's",
     "llama_factory": "LLaMA-Factory's",
     "axolotl": "Axolotl's",
+    "ms_swift": "ms-swift's",
     "accelerate": "accelerate's",
 }
 
@@ -32,12 +34,13 @@ def _words() -> Mapping[str, str]:
     found: dict[str, str] = {}
     for name, tool in TOOLS.items():
         table = tables[name]
-        instead = {key: f"is {row[0]} here" for key, row in table["named"].items()}
+        instead = {key: f"is {row[0]} here" for key, row in table.get("named", {}).items()}
         switches = table.get("switch", {})
         instead |= {key: f"is {technique} in plan here" for key, technique in switches.items()}
         instead |= {key: f"is {words} here" for key, words in table.get("instead", {}).items()}
-        instead |= {key: f"isn't needed here: {words}" for key, words in table["needless"].items()}
-        instead |= {key: f"isn't supported: {words}" for key, words in table["unmapped"].items()}
+        for kind, verb in VERBS.items():
+            for words, keys in table.get(kind, {}).items():
+                instead |= dict.fromkeys(keys, f"{verb}: {words}")
         for key, words in instead.items():
             found.setdefault(key, f"{tool} {key} {words}")
     return found

@@ -29,7 +29,7 @@ from hasten.data.file_lock import one_writer, replace_file
 from hasten.data.prompt_formats import choose_chat_template, missing_tokens
 from hasten.data.readers import ReadRecords, read_sources, unread_words
 from hasten.data.sources import Source, entry_of, source_of, weighted
-from hasten.data.spool import ConversationSink, Selection, spools
+from hasten.data.spool import ConversationSink, IndexedConversations, Selection, spools
 from hasten.data.token_store import StoredRecords, Subset, TokenStore, split, tokenize
 from hasten.data.tokenize import sweep, train_bpe
 from hasten.errors import InputError
@@ -46,9 +46,10 @@ if TYPE_CHECKING:
 # The conversations of a recipe, read and drawn, before anything is tokenised.
 #
 # (1) sources are read, each with its columns, or the embedded corpus is taken
-# (2) with weights, the held-out records leave first, each once: no copy of one is trained on
-# (3) what is left is repeated or thinned by its source's weight
-# (4) `max_records` of it are drawn
+# (2) of a source with `max_records` of its own, the first so many are kept
+# (3) with weights, the held-out records leave first, each once: no copy of one is trained on
+# (4) what is left is repeated or thinned by its source's weight
+# (5) `max_records` of it are drawn
 #
 # Records may lie on disk meanwhile (`data/spool.py`): everything after (1) moves rows, not records.
 
@@ -96,7 +97,9 @@ def read_source(
 def _embedded(recipe: Recipe, name: str, gathered: Callable[[], ConversationSink]) -> Conversations:
     corpus = stdlib_corpus()
     kind = "texts" if name == "stdlib-text" else "pairs"
-    train = weighted([getattr(corpus.train, kind)], [recipe.datasets[0].weight], recipe.seed)
+    data = recipe.datasets[0]
+    first = _first(getattr(corpus.train, kind), data.max_records)
+    train = weighted([first], [data.weight], recipe.seed)
     held_out = _held_out_file(recipe, gathered)
     if held_out is None and not isinstance(recipe.held_out, str):
         theirs = getattr(corpus.held_out, kind)
@@ -109,7 +112,10 @@ def _files(recipe: Recipe, tell: Tell, gathered: Callable[[], ConversationSink])
     readings = read_sources(
         [_source(recipe, data) for data in recipe.datasets], recipe.max_rejected, gathered
     )
-    groups: list[Selection] = [Selection([reading.conversations]) for reading in readings]
+    groups = [
+        _first(reading.conversations, data.max_records)
+        for reading, data in zip(readings, recipe.datasets, strict=True)
+    ]
     weights = [data.weight for data in recipe.datasets]
     held_out = _held_out_file(recipe, gathered)
     if any(weight != 1 for weight in weights):
@@ -159,6 +165,11 @@ def _apart(
 
 def _merged(readings: Sequence[ReadRecords], name: str) -> dict[str, Any]:
     return {file: what for reading in readings for file, what in getattr(reading, name).items()}
+
+
+def _first(conversations: IndexedConversations, count: int | None) -> Selection:
+    """The first ``count`` of them; all of them without a count."""
+    return Selection([conversations], np.arange(len(conversations))[:count])
 
 
 def _draw(

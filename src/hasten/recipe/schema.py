@@ -43,6 +43,7 @@ class DataSource(BaseModel):
     columns: dict[str, str] | None = Field(
         None, description="as the recipe's columns, for this source alone"
     )
+    max_records: int | None = Field(None, ge=1, description="use its first so many records")
 
 
 FIDELITIES = ("exact", "rounding", "lossy")
@@ -146,7 +147,9 @@ class Recipe(BaseModel):
     seed: int = Field(0, ge=0, description="of weights, data order and dropout")
 
     # Looking
-    eval_every: int = Field(0, ge=0, description="steps between evaluations; 0: at the end only")
+    eval_every: int | float = Field(
+        0, ge=0, description="steps between evaluations; below 1: a share of all; 0: at the end"
+    )
     metrics: list[Literal["token_accuracy"]] = Field(
         default_factory=list, description="of held-out records, beside the loss: token_accuracy"
     )
@@ -227,8 +230,8 @@ class Recipe(BaseModel):
     layout: Any = Field(
         None, description="which rank holds which part: fsdp2, {dp: 2, tp: 2}; joins the plan"
     )
-    deepspeed: str | None = Field(
-        None, description="a ds_config.json whose settings join the recipe and its plan"
+    deepspeed: str | dict[str, Any] | None = Field(
+        None, description="a ds_config.json, or what it holds: its settings join the recipe"
     )
     live_tuning: bool = Field(
         False, description="try safe settings while training; keep the faster"
@@ -335,7 +338,7 @@ class Recipe(BaseModel):
                 raise ValueError(f"is no regular expression: {error}") from error
         return value
 
-    @field_validator("warmup_steps")
+    @field_validator("warmup_steps", "eval_every")
     @classmethod
     def _whole_or_share(cls, value: int | float) -> int | float:
         if value >= 1 and value != int(value):

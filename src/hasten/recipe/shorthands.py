@@ -131,7 +131,7 @@ def _check(
         raise ValueError(f"{whose} {name!r} isn't known{hint}")
 
 
-# ``deepspeed: FILE``: a ds_config.json as settings and techniques of a recipe.
+# ``deepspeed: FILE``: a ds_config.json, or what it would hold, as settings and techniques.
 #
 # The resolved recipe needs the file no more. What the recipe says itself may repeat what the file
 # says, not contradict it. ``hasten doctor --ds-config FILE`` shows what becomes of each key.
@@ -151,10 +151,14 @@ def with_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]
     Raises:
         ValueError: the file can't be used, a key has no counterpart, or the two contradict.
     """
-    file = values["deepspeed"]
-    if not isinstance(file, str) or not file:
-        raise ValueError(f"deepspeed is {file!r}; give the path of a ds_config.json")
-    found = meaning_of(Path(file), values, plan)
+    config: Any = values["deepspeed"]
+    file = "deepspeed"
+    if isinstance(config, str):
+        file = config
+        config = Path(file)
+    elif not isinstance(config, Mapping):
+        raise ValueError(f"deepspeed is {config!r}; give a ds_config.json, or what one holds")
+    found = meaning_of(config, values, plan)
     if found.refused:
         row = found.refused[0]
         raise ValueError(f"{file}: {row.key}: {row.words}")
@@ -186,10 +190,12 @@ def beside_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, An
     return {**merged, "plan": [*plan, {ACCUMULATE: {SIZE: found.micro_batch}}]}
 
 
-def meaning_of(file: Path, values: Mapping[str, Any], plan: list[Any]) -> MappedConfig:
-    """The file read beside a recipe's own words."""
+def meaning_of(
+    config: Path | Mapping[str, Any], values: Mapping[str, Any], plan: list[Any]
+) -> MappedConfig:
+    """The file, or what it would hold, read next to a recipe's own words."""
     return read_settings(
-        read_config(file),
+        read_config(config) if isinstance(config, Path) else config,
         TrainerSettings(
             world=world_of(values),
             batch=values.get("global_batch_size"),

@@ -39,7 +39,7 @@ from hasten.measure.energy import meter_of_run
 from hasten.measure.paper.comparison import comparison_of
 from hasten.models.save import AS_IN_MEMORY
 from hasten.models.weights import NumberFormats
-from hasten.recipe.build import job_of, plan_of, saved_formats, set_guards, watch_notices
+from hasten.recipe.build import job_of, plan_of, saved_formats, set_guards, share_of, watch_notices
 from hasten.recipe.gpu_check import check_ranks, without_refused
 from hasten.recipe.memory_check import advising, settle_memory
 from hasten.recipe.peak_flops import meter_of
@@ -245,7 +245,7 @@ def _watch(
     """Every rank shows its heartbeat; the first writes the lines and keeps the best model."""
     heartbeat.beat(session.progress.step)
     watch = Watch(
-        every_steps=run.recipe.eval_every,
+        every_steps=share_of(run.recipe.eval_every, session.setup.job.schedule.total_steps),
         patience=run.recipe.patience,
         earlier=evaluations_before(session, run.output / EVALUATED) if attempt_number() > 1 else (),
         on_step=lambda metrics: heartbeat.beat(metrics.step),

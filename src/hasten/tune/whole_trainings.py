@@ -16,7 +16,7 @@ from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.measure.recipe_experiment import ExperimentSubject
 from hasten.measure.workers import Worker
-from hasten.recipe.build import batch_of, job_of, warmup_steps
+from hasten.recipe.build import batch_of, job_of, share_of
 from hasten.recipe.prepared_data import prepare_data
 from hasten.recipe.schema import Recipe
 from hasten.tune.learning import LOOKS
@@ -102,7 +102,7 @@ class RecipeTrainings:
 
     def _space(self, steps: int, only: Sequence[str]) -> Space:
         recipe, own = self.given.recipe, self._own or 1
-        warm = warmup_steps(recipe.warmup_steps, steps)
+        warm = share_of(recipe.warmup_steps, steps)
         share = warm / steps
         rates = {float(f"{recipe.learning_rate * t:.3g}") for t in TIMES if t != 1}
         steps_of = {round(s * steps): s for s in WARMUPS}  # those that make a difference

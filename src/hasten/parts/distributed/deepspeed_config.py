@@ -110,8 +110,13 @@ def check_keys(config: Mapping[str, Any], place: str = "ds_config") -> None:
 
 def _check(section: Mapping[str, Any], known: Collection[str], place: str) -> None:
     for key in section:
-        if key not in known:
+        if key not in known and not is_comment(key):
             raise ValueError(f"{place}: unknown key {key!r}{did_you_mean(key, known)}")
+
+
+def is_comment(key: str) -> bool:
+    """A key by which people write comments into JSON."""
+    return key.startswith("_") or key.lower() in ("comment", "comments")
 
 
 def section_enabled(config: Mapping[str, Any], name: str) -> bool | str | None:
@@ -381,6 +386,9 @@ def _given(config: Mapping[str, Any]) -> dict[str, Any]:
 def _rows(config: Mapping[str, Any]) -> Iterator[DeepSpeedKey]:
     for key, value in config.items():
         inside = INSIDE.get(key)
+        if is_comment(key):
+            yield DeepSpeedKey(key, IGNORED, "a comment")
+            continue
         if inside is None or not isinstance(value, Mapping):
             yield _row(key, key, value, TOP[key])
             continue
@@ -389,9 +397,13 @@ def _rows(config: Mapping[str, Any]) -> Iterator[DeepSpeedKey]:
             yield DeepSpeedKey(key, HONOURED, "auto: as the plan says" if auto else "off")
             continue
         for name, item in value.items():
+            if is_comment(name):
+                continue
             yield _row(f"{key}.{name}", name, item, inside[name])
             if name in ("offload_optimizer", "offload_param") and isinstance(item, Mapping):
                 for part, given in item.items():
+                    if is_comment(part):
+                        continue
                     yield _row(f"{key}.{name}.{part}", part, given, OFFLOAD[part])
 
 

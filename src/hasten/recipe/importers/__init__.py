@@ -9,6 +9,7 @@ Nothing in such a file is executed, and a file without one of the marks of a for
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -16,21 +17,49 @@ from typing import Any
 
 import yaml
 
+from hasten.data.conversation import columns_of
 from hasten.errors import InputError
-from hasten.parts.distributed.deepspeed_config import read_config, section_enabled
+from hasten.formatting import did_you_mean
+from hasten.parts.distributed.deepspeed_config import (
+    TOP,
+    MappedConfig,
+    is_comment,
+    read_config,
+    section_enabled,
+)
 from hasten.recipe.importers import (
     accelerate,
     axolotl,
     llama_factory,
+    llama_factory_v1,
+    ms_swift,
     sharding,
     training_arguments,
 )
-from hasten.recipe.importers.draft import ImportedKey, RecipeDraft, refuse_other_training
-from hasten.recipe.yaml_reader import check_keys, one_line, read_yaml_file
+from hasten.recipe.importers.draft import LEFT_OUT, ImportedKey, RecipeDraft, is_off
+from hasten.recipe.importers.refusals import refuse_other_training
+from hasten.recipe.schema import recipe_from
+from hasten.recipe.shorthands import meaning_of, settings_of
+from hasten.recipe.yaml_reader import (
+    LARGEST_FILE,
+    check_keys,
+    one_line,
+    read_yaml_file,
+)
 
-FORMATS: tuple[ModuleType, ...] = (llama_factory, axolotl, accelerate, training_arguments)
+FORMATS: tuple[ModuleType, ...] = (
+    llama_factory_v1,
+    llama_factory,
+    axolotl,
+    ms_swift,
+    accelerate,
+    training_arguments,
+)
 DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 MOST_KEYS, DEEPEST = 2000, 12
+# Share of keys, from which on a file is another tool's: marks of the second kind are common words.
+UNKNOWN_SHARE = 0.5
+UNKNOWN_SHARES = {training_arguments: 0.2, ms_swift: 0.2}
 MISSING = {"model": "a model", "dataset": "records", "max_steps": "an end"}
 
 
@@ -42,6 +71,7 @@ class ImportedRecipe:
     values: dict[str, Any]
     rows: tuple[ImportedKey, ...]
     why: dict[str, str]
+    plan_why: tuple[str, ...] = ()
 
     @property
     def missing(self) -> list[str]:
@@ -49,6 +79,15 @@ class ImportedRecipe:
         found = [key for key in ("model", "dataset") if key not in self.values]
         ends = {"max_steps", "epochs", "max_tokens"} & set(self.values)
         return found if ends else [*found, "max_steps"]
+
+    def check(self, place: str) -> None:
+        """Load the recipe as its user will, with something in place of what is missing.
+
+        Raises:
+            InputError: its keys forbid each other, or a value doesn't fit.
+        """
+        filled = {"model": "m", "dataset": "d", "max_steps": 1}
+        recipe_from({**{k: filled[k] for k in self.missing}, **self.values}, place)
 
     def to_yaml(self, source: str) -> str:
         """The recipe, each line with the key that it came from.
@@ -60,9 +99,13 @@ class ImportedRecipe:
         for key, value in self.values.items():
             text = yaml.safe_dump({key: value}, sort_keys=False, width=100).rstrip()
             came = self.why.get(key)
-            shown = came and "\n" not in text and came != key
-            comment = f"  # {one_line(came)}" if shown else ""
-            lines.append(text + comment)
+            comment = f"# {one_line(came)}" if came and came != key else ""
+            if key == "plan":
+                lines += [f"# {one_line(words)}" for words in self.plan_why]
+            if comment and "\n" in text:
+                lines += [comment, text]
+            else:
+                lines.append(f"{text}  {comment}".rstrip())
         lines += [f"# {key}: ...  # missing: {MISSING[key]}" for key in self.missing]
         left = [row for row in self.rows if row.fate in ("unmapped", "contradicts")]
         lines += [""] if left else []
@@ -81,75 +124,178 @@ def read(path: Path, ranks: int = 1) -> ImportedRecipe:
         InputError: no such file, too large or too deep, of no known format, or of a training
             that isn't supervised fine-tuning or continued pretraining.
     """
-    found = read_yaml_file(path, "configuration")
+    found = _content(path)
     if not isinstance(found, dict) or not found:
         raise InputError(f"{path} holds no keys: give a configuration file of another trainer")
     given = {str(key): value for key, value in found.items()}
     if _count(given) > MOST_KEYS:
         raise InputError(f"{path} has more than {MOST_KEYS} values; that is no configuration")
-    if set(DEEPSPEED) & set(given):
+    if _is_deepspeed(given):
         return _deepspeed(path, given)
-    scores = [(sum(mark in given for mark in f.MARKS), f) for f in FORMATS]
-    score, best = max(scores, key=lambda pair: pair[0])
-    if score < 2:
-        names = ", ".join(f.NAME for f in FORMATS)
+    refuse_other_training(path, given)
+    form = _format(path, given)
+    draft: RecipeDraft = form.draft_of(RecipeDraft(given, form.NAME, path.parent), ranks)
+    sharding.settled(draft)
+    _check_columns(draft)
+    _beside_deepspeed(draft, ranks)
+    return _finished(draft.tool, draft, ranks)
+
+
+def _content(path: Path) -> Any:
+    """What the file holds; a text that begins as an object of JSON is read as JSON first.
+
+    Raises:
+        InputError: no such file, too large, or neither JSON nor YAML.
+    """
+    if path.is_file() and path.stat().st_size <= LARGEST_FILE:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        try:  # in which tabs are blanks
+            return json.loads(text, object_pairs_hook=_once)
+        except (ValueError, RecursionError) as error:
+            if path.suffix == ".json":
+                raise InputError(f"{path} is not JSON: {error}") from error
+    return read_yaml_file(path, "configuration")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON whose keys stand once each."""
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise ValueError("a key of an object stands twice")
+    return dict(pairs)
+
+
+def _format(path: Path, given: dict[str, Any]) -> ModuleType:
+    """The tool whose marks the file has, and most of whose keys it knows.
+
+    Raises:
+        InputError: no tool, or one that hasten doesn't know.
+    """
+    scores = [(_marks(f, given), sum(key in f.KEYS for key in given), f) for f in FORMATS]
+    marks, _, best = max(scores, key=lambda score: (score[0] > 0, score[1], score[0]))
+    names = ", ".join(f.NAME for f in FORMATS)
+    if not marks:
         raise InputError(
             f"{path} is no configuration of {names} or DeepSpeed: none has such keys as "
             f"{', '.join(list(given)[:3])}"
         )
-    refuse_other_training(path, given)
-    draft: RecipeDraft = best.draft_of(given, ranks)
-    sharding.settled(draft)
-    one_format(draft, path.parent)
-    return _finished(best.NAME, draft, ranks)
-
-
-def one_format(draft: RecipeDraft, folder: Path) -> None:
-    """Where the DeepSpeed file says a number format, the plan's own is its, or contradicts it.
-
-    A file that isn't there yet is read with the recipe, which refuses two formats.
-    """
-    file = draft.values.get("deepspeed")
-    entry = next((e for e in draft.plan if isinstance(e, dict) and "autocast" in e), None)
-    paths = [Path(str(file)), folder / str(file)]
-    there = next((path for path in paths if path.is_file()), None)
-    if entry is None or file is None or there is None:
-        return
-    try:
-        config = read_config(there)
-        own = next(
-            (name for name in ("fp16", "bf16") if section_enabled(config, name) is True), None
+    unknown = [key for key, value in given.items() if key not in best.KEYS and not is_off(value)]
+    if len(unknown) > max(1, UNKNOWN_SHARES.get(best, UNKNOWN_SHARE) * len(given)):
+        raise InputError(
+            f"{path}: hasten doesn't know which tool this file is of: {', '.join(unknown[:3])} "
+            f"are no keys of {best.NAME}, which is nearest; write a recipe with `hasten init`"
         )
+    return best
+
+
+def _marks(form: ModuleType, given: dict[str, Any]) -> int:
+    marks = form.MARKS
+    if form is training_arguments:
+        marks = (*marks, *training_arguments.TRL_MARKS, *training_arguments.SCRIPT_MARKS)
+    found = sum(mark in given for mark in marks)
+    return found if found >= getattr(form, "FEWEST_MARKS", 1) else 0
+
+
+def _check_columns(draft: RecipeDraft) -> None:
+    """Columns that belong to no shape together would stop the training: they are told instead."""
+    sources = draft.values.get("dataset")
+    places = [s for s in sources if isinstance(s, dict)] if isinstance(sources, list) else []
+    for place in (draft.values, *places):
+        if "columns" not in place:
+            continue
+        try:
+            columns_of(place["columns"])
+        except InputError as error:
+            draft.row("columns", place.pop("columns"), "unmapped", str(error))
+            draft.why.pop("columns", None)
+
+
+def _beside_deepspeed(draft: RecipeDraft, ranks: int) -> None:
+    """Where a DeepSpeed configuration says a thing, the plan doesn't say it too.
+
+    A number format of both is the configuration's, or contradicts it. A configuration with a key
+    that hasten can't follow is left out, and told.
+    """
+    config: Any = draft.values.get("deepspeed")
+    if config is None:
+        return
+    source, name = (Path(config), config) if isinstance(config, str) else (config, "deepspeed")
+    key = draft.why["deepspeed"]
+    try:
+        settings = read_config(source) if isinstance(source, Path) else source
     except ValueError as error:
         raise InputError(str(error)) from error
-    if own is None:
+    try:
+        batch = {"global_batch_size": draft.values.get("global_batch_size")}
+        found = meaning_of(settings, {"nproc": ranks, **batch}, [])
+        words = [f"{row.key}: {row.words}" for row in found.refused]
+    except ValueError as error:
+        words, found, settings = [str(error)], MappedConfig(), {}
+    if words:
+        draft.withdraw("deepspeed", f"left out, since {words[0]}", "unmapped")
         return
-    draft.plan.remove(entry)
+    taken = {"accumulate": found.micro_batch, "recompute": found.recompute, "fsdp2": found.stage}
+    drop = {technique for technique, said in taken.items() if said}
+    draft.plan = [e for e in draft.plan if (e if isinstance(e, str) else next(iter(e))) not in drop]
+    if found.stage:
+        draft.withdraw("layout", f"in {name}")
+    for setting in settings_of(found):
+        if ": " in draft.why.get(setting, "") or setting == "adam_betas":
+            draft.withdraw(setting, f"in {name}")
+    own = next((f for f in ("fp16", "bf16") if section_enabled(settings, f) is True), None)
+    _one_format(draft, own, name, key)
+
+
+def _one_format(draft: RecipeDraft, own: str | None, name: str, key: str) -> None:
+    """A number format that the DeepSpeed configuration says leaves the plan."""
+    entry = next((e for e in draft.plan if isinstance(e, dict) and "autocast" in e), None)
+    master = "bf16_master_weights" if "bf16_master_weights" in draft.plan else None
+    if own is None or (entry is None and master is None):
+        return
+    draft.plan.remove(entry or master)
     draft.values["on_obstacle"] = "skip"  # as beside a plan: see _finished
-    asked = entry["autocast"]["dtype"]
+    asked = entry["autocast"]["dtype"] if entry else "bf16"
     for index, row in enumerate(draft.rows):
-        if row.words == "plan: autocast":
-            same = replace(row, words=f"in {file}")
-            other = replace(row, fate="contradicts", words=f"{file} says {own}, which is kept")
-            draft.rows[index] = same if asked == own else other
+        if row.words.startswith(("plan: autocast", "plan: bf16_master_weights")):
+            same = replace(row, words=f"in {name}")
+            other = replace(row, fate="contradicts", words=f"{name} says {own}, which is kept")
+            draft.rows[index] = same if asked == own or row.value == LEFT_OUT else other
+    draft.plan_why = [words for words in draft.plan_why if not words.startswith("autocast")]
 
 
 def _finished(name: str, draft: RecipeDraft, ranks: int) -> ImportedRecipe:
     values = dict(draft.values)
-    if ranks > 1:
+    if ranks > 1 or not values:  # a recipe has one key at least
         values.setdefault("nproc", ranks)
     if draft.plan:
         values["plan"] = draft.plan
         values["on_obstacle"] = "skip"  # what can't work on this machine is said and left out
-    return ImportedRecipe(name, values, tuple(draft.rows), draft.why)
+    used = draft.techniques
+    why = tuple(words for words in draft.plan_why if words.split()[0] in used)
+    return ImportedRecipe(name, values, tuple(draft.rows), draft.why, why)
+
+
+def _is_deepspeed(given: dict[str, Any]) -> bool:
+    """If most keys are of a DeepSpeed configuration, and one that every such file has."""
+    known = sum(key in TOP or is_comment(key) for key in given)
+    marked = bool(set(DEEPSPEED) & set(given))
+    return known >= (len(given) / 2 if marked else max(2, len(given) - 1))
 
 
 def _deepspeed(path: Path, given: dict[str, Any]) -> ImportedRecipe:
-    """Its keys are read where the recipe is; `hasten doctor --ds-config` shows what they become."""
-    draft = RecipeDraft(given)
-    draft.values["deepspeed"] = str(path)
+    """Its keys are read where the recipe is; `hasten doctor --ds-config` shows what they become.
+
+    A key of the top that DeepSpeed doesn't know has no effect there: without it, the recipe holds
+    the settings themselves.
+    """
+    draft = RecipeDraft(given, "DeepSpeed", path.parent)
+    known = {key: value for key, value in given.items() if key in TOP or is_comment(key)}
+    draft.values["deepspeed"] = str(path) if known == given else known
     for key in given:
-        draft.note(key, "mapped", "read from the file itself (deepspeed)")
+        if key in known:
+            draft.note(key, "mapped", "read from the file itself (deepspeed)")
+        else:
+            words = f"DeepSpeed doesn't know this key{did_you_mean(key, TOP)}"
+            draft.note(key, "unmapped", words)
     return _finished("DeepSpeed", draft, 1)
 
 

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from hasten.recipe.importers import sharding
+from hasten.recipe.importers import sharding, training
 from hasten.recipe.importers.draft import (
     Handler,
     RecipeDraft,
     drafted,
-    half,
+    is_off,
+    later,
     table,
     unmapped,
+    whole,
 )
 
 NAME = "accelerate"
-MARKS = ("compute_environment", "distributed_type", "num_machines", "mixed_precision")
+MARKS = (
+    *("compute_environment", "distributed_type", "num_machines", "mixed_precision"),
+    *("downcast_bf16", "main_training_function", "rdzv_backend", "machine_rank"),
+)
 
 
-def draft_of(given: dict[str, Any], ranks: int) -> RecipeDraft:
-    return drafted(given, KEYS)
+def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
+    return drafted(draft, KEYS)
 
 
 def precision(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in ("bf16", "fp16"):
-        half(str(value))(draft, key, True)
+        training.half(str(value))(draft, key, True)
     elif value == "fp8":
         draft.use(key, "float8")
 
@@ -45,13 +51,67 @@ def machines(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.note(key, "needless", "this machine")
 
 
+# Inline keys of ``deepspeed_config``, of which accelerate makes a ds_config.json.
+INLINE = {"gradient_accumulation_steps", "gradient_clipping"}
+ZERO_KEYS = {
+    "zero3_save_16bit_model": "stage3_gather_16bit_weights_on_model_save",
+    "offload_optimizer_device": "offload_optimizer",
+    "offload_param_device": "offload_param",
+}
+STARTS = (
+    *("deepspeed_multinode_launcher", "deepspeed_hostfile", "zero3_init_flag"),
+    *("deepspeed_exclusion_filter", "deepspeed_inclusion_filter", "offload_optimizer_nvme_path"),
+    *("offload_param_nvme_path", "deepspeed_moe_layer_cls_names"),
+)
+
+
 def deepspeed(draft: RecipeDraft, key: str, value: Any) -> None:
-    found = value.get("deepspeed_config_file") if isinstance(value, dict) else None
-    if found:
-        draft.say(key, "deepspeed", str(found))
-    elif value:
-        words = "write it as a ds_config.json and name that file as `deepspeed`"
-        draft.note(key, "unmapped", words)
+    """The file that it names, or the same settings as what such a file would hold."""
+    if not isinstance(value, Mapping) or draft.given.get("distributed_type") != "DEEPSPEED":
+        draft.note(key, "needless", "it is off")
+        return
+    if found := value.get("deepspeed_config_file"):
+        training.deepspeed(draft, key, str(found))
+        return
+    zero: dict[str, Any] = {"stage": whole(value.get("zero_stage", 2))}
+    config: dict[str, Any] = {}
+    for name, item in value.items():
+        if name in INLINE and item not in (None, "auto"):
+            config[name] = whole(item) if name != "gradient_clipping" else float(item)
+        elif name in ZERO_KEYS and not is_off(item):
+            zero[ZERO_KEYS[name]] = item if item is True else {"device": item}
+        elif name not in {*ZERO_KEYS, *INLINE, *STARTS, "zero_stage"} and not is_off(item):
+            draft.row(f"{key}.{name}", item, "unmapped", "hasten doesn't know this key")
+    draft.say(key, "deepspeed", {**config, "zero_optimization": zero})
+
+
+def mesh(draft: RecipeDraft, key: str, value: Any) -> None:
+    """``parallelism_config``: sizes of replicas and shards are a layout; others are told."""
+    sizes = {
+        str(name).removeprefix("parallelism_config_"): whole(item)
+        for name, item in (value or {}).items()
+        if str(name).endswith("_size") and whole(item) > 1
+    }
+    shard, copies = sizes.pop("dp_shard_size", 1), sizes.pop("dp_replicate_size", 1)
+    tensor = sizes.pop("tp_size", 1)
+    if tensor > 1:
+        names = {"dp": copies, "shard": shard, "tp": tensor}
+        draft.values.pop("layout", None)
+        draft.say(key, "layout", {name: size for name, size in names.items() if size > 1})
+    elif copies > 1 and shard > 1:
+        draft.values.pop("layout", None)
+        draft.plan.append({"fsdp2": {"replicas": copies}})
+        draft.note(key, "mapped", f"plan: fsdp2: replicas: {copies}")
+    elif shard > 1:
+        draft.say(key, "layout", "fsdp2")
+    for name, size in sizes.items():
+        draft.row(f"{key}.{name}", size, "unmapped", "there is no such layout")
+
+
+def float8(draft: RecipeDraft, key: str, value: Any) -> None:
+    on = draft.given.get("mixed_precision") == "fp8" and not is_off(value)
+    words = "the technique float8 has its own settings" if on else "it is off"
+    draft.note(key, "unmapped" if on else "needless", words)
 
 
 def dynamo(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -67,6 +127,10 @@ KEYS: dict[str, Handler] = table("accelerate") | {
     "use_cpu": lambda d, k, v: d.say(k, "device", "cpu") if v else d.note(k, "needless", "off"),
     "fsdp_config": sharding.config(lambda given: given.get("distributed_type") == "FSDP"),
     "deepspeed_config": deepspeed,
+    "parallelism_config": mesh,
+    "fp8_config": float8,
+    "gradient_accumulation_steps": later,
+    "gradient_clipping": training.clipping,
     "dynamo_backend": dynamo,
     "dynamo_config": dynamo,
     "tpu_env": unmapped("hasten has no TPUs", off=(None, False, [])),

@@ -1,116 +1,490 @@
-"""axolotl's YAML for full and adapter training of causal language models."""
+"""axolotl's YAML for full and adapter training of causal language models.
+
+Meanings and defaults: axolotl's ``utils/schemas``, ``core/builders/base.py`` and
+``utils/trainer.py``.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import (
-    TRAINING,
     Handler,
     RecipeDraft,
-    batch,
-    defaults,
+    default_of,
     drafted,
-    epochs,
     implied,
+    is_off,
     later,
     named,
-    recompute,
-    schedule,
-    share_or_count,
     table,
+    whole,
+)
+from hasten.recipe.importers.training import (
+    DEFAULTS,
+    TRAINING,
+    batch,
+    epochs,
+    packed_rows,
+    per_epoch,
+    pure,
+    recompute,
+    records_kept,
+    schedule,
+    settle,
+    share_or_count,
 )
 
 NAME = "axolotl"
-MARKS = ("base_model", "sequence_len", "micro_batch_size", "sample_packing", "adapter", "datasets")
-SHAPES = (
-    *("alpaca", "chat_template", "completion", "sharegpt", "input_output", "pretrain"),
-    *("alpaca_chat.load_qa", "gpteacher", "oasst", "chat_template.default"),
+MARKS = (
+    *("base_model", "sequence_len", "micro_batch_size", "sample_packing", "adapter", "num_epochs"),
+    *("val_set_size", "dataset_prepared_path", "lora_r", "special_tokens", "lora_target_linear"),
+    *("wandb_project", "pretraining_dataset", "flash_attention"),
 )
+SEQUENCE = 512  # tokens
+WARMUP_SHARE, WARMUP_STEPS = 0.03, 100  # the lesser of the two, where the file says neither
+FEWEST_MARKS = 2
+TOOL_DEFAULTS = {
+    **{key: DEFAULTS[key] for key in ("adam_beta1|adam_beta2", "seed")},
+    "num_epochs|max_steps": 1,
+    "lr_scheduler": "cosine",
+    "sequence_len": SEQUENCE,
+    "excess_length_strategy": "drop",
+    "bf16|fp16|bfloat16|float16|float32": "auto",
+    "adapter": "",
+}
 
 
-def draft_of(given: dict[str, Any], ranks: int) -> RecipeDraft:
+def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
+    given = draft.given
+
     def finish(draft: RecipeDraft) -> None:
-        defaults(draft)
-        batch(draft, "micro_batch_size", "gradient_accumulation_steps", ranks)
+        size, total = given.get("micro_batch_size"), given.get("batch_size")
+        passes = whole(total) // whole(size or 1) if total else 1
+        batch(draft, ("micro_batch_size", 1), ("gradient_accumulation_steps", passes), ranks)
+        if total and given.get("gradient_accumulation_steps") is None:
+            draft.note("batch_size", "mapped", "records or rows of a step on a rank")
+        if given.get("warmup_ratio") is None and given.get("warmup_steps") is None:
+            default_warmup(draft)
+        settle(draft)
+        if given.get("learning_rate") is None:
+            rate = default_of("learning_rate")
+            draft.row("learning_rate", None, "unmapped", f"axolotl requires it; {rate} here")
+        if draft.values.get("finetuning_type") == "lora" and "lora_targets" not in draft.values:
+            words = "left out, so PEFT chooses by architecture, as lora_targets: auto does here"
+            draft.row("lora_target_modules", None, "unmapped", words)
         if draft.values.setdefault("finetuning_type", "full") == "full":
             for name in [name for name in draft.values if name.startswith("lora_")]:
-                del draft.values[name]
-                draft.note(draft.why[name], "needless", "no adapter is asked for")
+                draft.withdraw(name, "no adapter is asked for")
 
-    return drafted(given, KEYS, finish)
+    return drafted(draft, KEYS, finish, defaults=TOOL_DEFAULTS)
+
+
+def default_warmup(draft: RecipeDraft) -> None:
+    """3 % of all steps, 100 at most."""
+    draft.at_default, steps = True, draft.values.get("max_steps")
+    if steps:
+        number = min(int(WARMUP_SHARE * steps), WARMUP_STEPS)
+        if number:
+            draft.say("warmup_ratio", "warmup_steps", max(number, 2))
+    else:
+        draft.say("warmup_ratio", "warmup_steps", WARMUP_SHARE)
+        words = f"at most {WARMUP_STEPS} steps there: beyond 3,334 steps say warmup_steps: 100"
+        draft.note("warmup_steps", "unmapped", words)
+    draft.at_default = False
+
+
+def warmup(draft: RecipeDraft, key: str, value: Any) -> None:
+    number = float(value or 0)
+    if number == 1:  # as in its trainer builder
+        draft.say(key, "warmup_steps", 2)
+    else:
+        TRAINING["warmup_steps"](draft, key, value)
 
 
 def adapter(draft: RecipeDraft, key: str, value: Any) -> None:
+    """Others than LoRA are refused before a key is read."""
     if value in ("lora", "qlora"):
         draft.say(key, "finetuning_type", "lora")
-    elif value:
-        draft.note(key, "unmapped", f"there is no adapter {value!r}; lora takes its place")
-        draft.values["finetuning_type"] = "lora"
+
+
+# Data sets.
+
+# Types whose records are recognised by their columns.
+SHAPES = ("chat_template", "completion", "sharegpt", "pretrain")
+FIELDS = {
+    "field": "text",
+    "field_messages": "messages",
+    "field_tools": "tools",
+    "field_instruction": "instruction",
+    "field_input": "input",
+    "field_output": "output",
+    "field_system": "system",
+    "text_column": "text",
+}
+OF_TURNS = {"role": "role_tag", "content": "content_tag"}
+SHAREGPT = {"role": "from", "content": "value"}
+NO_MATTER = ("ds_type", "trust_remote_code", "preprocess_shards", "data_files", "type", "path")
+AS_IT_IS: Mapping[str, tuple[Any, ...]] = {  # values that hasten's own way has
+    "train_on_eos": ("turn",),
+    "train_on_eot": ("turn",),
+    "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]),
+    "split": ("train",),
+    "name": ("default",),
+    "conversation": ("chatml", None),
+    "input_transform": (None,),
+}
+USUAL_ROLES = {
+    "assistant": {"assistant", "gpt", "model"},
+    "user": {"user", "human"},
+    "system": {"system"},
+    "tool": {"tool"},
+}
+PART = re.compile(r"[\w.-]+")  # a split without a slice
 
 
 def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Paths and hub names; the shape of their records is recognised, not told."""
-    sources = [s for s in value or [] if isinstance(s, dict)]
-    found: list[Any] = []
-    for source in sources:
-        files = source.get("data_files") or source.get("path")
-        found += files if isinstance(files, list) else [files]
-        kind = source.get("type")
-        if isinstance(kind, dict) or (isinstance(kind, str) and kind.split(":")[0] not in SHAPES):
-            words = "columns of your own: name them under `columns`"
-            draft.note(key, "unmapped", f"type {str(kind)[:40]}: {words}")
-        if source.get("field_messages") not in (None, "messages", "conversations"):
-            draft.values["columns"] = {"messages": str(source["field_messages"])}
-        if source.get("split") not in (None, "train"):
-            draft.note(key, "unmapped", f"split {source['split']!r}: the training split is read")
-    known = [str(one) for one in found if one]
-    if known:
-        draft.say(key, "dataset", known[0] if len(known) == 1 else known)
+    """A source for each entry; what an entry says beyond its place has a row of its own."""
+    entries = [value] if isinstance(value, str | Mapping) else list(value or ())
+    sources: list[Any] = []
+    for number, entry in enumerate(entries):
+        place = f"{key}[{number}]"
+        if isinstance(entry, str):
+            sources.append(entry)
+        elif isinstance(entry, Mapping):
+            sources += _sources(draft, place, entry)
+        else:
+            draft.row(place, entry, "unmapped", "it names no data set")
+    if len(sources) == 1 and isinstance(sources[0], dict):
+        draft.say(key, "columns", sources[0]["columns"])
+        sources = [sources[0]["path"]]
+    if sources:
+        draft.say(key, "dataset", sources[0] if sources == [str(sources[0])] else sources)
 
 
-def targets(value: Any) -> str | list[str]:
+def _sources(draft: RecipeDraft, place: str, entry: Mapping[str, Any]) -> list[Any]:
+    columns: dict[str, str] = {}
+    for name, item in entry.items():
+        if name in ("name", "split") and _hub(entry):
+            _configuration(draft, f"{place}.{name}", name, item)
+        elif name == "type":
+            _type(draft, f"{place}.type", item, entry, columns)
+        elif name in FIELDS and isinstance(item, str):
+            if item not in (FIELDS[name], "conversations"):
+                columns[FIELDS[name]] = item
+                draft.row(f"{place}.{name}", item, "mapped", f"columns: {FIELDS[name]}: {item}")
+        elif name in ("message_field_role", "message_field_content") and isinstance(item, str):
+            _turn(draft, f"{place}.{name}", name.rpartition("_")[2], item, columns)
+        elif name == "message_property_mappings" and isinstance(item, Mapping):
+            for part, own in item.items():
+                _turn(draft, f"{place}.{name}.{part}", str(part), str(own), columns)
+        elif name == "roles" and isinstance(item, Mapping):
+            _roles(draft, f"{place}.roles", item, columns)
+        elif name == "chat_template":
+            template(draft, f"{place}.{name}", item)
+        elif name not in NO_MATTER and not _ordinary(name, item):
+            draft.row(f"{place}.{name}", item, "unmapped", "hasten reads a source without this")
+    if any(tag in columns for tag in (*OF_TURNS.values(), "user_tag")):
+        columns.setdefault("messages", str(entry.get("field_messages") or "messages"))
+    files = entry.get("data_files")
+    names = [entry.get("path")]
+    if files and _hub(entry):
+        words = "all files of the hub's data set are read: fetch these and name them here"
+        draft.row(f"{place}.data_files", files, "unmapped", words)
+    elif files:
+        names = files if isinstance(files, list) else [files]
+    paths = [_path(entry, str(name)) for name in names if name]
+    return [{"path": path, "columns": columns} if columns else path for path in paths]
+
+
+def _hub(entry: Mapping[str, Any]) -> bool:
+    """If the path is a name on a hub: owner/name that is no file here."""
+    path = str(entry.get("path") or "")
+    return path.count("/") == 1 and not path.startswith((".", "/")) and not Path(path).exists()
+
+
+def _path(entry: Mapping[str, Any], path: str) -> str:
+    """A path, or a hub's name with its configuration and split."""
+    if not _hub(entry) or path != entry.get("path"):
+        return path
+    config, split = entry.get("name"), entry.get("split")
+    whole_split = split if isinstance(split, str) and PART.fullmatch(split) else None
+    if config:
+        return f"{path}:{config}:{whole_split or 'train'}"
+    return f"{path}:{whole_split}" if whole_split not in (None, "train") else path
+
+
+def _configuration(draft: RecipeDraft, key: str, name: str, value: Any) -> None:
+    if is_off(value):
+        return
+    if name == "split" and not PART.fullmatch(str(value)):
+        words = "a part of a split isn't taken: the split train is read; max_records limits it"
+        draft.row(key, value, "unmapped", words)
+    elif value != "train" or name == "name":
+        draft.row(key, value, "mapped", f"dataset: the {name} is part of its name")
+
+
+def _ordinary(name: str, value: Any) -> bool:
+    return value in (None, False, "", [], {}) or value in AS_IT_IS.get(name, ())
+
+
+def _turn(draft: RecipeDraft, key: str, part: str, own: str, columns: dict[str, str]) -> None:
+    """What a turn calls its role and its content."""
+    tag = OF_TURNS.get(part)
+    if SHAREGPT.get(part) == own:
+        draft.row(key, own, "needless", "turns of from and value are recognised")
+    elif tag is None and part != own:
+        draft.row(key, own, "unmapped", "a turn is read by its role and content alone")
+    elif tag is not None and part != own:
+        columns[tag] = own
+        draft.row(key, own, "mapped", f"columns: {tag}: {own}")
+
+
+def _roles(draft: RecipeDraft, key: str, roles: Mapping[str, Any], columns: dict[str, str]) -> None:
+    for role, names in roles.items():
+        own = [str(n) for n in names] if isinstance(names, list) else [str(names)]
+        other = [n for n in own if n not in USUAL_ROLES.get(str(role), ())]
+        tag = f"{role}_tag"
+        if len(other) == 1 and role in ("user", "assistant", "system"):
+            columns[tag] = other[0]
+            draft.row(f"{key}.{role}", names, "mapped", f"columns: {tag}: {other[0]}")
+        elif other:
+            draft.row(f"{key}.{role}", names, "unmapped", "a role has one name more, not several")
+
+
+def _type(
+    draft: RecipeDraft,
+    key: str,
+    kind: Any,
+    entry: Mapping[str, Any],
+    columns: dict[str, str],
+) -> None:
+    """The shape of the records, which hasten recognises, and the prompt around them."""
+    if isinstance(kind, Mapping):
+        for name, item in kind.items():
+            known = FIELDS.get(str(name))
+            if known and isinstance(item, str) and name != "field":
+                if item != known:
+                    columns[known] = item
+                draft.row(f"{key}.{name}", item, "mapped", f"columns: {known}: {item}")
+            elif not is_off(item):
+                words = "a format of your own: give a .jinja file as chat_template"
+                draft.row(f"{key}.{name}", item, "unmapped", words)
+        return
+    name = str(kind or "").split(":")[0].partition(".")[0]
+    if is_off(kind) or (name in SHAPES and name != "alpaca"):
+        return
+    found = PROMPTS.get(str(kind))
+    if found and _types(draft) <= {*PROMPTS, "completion"}:
+        draft.say(key, "chat_template", found)
+    elif found:
+        words = f"other data sets have another prompt: chat_template is one for all, not {found}"
+        draft.row(key, kind, "unmapped", words)
+    else:
+        words = f"hasten has no prompt format {kind!r}: give a .jinja file as chat_template"
+        draft.row(key, kind, "unmapped", words)
+
+
+def _types(draft: RecipeDraft) -> set[str]:
+    """The kinds of prompt that the data sets have."""
+    entries = draft.given.get("datasets")
+    found = [e.get("type") for e in entries or () if isinstance(e, Mapping)]
+    return {"own" if isinstance(kind, Mapping) else str(kind) for kind in found}
+
+
+def template(draft: RecipeDraft, key: str, value: Any) -> None:
+    """A name of axolotl's table, ``tokenizer_default``, or ``jinja``."""
+    if is_off(value):
+        return
+    types = _types(draft)
+    if types and types <= {*PROMPTS, "completion"}:
+        draft.note(key, "needless", f"records of type {', '.join(sorted(types))} don't use it")
+        return
+    base = str(value).removeprefix("tokenizer_default_fallback_")
+    if value == "tokenizer_default":
+        draft.row(key, value, "mapped", "chat_template: auto, the tokenizer's own")
+    elif value == "jinja":
+        words = "write chat_template_jinja into a .jinja file and name it as chat_template"
+        draft.row(key, value, "unmapped", words)
+    elif base != value:
+        words = f"chat_template: auto, the tokenizer's own; without one it isn't {base}"
+        draft.row(key, value, "unmapped", words)
+    elif value in TEMPLATES:
+        draft.say(key, "chat_template", TEMPLATES[str(value)])
+        if value in BUT:
+            draft.row(key, value, "unmapped", BUT[str(value)])
+    else:
+        words = f"hasten has no chat template {value!r}: give it as a .jinja file"
+        draft.row(key, value, "unmapped", words)
+
+
+PROMPTS: Mapping[str, str] = {
+    "alpaca": "alpaca"
+}  # records whose prompt is written without a template
+# Its names of templates whose text is the same on dialogues with and without a system text.
+TEMPLATES: Mapping[str, str] = {
+    "alpaca": "alpaca-chat",
+    "aya": "cohere",
+    "chatml": "chatml",
+    "cohere": "cohere",
+    "deepseek_v2": "deepseek-v2.5",
+    "deepseek_v3": "deepseek-v3",
+    "falcon_h1": "falcon-h1",
+    "gemma": "gemma",
+    "gemma3": "gemma",
+    "gemma3n": "gemma",
+    "gemma4": "gemma4",
+    "gemma4_unified": "gemma4",
+    "llama3": "llama3",
+    "llama4": "llama4",
+    "mistral_v1": "mistral-v1",
+    "mistral_v2v3": "mistral-v3",
+    "mistral_v3_tekken": "mistral-v3-tekken",
+    "nemotron_h": "chatml",
+    "phi_3": "phi3",
+    "phi_35": "phi3.5",
+    "qwen3": "qwen3",
+    "qwen3_5": "qwen3",
+    "qwen_25": "qwen2.5",
+}
+BUT = {  # the same text, except for
+    "qwen3_5": "tools are written in another way there",
+    "mistral_v2v3": "a system text is left out there; here it is in the first question",
+    "mistral_v3_tekken": "a system text is left out there; here it is in the first question",
+}
+
+
+# LoRA, packing, batch.
+
+
+def targets(draft: RecipeDraft, key: str, value: Any) -> None:
     """A list of names, or one text: ``all-linear`` or a regular expression."""
-    return value if isinstance(value, str) else list(value)
+    names = value if isinstance(value, str) else list(value or ())
+    if not names:
+        return
+    if names == ["all-linear"] or "all-linear" in names:
+        names = "all-linear"
+    if draft.given.get("lora_target_linear") is True and names != "all-linear":
+        draft.note(key, "mapped", "lora_target_linear adds all linear layers to it")
+    else:
+        draft.say(key, "lora_targets", names)
 
 
 def packing(draft: RecipeDraft, key: str, value: Any) -> None:
     """Rows of ``sequence_len`` out of the whole epoch, documents kept apart."""
-    if not value:
-        return
-    row = draft.given.get("sequence_len")
-    draft.use(key, "packed_epoch", {"row_tokens": int(row)} if row else None)
-    draft.plan.append("document_attention")
+    if value in (True, "true"):
+        packed_rows(draft, key, whole(draft.setting("sequence_len", SEQUENCE)))
+
+
+def pretraining(draft: RecipeDraft, key: str, value: Any) -> None:
+    """Texts; they are packed into rows of ``sequence_len`` as they come."""
+    datasets(draft, key, value)
+    if not draft.row_tokens and draft.given.get("pretraining_sample_concatenation") is not False:
+        packed_rows(draft, key, whole(draft.setting("sequence_len", SEQUENCE)))
+
+
+def too_long(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value in ("drop", "truncate"):
+        draft.say(key, "too_long", value)
+    elif value is not None:
+        words = "a longer record isn't an error here: too_long is truncate, split or drop"
+        draft.note(key, "unmapped", words)
 
 
 def everything(draft: RecipeDraft, key: str, value: Any) -> None:
-    words = "loss is on the assistant's tokens; of text records on all"
-    draft.note(key, "unmapped" if value else "needless", words)
+    """Questions are trained too; of a dialogue, axolotl leaves out the markers between turns."""
+    if value is not True:
+        draft.note(key, "needless", "loss is on the answers")
+        return
+    draft.say(key, "loss_on", "everything")
+    if not _types(draft) <= {*PROMPTS, "completion", "own"}:
+        draft.note(key, "unmapped", "markers between turns are trained too, which aren't there")
+
+
+def tokens(draft: RecipeDraft, key: str, value: Any) -> None:
+    """The padding token changes nothing that is trained."""
+    others = {k: v for k, v in dict(value or {}).items() if k != "pad_token" and v}
+    if others:
+        words = f"the tokenizer's own tokens are used, not {', '.join(map(str, others))}"
+        draft.note(key, "unmapped", words)
+    else:
+        draft.note(key, "needless", "padding isn't trained")
+
+
+def patience(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value:
+        draft.say(key, "patience", whole(value))
+
+
+def saves_per_epoch(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value:
+        words = "say checkpoint_every: dynamic, or a number of steps"
+        draft.note(key, "unmapped", words)
+
+
+def plugins(draft: RecipeDraft, key: str, value: Any) -> None:
+    """Liger and cut cross entropy are kernels; the others change what is trained."""
+    names = [value] if isinstance(value, str) else list(value or ())
+    for name in names:
+        word = str(name).rpartition(".")[2]
+        if "cutcrossentropy" in word.lower():
+            draft.use(key, "labelled_token_loss")
+        elif "liger" in word.lower() or "kernel" in word.lower():
+            draft.row(f"{key}: {word}", name, "needless", "its keys are read one by one")
+        else:
+            draft.row(f"{key}: {word}", name, "unmapped", "hasten has no such plugin")
+
+
+def shards(draft: RecipeDraft, key: str, value: Any) -> None:
+    if whole(value or 1) > 1:
+        draft.say(key, "layout", "fsdp2")
 
 
 KEYS: dict[str, Handler] = (
     TRAINING
     | table("axolotl")
     | {
+        "warmup_steps": warmup,
         "load_in_8bit": implied("lora_base", "int8"),
         "load_in_4bit": implied("lora_base", "nf4"),
         "datasets": datasets,
+        "pretraining_dataset": pretraining,
+        "chat_template": template,
+        "chat_template_jinja": later,
         "val_set_size": share_or_count,
+        "excess_length_strategy": too_long,
         "adapter": adapter,
-        "lora_target_modules": named("lora_targets", targets),
+        "lora_target_modules": targets,
         "lora_target_linear": implied("lora_targets", "all-linear"),
         "sample_packing": packing,
+        "batch_flattening": records_kept,
         "micro_batch_size": later,
         "gradient_accumulation_steps": later,
+        "batch_size": later,
         "num_epochs": epochs,
         "lr_scheduler": schedule,
         "optimizer": TRAINING["optim"],
         "train_on_inputs": everything,
         "gradient_checkpointing": recompute,
+        "bfloat16": pure("bf16"),
+        "float16": pure("fp16"),
+        "float32": lambda draft, key, value: draft.note(key, "needless", "weights are float32"),
+        "special_tokens": tokens,
+        "early_stopping_patience": patience,
+        "evals_per_epoch": per_epoch,
+        "saves_per_epoch": saves_per_epoch,
+        "plugins": plugins,
+        "dp_shard_size": shards,
         "wandb_project": implied("log_to", ["wandb"]),
+        "use_wandb": implied("log_to", ["wandb"]),
+        "use_mlflow": implied("log_to", ["mlflow"]),
         "mlflow_tracking_uri": implied("log_to", ["mlflow"]),
         "use_tensorboard": implied("log_to", ["tensorboard"]),
+        "tokenizer_config": named("tokenizer"),
         "fsdp": sharding.words,
         "fsdp_config": sharding.config(lambda given: True),
     }

@@ -1,79 +1,203 @@
-"""LLaMA-Factory's YAML for supervised and continued training (its ``examples/train_*``)."""
+"""LLaMA-Factory's YAML for supervised and continued training (its ``examples/train_*``).
+
+Meanings and defaults: LLaMA-Factory's ``hparams/*_args.py``, ``data/loader.py`` and
+``data/processor``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import (
-    TRAINING,
+    LEFT_OUT,
     Handler,
     RecipeDraft,
-    batch,
-    defaults,
     drafted,
+    implied,
     later,
-    packing,
-    saves,
-    share_or_count,
+    switch,
     table,
+    whole,
+)
+from hasten.recipe.importers.training import (
+    DEFAULTS,
+    TRAINING,
+    batch,
+    packed_rows,
+    pure,
+    settle,
+    share_or_count,
 )
 
 NAME = "LLaMA-Factory"
-MARKS = ("stage", "finetuning_type", "model_name_or_path", "template", "cutoff_len", "dataset_dir")
-TEMPLATES = {"deepseek": "deepseek-llm", "deepseek3": "deepseek-v3", "deepseekr1": "deepseek-r1"}
+MARKS = (
+    *("stage", "finetuning_type", "model_name_or_path", "template", "cutoff_len", "dataset_dir"),
+    *("lora_target", "quantization_bit", "neat_packing", "preprocessing_num_workers", "val_size"),
+    *("overwrite_cache", "max_samples", "plot_loss", "export_dir", "infer_backend", "pref_loss"),
+)
+CUTOFF = 2048  # tokens
+FEWEST_MARKS = 2
+TOOL_DEFAULTS = {
+    **DEFAULTS,
+    "cutoff_len": CUTOFF,
+    "finetuning_type": "lora",
+    "disable_gradient_checkpointing": False,
+}
+# Its names of formats whose text is the same on dialogues with and without a system text.
+TEMPLATES: Mapping[str, str] = {
+    "alpaca": "alpaca-llamafactory",
+    "chatml": "chatml",
+    "cpm4": "falcon-h1",
+    "deepseek": "deepseek-llm-llamafactory",
+    "deepseek3": "deepseek-v3",
+    "deepseekcoder": "deepseek-coder",
+    "deepseekr1": "deepseek-r1-thoughts",
+    "default": "default-llamafactory",
+    "falcon": "falcon",
+    "falcon_h1": "falcon-h1",
+    "gemma": "gemma",
+    "gemma3": "gemma",
+    "gemma3n": "gemma",
+    "glm4": "glm4",
+    "granite3": "granite3",
+    "intern2": "internlm2",
+    "llama2": "llama2-llamafactory",
+    "llama3": "llama3",
+    "llama4": "llama4",
+    "ministral": "mistral-v3-tekken",
+    "ministral3": "mistral-v3-tekken",
+    "mistral": "mistral-v3",
+    "mistral_small": "mistral-v7",
+    "phi": "phi3.5",
+    "phi_small": "phi3.5",
+    "phi4": "phi4",
+    "qwen": "qwen2.5",
+    "qwen3": "qwen3-thoughts",
+    "qwen3_5": "qwen3-thoughts",
+    "qwen3_5_nothink": "qwen3-nothink",
+    "qwen3_6": "qwen3-thoughts",
+    "qwen3_nothink": "qwen3-nothink",
+    "smollm": "chatml",
+    "smollm2": "smollm2",
+    "vicuna": "vicuna-llamafactory",
+    "yi": "chatml",
+    "zephyr": "zephyr-llamafactory",
+}
+WITHOUT_THOUGHTS = dict.fromkeys(("qwen3", "qwen3_5", "qwen3_6"), "qwen3-empty-thoughts")
+OTHER_TOOLS = ("qwen3_5", "qwen3_5_nothink", "qwen3_6")  # the same text, but for tools
 
 
-def draft_of(given: dict[str, Any], ranks: int) -> RecipeDraft:
+def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
+    given = draft.given
+
     def finish(draft: RecipeDraft) -> None:
-        defaults(draft)
-        batch(draft, "per_device_train_batch_size", "gradient_accumulation_steps", ranks)
-        if given.get("finetuning_type", "lora") == "lora":
-            draft.values.setdefault("finetuning_type", "lora")
-            draft.values.setdefault("lora_rank", 8)  # its defaults
-            draft.values.setdefault("lora_alpha", 2 * draft.values["lora_rank"])
+        packing(draft)
+        passes = ("gradient_accumulation_steps", 1)
+        batch(draft, ("per_device_train_batch_size", 8), passes, ranks)
+        settle(draft)
+        if draft.values["finetuning_type"] == "lora":
+            lora(draft)
+        else:
+            for name in [name for name in draft.values if name.startswith("lora_")]:
+                draft.withdraw(name, "no adapter is asked for")
+        if given.get("stage", "sft") == "sft" and given.get("template") is None:
+            words = "no template: the dataset's own text, or the tokenizer's chat template here"
+            draft.row("template", None, "unmapped", words)
 
-    return drafted(given, KEYS, finish)
+    return drafted(draft, KEYS, finish, defaults=TOOL_DEFAULTS)
+
+
+def lora(draft: RecipeDraft) -> None:
+    """Its LoRA has rank 8, twice that as alpha, and all linear layers."""
+    draft.at_default = True
+    draft.say("lora_rank", "lora_rank", 8)
+    draft.say("lora_target", "lora_targets", "all-linear")
+    if draft.given.get("lora_alpha") is None:
+        draft.say("lora_alpha", "lora_alpha", 2 * draft.values.get("lora_rank", 16))
+    draft.at_default = False
+
+
+def packing(draft: RecipeDraft) -> None:
+    """Rows that are filled: of dialogues where it is asked for, of texts unless it is off."""
+    given = draft.given
+    key = "neat_packing" if given.get("neat_packing") is True else "packing"
+    texts = given.get("stage") == "pt"
+    asked = given.get(key)
+    if not (asked is True or (texts and asked is None)):
+        return
+    cutoff = whole(draft.setting("cutoff_len", CUTOFF))
+    draft.at_default = asked is None
+    if asked is True:  # as in its DataArguments
+        cutoff -= 1
+        draft.values["cutoff_len"] = cutoff
+        draft.why["cutoff_len"] = "cutoff_len, one less with packing"
+    packed_rows(draft, key, cutoff)
+    draft.at_default = False
+    if key == "packing":
+        words = "records of a row see each other there; here each sees itself (as neat_packing)"
+        draft.row(key, given.get(key, LEFT_OUT), "unmapped", words)
 
 
 def stage(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value in ("sft", "pt"):
-        draft.note(key, "mapped", "records with a loss mask, or text")
-    else:
-        words = f"hasten train has no stage {value!r}; its techniques work in TRL's trainers"
-        draft.note(key, "unmapped", words)
+    """Others are refused before a key is read."""
+    draft.note(key, "mapped", "records with a loss mask, or text")
 
 
 def what_learns(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value in ("lora", "full"):
+    if value is not None:
         draft.say(key, "finetuning_type", value)
-    else:
-        draft.note(key, "unmapped", f"there is no {value!r} here: full or lora")
+        draft.values["finetuning_type"] = value
 
 
 def targets(draft: RecipeDraft, key: str, value: Any) -> None:
     names = [n.strip() for n in value.split(",")] if isinstance(value, str) else list(value or [])
-    draft.say(key, "lora_targets", "all-linear" if names == ["all"] else names)
+    if names:
+        draft.say(key, "lora_targets", "all-linear" if "all" in names else names)
 
 
 def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Names stand in dataset_info.json; a name that is a file is one."""
+    """Names stand in dataset_info.json; a name that is a file is one.
+
+    ``max_samples`` takes the first so many records of each data set.
+    """
     names = [n.strip() for n in value.split(",")] if isinstance(value, str) else list(value or [])
-    info = Path(str(draft.given.get("dataset_dir") or "data")) / "dataset_info.json"
-    found = [n if Path(n).suffix else f"{info}:{n}" for n in names]
-    draft.say(key, "dataset", found[0] if len(found) == 1 else found)
+    folder = str(draft.given.get("dataset_dir") or "data")
+    if folder == "ONLINE" or folder.startswith("REMOTE:"):
+        words = "data sets by a hub's list: name them as owner/name"
+        draft.row("dataset_dir", folder, "unmapped", words)
+    info = Path(folder) / "dataset_info.json"
+    found: list[Any] = [n if Path(n).suffix else f"{info}:{n}" for n in map(str, names) if n]
+    if folder == "ONLINE":
+        found = [str(name) for name in names]
+    most = draft.given.get("max_samples")
+    if most is not None:
+        found = [{"path": path, "max_records": whole(most)} for path in found]
+        draft.note("max_samples", "mapped", "max_records of each data set, the first ones")
+    if found:
+        one = len(found) == 1 and isinstance(found[0], str)
+        draft.say(key, "dataset", found[0] if one else found)
 
 
 def template(draft: RecipeDraft, key: str, value: Any) -> None:
     known = TEMPLATES.get(str(value))
-    if known is None:
-        draft.note(key, "mapped", "chat_template: auto, the tokenizer's own, or a near one")
-    else:
+    if draft.given.get("enable_thinking") is False:  # its default is true
+        known = WITHOUT_THOUGHTS.get(str(value), known)
+    if known is not None:
         draft.say(key, "chat_template", known)
+        if value in OTHER_TOOLS:
+            draft.note(key, "unmapped", f"tools are written in another way there than in {known}")
+    elif value is not None:
+        words = f"hasten has no template {value!r}: give it as a .jinja file (chat_template)"
+        draft.note(key, "unmapped", words)
 
 
 def quantised(draft: RecipeDraft, key: str, value: Any) -> None:
-    base = {4: "nf4", 8: "int8"}.get(int(value or 0))
+    if not value:
+        return
+    base = {4: "nf4", 8: "int8"}.get(whole(value))
     if base is None:
         draft.note(key, "unmapped", "a frozen base has 4 or 8 bits")
     else:
@@ -82,7 +206,40 @@ def quantised(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def workers(draft: RecipeDraft, key: str, value: Any) -> None:
     if value:
-        draft.say(key, "data_workers", int(value))
+        draft.say(key, "data_workers", whole(value))
+
+
+def stored_activations(draft: RecipeDraft, key: str, value: Any) -> None:
+    """Activations are recomputed unless this is on."""
+    if value is not True:
+        draft.use(key, "recompute")
+    else:
+        draft.note(key, "mapped", "nothing is recomputed")
+
+
+def thinking(draft: RecipeDraft, key: str, value: Any) -> None:
+    thoughts = ("deepseekr1", "keye_vl") if value is False else ()
+    known = draft.given.get("template") not in thoughts
+    words = "the chat template decides on thoughts"
+    draft.note(key, "needless" if known else "unmapped", words)
+
+
+def held_out(draft: RecipeDraft, key: str, value: Any) -> None:
+    """Only beside ``eval_dataset`` nothing is split off."""
+    if draft.given.get("eval_dataset"):
+        draft.note(key, "needless", "eval_dataset is given")
+    else:
+        share_or_count(draft, key, value)
+
+
+def eval_dataset(draft: RecipeDraft, key: str, value: Any) -> None:
+    names = [n.strip() for n in value.split(",")] if isinstance(value, str) else list(value or [])
+    if len(names) == 1:
+        folder = Path(str(draft.given.get("dataset_dir") or "data"))
+        path = names[0] if Path(names[0]).suffix else f"{folder / 'dataset_info.json'}:{names[0]}"
+        draft.say(key, "held_out", path)
+    elif names:
+        draft.note(key, "unmapped", "held_out is one file: join them")
 
 
 KEYS: dict[str, Handler] = (
@@ -94,13 +251,23 @@ KEYS: dict[str, Handler] = (
         "lora_target": targets,
         "quantization_bit": quantised,
         "dataset": datasets,
+        "max_samples": later,
         "template": template,
         "preprocessing_num_workers": workers,
-        "packing": packing,
-        "neat_packing": packing,
-        "val_size": share_or_count,
+        "packing": later,
+        "neat_packing": later,
+        "val_size": held_out,
+        "eval_dataset": eval_dataset,
         "per_device_train_batch_size": later,
         "gradient_accumulation_steps": later,
-        "save_steps": saves,
+        "disable_gradient_checkpointing": stored_activations,
+        "pure_bf16": pure("bf16"),
+        "use_muon": switch("muon"),
+        "fp8": switch("float8"),
+        "enable_thinking": thinking,
+        "train_on_prompt": implied("loss_on", "everything"),
+        "mask_history": implied("loss_on", "last_answer"),
+        "fsdp": sharding.words,
+        "fsdp_config": sharding.config(lambda given: bool(given.get("fsdp"))),
     }
 )

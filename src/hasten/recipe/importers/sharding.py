@@ -28,6 +28,7 @@ NEEDLESS = {
     "auto_wrap": BY_LAYER,
     "auto_wrap_policy": BY_LAYER,
     "transformer_layer_cls_to_wrap": BY_LAYER,
+    "transformer_cls_names_to_wrap": BY_LAYER,
     "min_num_params": BY_LAYER,
     "wrap_policy": BY_LAYER,
     "backward_prefetch": ALWAYS,
@@ -40,6 +41,7 @@ NEEDLESS = {
     "state_dict_type": WHOLE,
     "final_state_dict_type": WHOLE,
     "version": "fsdp2 is PyTorch's second one",
+    "pin_memory": "memory that a GPU copies from is always pinned",
 }
 
 
@@ -86,7 +88,7 @@ def settled(draft: RecipeDraft) -> None:
     """Once all keys were read: settings of fsdp2 stand in the plan, in the place of the layout."""
     if "fsdp2" in draft.techniques and draft.values.get("layout") == "fsdp2":
         del draft.values["layout"]
-    elif "fsdp2" in draft.techniques:  # NO_SHARD: replicas
+    elif draft.values.get("layout") == "ddp":  # NO_SHARD: replicas
         draft.plan = [e for e in draft.plan if not (isinstance(e, dict) and "fsdp2" in e)]
 
 

@@ -1,35 +1,233 @@
-"""``TrainingArguments`` of Hugging Face's Trainer (and TRL's SFTConfig), as JSON or YAML."""
+"""``TrainingArguments`` of transformers' Trainer and its ``run_clm``, and TRL's ``sft``.
+
+Meanings and defaults: transformers' ``training_args.py``, TRL's ``trainer/sft_config.py``,
+``trainer/base_config.py``, ``trainer/model_config.py`` and ``scripts/utils.py``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import (
-    TRAINING,
     Handler,
     RecipeDraft,
-    batch,
-    defaults,
     drafted,
     implied,
+    is_off,
     later,
-    packing,
+    named,
     table,
+    whole,
+)
+from hasten.recipe.importers.training import (
+    DEFAULTS,
+    TRAINING,
+    batch,
+    packed_rows,
+    records_kept,
+    settle,
 )
 
 NAME = "TrainingArguments"
 MARKS = ("per_device_train_batch_size", "num_train_epochs", "output_dir", "lr_scheduler_type")
+# Keys that TRL's files have and a TrainingArguments has not.
+TRL_MARKS = (
+    *("model_name_or_path", "dataset_name", "max_length", "max_seq_length", "packing", "use_peft"),
+    *("assistant_only_loss", "completion_only_loss", "dataset_text_field", "lora_r", "eos_token"),
+    *("dataset_train_split", "padding_free", "attn_implementation", "chat_template_path", "dtype"),
+)
+# Keys of transformers' example run_clm.py, which has a model and data too.
+SCRIPT_MARKS = (
+    *("train_file", "validation_file", "block_size", "dataset_config_name", "config_name"),
+    *("max_train_samples", "validation_split_percentage", "keep_linebreaks"),
+)
+BLOCK = 1024  # tokens of a row of run_clm, where the model takes as many
+TRL_LENGTH = 1024  # tokens
+TRL_DEFAULTS = {
+    **DEFAULTS,
+    "learning_rate": 2e-5,
+    "max_length|max_seq_length": TRL_LENGTH,
+    "gradient_checkpointing": True,
+    "bf16|fp16": True,
+}
+STRATEGIES = {"bfd": "", "bfd_split": "split"}  # others cut records where a row ends
 
 
-def draft_of(given: dict[str, Any], ranks: int) -> RecipeDraft:
+def is_script(given: Mapping[str, Any]) -> bool:
+    """If the file is of run_clm.py: its texts are cut into blocks."""
+    return any(mark in given for mark in SCRIPT_MARKS)
+
+
+def is_trl(given: Mapping[str, Any]) -> bool:
+    return any(mark in given for mark in TRL_MARKS) and not is_script(given)
+
+
+def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
     """Keys that stand at their default in a dump of all are said nothing about."""
+    trl = is_trl(draft.given)
+    draft.tool = "TRL" if trl else "transformers"
 
     def finish(draft: RecipeDraft) -> None:
-        defaults(draft)
-        batch(draft, "per_device_train_batch_size", "gradient_accumulation_steps", ranks)
+        if trl:
+            trl_packing(draft)
+            trl_loss(draft)
+        elif is_script(draft.given):
+            blocks(draft)
+        passes = ("gradient_accumulation_steps", 1)
+        batch(draft, ("per_device_train_batch_size", 8), passes, ranks)
+        settle(draft)
+        lora(draft)
 
-    return drafted(given, KEYS, finish, quiet=(None, False, "", [], {}))
+    defaults = TRL_DEFAULTS if trl else DEFAULTS
+    return drafted(draft, KEYS, finish, quiet=(None, False, "", [], {}), defaults=defaults)
+
+
+def lora(draft: RecipeDraft) -> None:
+    """LoRA's own defaults of TRL, or no LoRA key at all."""
+    if draft.values.get("finetuning_type") != "lora":
+        for name in [name for name in draft.values if name.startswith("lora_")]:
+            draft.withdraw(name, "use_peft is off")
+        return
+    draft.at_default = True
+    draft.say("lora_r", "lora_rank", 16)
+    draft.say("lora_alpha", "lora_alpha", 32)
+    draft.say("lora_dropout", "lora_dropout", 0.05)
+    draft.at_default = False
+    if "lora_targets" not in draft.values:
+        draft.values["lora_targets"] = "all-linear"
+        draft.why["lora_targets"] = "lora_target_modules: left out"
+        words = "left out, so PEFT chooses by architecture; all-linear here"
+        draft.note("lora_target_modules", "unmapped", words)
+
+
+def blocks(draft: RecipeDraft) -> None:
+    """Texts end to end, in rows of ``block_size``."""
+    draft.at_default = draft.given.get("block_size") is None
+    row = whole(draft.setting("block_size", BLOCK))
+    draft.say("block_size", "cutoff_len", row)
+    packed_rows(draft, "block_size", row)
+    draft.at_default = False
+    words = "texts of a row see each other there; here each sees itself"
+    draft.row("block_size", row, "unmapped", words)
+
+
+def trl_packing(draft: RecipeDraft) -> None:
+    given = draft.given
+    if given.get("packing") in (True, "true"):
+        strategy = given.get("packing_strategy") or "bfd"
+        length = draft.setting("max_length", draft.setting("max_seq_length", TRL_LENGTH))
+        packed_rows(draft, "packing", whole(length))
+        if strategy == "wrapped":
+            words = "records are cut at the end of a row there; here each stays whole"
+            draft.note("packing_strategy", "unmapped", words)
+        elif strategy == "bfd_split":
+            draft.say("packing_strategy", "too_long", "split")
+    elif given.get("padding_free") in (True, "true"):
+        records_kept(draft, "padding_free", True)
+
+
+def trl_loss(draft: RecipeDraft) -> None:
+    """TRL trains every token of ``messages``, unless it is asked not to."""
+    given, key = draft.given, "assistant_only_loss"
+    if given.get(key) in (True, "true"):
+        draft.note(key, "mapped", "loss is on the assistant's tokens")
+        return
+    if given.get("completion_only_loss") in (True, "true"):
+        draft.note("completion_only_loss", "mapped", "loss is on the completion")
+        return
+    draft.at_default = key not in given
+    draft.say(key, "loss_on", "everything")
+    draft.at_default = False
+    if given.get("completion_only_loss") is None:
+        words = "left out: say loss_on: answers if the records are prompt and completion"
+        draft.note("completion_only_loss", "unmapped", words)
+
+
+def dataset(draft: RecipeDraft, key: str, value: Any) -> None:
+    """A hub's name with its configuration and split, or a path."""
+    if not value:
+        return
+    given, name = draft.given, str(value)
+    config = given.get("dataset_config") or given.get("dataset_config_name")
+    split = draft.given.get("dataset_train_split") or "train"
+    if config:
+        name += f":{config}:{split}"
+    elif split != "train":
+        name += f":{split}"
+    most = given.get("max_train_samples")
+    draft.say(key, "dataset", [{"path": name, "max_records": whole(most)}] if most else name)
+    if most:
+        draft.note("max_train_samples", "mapped", "max_records of the data set, the first ones")
+
+
+def mixture(draft: RecipeDraft, key: str, value: Any) -> None:
+    """TRL's ``datasets``: a list of path, name, split."""
+    sources = []
+    for number, entry in enumerate(value or ()):
+        found = dict(entry)
+        source, config = str(found.pop("path")), found.pop("name", None)
+        split = found.pop("split", None) or "train"
+        source += f":{config}:{split}" if config else "" if split == "train" else f":{split}"
+        fraction = found.pop("fraction", None)
+        sources.append({"path": source, "weight": float(fraction)} if fraction else source)
+        for name, item in found.items():
+            if not is_off(item):
+                words = "hasten reads a source without this"
+                draft.row(f"{key}[{number}].{name}", item, "unmapped", words)
+    if sources:
+        draft.say(key, "dataset", sources)
+
+
+def text_field(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value not in (None, "", "text"):
+        draft.say(key, "columns", {"text": str(value)})
+    else:
+        draft.note(key, "needless", "text is the column's name here too")
+
+
+def targets(draft: RecipeDraft, key: str, value: Any) -> None:
+    names = value if isinstance(value, str) else list(value or ())
+    if isinstance(names, list) and len(names) == 1:
+        names = names[0]  # as its ModelConfig does
+    if names:
+        draft.say(key, "lora_targets", "all-linear" if "all-linear" in names else names)
+
+
+def length(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value is None and not draft.at_default:
+        if key in draft.given:
+            draft.note(key, "unmapped", "records aren't cut there; cutoff_len limits them here")
+        return
+    draft.say(key, "cutoff_len", whole(value))
+
+
+def loss(draft: RecipeDraft, key: str, value: Any) -> None:
+    """Other kinds are refused before a key is read."""
+    kernels = ("nll", "chunked_nll", "cross_entropy")
+    if not is_off(value):
+        fate: Any = "needless" if value in kernels else "unmapped"
+        draft.note(key, fate, "loss is the negative log-likelihood")
+
+
+def sampling(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value == "group_by_length":
+        draft.use(key, "length_grouped")
+    elif value not in (None, "random"):
+        draft.note(key, "unmapped", "records are drawn at random")
+
+
+def precision(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value in ("bfloat16", "float16"):
+        words = "weights are float32 here; products are in the format of bf16 or fp16"
+        draft.note(key, "unmapped", words)
+    else:
+        draft.note(key, "needless", "weights are float32")
+
+
+def stopped_shuffle(draft: RecipeDraft, key: str, value: Any) -> None:
+    draft.note(key, "needless", "records are shuffled each epoch, as by Trainer")
 
 
 KEYS: dict[str, Handler] = (
@@ -38,9 +236,33 @@ KEYS: dict[str, Handler] = (
     | {
         "per_device_train_batch_size": later,
         "gradient_accumulation_steps": later,
-        "packing": packing,
-        "padding_free": packing,
+        "packing": later,
+        "packing_strategy": later,
+        "padding_free": later,
+        "assistant_only_loss": later,
+        "completion_only_loss": later,
+        "dataset_name": dataset,
+        "train_file": dataset,
+        "dataset_config_name": later,
+        "max_train_samples": later,
+        "block_size": later,
+        "dataset_config": later,
+        "dataset_train_split": later,
+        "datasets": mixture,
+        "dataset_text_field": text_field,
+        "max_length": length,
+        "max_seq_length": length,
+        "loss_type": loss,
+        "train_sampling_strategy": sampling,
+        "dtype": precision,
+        "torch_dtype": precision,
         "use_peft": implied("finetuning_type", "lora"),
+        "lora_target_modules": targets,
+        "load_in_8bit": implied("lora_base", "int8"),
+        "load_in_4bit": implied("lora_base", "nf4"),
+        "use_rslora": named("lora_rslora", bool),
+        "use_dora": named("lora_dora", bool),
+        "shuffle_dataset": stopped_shuffle,
         "fsdp": sharding.words,
         "fsdp_config": sharding.config(lambda given: bool(given.get("fsdp"))),
     }

@@ -1,0 +1,240 @@
+"""LLaMA-Factory's v1 format: flat keys, and ``*_config`` mappings with a ``name``.
+
+Meanings and defaults: LLaMA-Factory's ``v1/config/*_args.py``, ``v1/core/base_trainer.py`` and
+``v1/plugins``. Its data sets stand in a YAML file of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hasten.errors import InputError
+from hasten.recipe.importers import sharding
+from hasten.recipe.importers.draft import (
+    Handler,
+    RecipeDraft,
+    drafted,
+    is_off,
+    later,
+    table,
+    whole,
+)
+from hasten.recipe.importers.training import (
+    TRAINING,
+    batch,
+    deepspeed,
+    found_file,
+    half,
+    packed_rows,
+    records_kept,
+    schedule,
+    settle,
+)
+from hasten.recipe.yaml_reader import read_yaml_file
+
+NAME = "LLaMA-Factory v1"
+MARKS = (
+    *(
+        "model_class",
+        "train_dataset",
+        "peft_config",
+        "dist_config",
+        "kernel_config",
+        "quant_config",
+    ),
+    *("batching_strategy", "init_config", "optim_config", "sample_backend", "lr_scheduler_config"),
+)
+CUTOFF = 2048  # tokens
+TOOL_DEFAULTS = {
+    "adam_beta1|adam_beta2": 0.9,
+    "num_train_epochs|max_steps": 3,
+    "learning_rate": 1e-4,
+    "lr_scheduler_config": {"name": "constant"},  # a factor of 1 where no plugin is named
+    "seed": 42,
+    "cutoff_len": CUTOFF,
+    "bf16": True,
+    "enable_activation_checkpointing": True,
+}
+
+
+def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
+    def finish(draft: RecipeDraft) -> None:
+        each, total = (
+            whole(draft.setting("micro_batch_size", 1)),
+            draft.given.get("global_batch_size"),
+        )
+        size = whole(draft.given.get("cp_size") or 1)
+        passes = max(whole(total) * size // (each * ranks), 1) if total else 1
+        batching(draft)
+        batch(draft, ("micro_batch_size", 1), ("passes", passes), max(ranks // size, 1))
+        if total:
+            draft.note("global_batch_size", "mapped", "records of a step over all ranks")
+        settle(draft)
+        draft.values.setdefault("finetuning_type", "full")
+        if draft.given.get("optim_config") is None:  # torch's AdamW without arguments
+            draft.values["weight_decay"], draft.why["weight_decay"] = 0.01, "torch.optim.AdamW"
+            words = "0.01, torch's default there, norms and biases too; matrices alone here"
+            draft.row("weight_decay", 0.01, "unmapped", words)
+
+    return drafted(draft, KEYS, finish, defaults=TOOL_DEFAULTS)
+
+
+def batching(draft: RecipeDraft) -> None:
+    """Padded records, records in one row, or as many as fit into a pass's tokens."""
+    key, strategy = "batching_strategy", str(draft.given.get("batching_strategy") or "normal")
+    if strategy == "padding_free":
+        records_kept(draft, key, True)
+    elif strategy.startswith("dynamic"):
+        packed_rows(draft, key, whole(draft.setting("cutoff_len", CUTOFF)))
+        if strategy == "dynamic_batching":
+            draft.note(key, "unmapped", "padding counts as tokens there; rows have none here")
+    elif strategy != "normal":
+        draft.note(key, "unmapped", "there is no such way of batching")
+
+
+def adapter(draft: RecipeDraft, key: str, value: Any) -> None:
+    """LoRA's rank is r; others are refused before a key is read."""
+    if not value:
+        return
+    found = dict(value)
+    if found.pop("name", "lora") != "lora":
+        return
+    draft.say(key, "finetuning_type", "lora")
+    draft.say(key, "lora_rank", whole(found.pop("r", 8)))
+    draft.say(key, "lora_alpha", whole(found.pop("lora_alpha", 16)))
+    draft.say(key, "lora_dropout", float(found.pop("lora_dropout", 0.05)))
+    targets = found.pop("target_modules", "all")
+    names = [t.strip() for t in targets.split(",")] if isinstance(targets, str) else list(targets)
+    draft.say(key, "lora_targets", "all-linear" if "all" in names else names)
+    draft.say(key, "lora_rslora", bool(found.pop("use_rslora", False)))
+    draft.say(key, "lora_dora", bool(found.pop("use_dora", False)))
+    rest(draft, key, found)
+
+
+def rest(draft: RecipeDraft, key: str, settings: Mapping[str, Any]) -> None:
+    """A row for each setting that isn't followed."""
+    for name, item in settings.items():
+        if not is_off(item):
+            draft.row(f"{key}.{name}", item, "unmapped", "hasten has no such setting")
+
+
+def layout(draft: RecipeDraft, key: str, value: Any) -> None:
+    found = dict(value or {})
+    name = found.pop("name", None)
+    if name == "fsdp2":
+        draft.say(key, "layout", "fsdp2")
+        sharding.config(lambda given: True)(draft, key, found)
+    elif name == "deepspeed":
+        deepspeed(draft, key, found.pop("config_file", None))
+        rest(draft, key, found)
+    elif name is not None:
+        draft.note(key, "unmapped", f"there is no layout {name!r}: say layout in the recipe")
+
+
+def kernels(draft: RecipeDraft, key: str, value: Any) -> None:
+    name = dict(value or {}).get("name")
+    if name == "liger_kernel":
+        draft.use(key, "fused_layers")
+    elif name is not None:
+        draft.note(key, "needless", "the plan chooses kernels")
+
+
+def quantised(draft: RecipeDraft, key: str, value: Any) -> None:
+    found = dict(value or {})
+    bits = found.get("quantization_bit")
+    base = {4: "nf4", 8: "int8"}.get(whole(bits)) if bits else None
+    if base:
+        draft.say(key, "lora_base", base)
+    elif found:
+        draft.note(key, "unmapped", "a frozen base has 4 or 8 bits (lora_base)")
+
+
+def optimizer(draft: RecipeDraft, key: str, value: Any) -> None:
+    found = dict(value or {})
+    name = str(found.pop("name", "adamw"))
+    found.pop("lr", None)  # learning_rate is used instead, as there
+    TRAINING["optim"](draft, key, name)
+    decay = found.pop("weight_decay", found.pop("wd", None))
+    if decay is not None:
+        draft.say(key, "weight_decay", float(decay))
+    betas = found.pop("betas", found.pop("adamw_betas", None))
+    if betas is not None:
+        draft.values["adam_betas"] = [float(b) for b in betas]
+        draft.why["adam_betas"] = key
+    rest(draft, key, {k: v for k, v in found.items() if not (k.endswith("eps") and v == 1e-8)})
+
+
+def scheduler(draft: RecipeDraft, key: str, value: Any) -> None:
+    found = dict(value or {})
+    schedule(draft, key, found.pop("name", None))
+    steps = found.pop(
+        "warmup_steps", found.pop("num_warmup_steps", found.pop("warmup_ratio", None))
+    )
+    if steps:
+        TRAINING["warmup_steps"](draft, key, steps)
+    rest(draft, key, found)
+
+
+def recompute(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value is True:
+        draft.use(key, "recompute")
+
+
+def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
+    """The sources of a YAML list of data sets, or one file.
+
+    Raises:
+        InputError: the list has pairs of preferences.
+    """
+    if not isinstance(value, str) or not value:
+        return
+    if not value.endswith((".yaml", ".yml")):
+        draft.say(key, "dataset", value)
+        return
+    path = found_file(value, draft.folder)
+    if path is None:
+        words = f"there is no file {value} here or above: name the files of its records"
+        draft.note(key, "unmapped", words)
+        return
+    listing = read_yaml_file(path, "list of data sets")
+    sources: list[Any] = []
+    for name, entry in (listing if isinstance(listing, dict) else {}).items():
+        found = dict(entry or {})
+        if found.get("converter") in ("pair", "dpo"):
+            raise InputError(
+                f"{path}: {name} has pairs of preferences, which means preference training; "
+                "hasten imports supervised fine-tuning, so nothing was written"
+            )
+        place = str(found.pop("path", name))
+        source: dict[str, Any] = {"path": str(found_file(place, draft.folder) or place)}
+        size, weight = found.pop("size", None), found.pop("weight", None)
+        source |= {"max_records": whole(size)} if size else {}
+        source |= {"weight": float(weight)} if weight else {}
+        if size or weight:
+            draft.row(f"{key}.{name}", size or weight, "unmapped", "it is drawn with repeats there")
+        split = found.pop("split", "train")
+        if found.pop("source", "hf_hub") == "hf_hub" and split not in ("train", None):
+            source["path"] += f":{split}"
+        found.pop("converter", None)
+        rest(draft, f"{key}.{name}", found)
+        sources.append(source if len(source) > 1 else source["path"])
+    draft.say(key, "dataset", sources)
+
+
+KEYS: dict[str, Handler] = table("llama_factory_v1") | {
+    **{key: TRAINING[key] for key in ("num_train_epochs", "max_steps", "max_grad_norm")},
+    **{key: TRAINING[key] for key in ("save_steps", "resume_from_checkpoint", "adam_beta1")},
+    "train_dataset": datasets,
+    "micro_batch_size": later,
+    "global_batch_size": later,
+    "batching_strategy": later,
+    "bf16": half("bf16"),
+    "peft_config": adapter,
+    "dist_config": layout,
+    "kernel_config": kernels,
+    "quant_config": quantised,
+    "optim_config": optimizer,
+    "lr_scheduler_config": scheduler,
+    "enable_activation_checkpointing": recompute,
+}

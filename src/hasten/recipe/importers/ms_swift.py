@@ -1,0 +1,253 @@
+"""ms-swift's YAML for supervised training (``swift sft``, ``swift pt``, ``megatron sft``).
+
+Meanings and defaults: ms-swift's ``arguments/sft_args.py``, ``arguments/base_args``,
+``arguments/tuner_args.py``, ``trainers/arguments.py`` and ``megatron/arguments``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hasten.recipe.importers import sharding
+from hasten.recipe.importers.draft import (
+    Handler,
+    RecipeDraft,
+    drafted,
+    is_off,
+    later,
+    named,
+    table,
+    whole,
+)
+from hasten.recipe.importers.training import (
+    DEFAULTS,
+    TRAINING,
+    batch,
+    deepspeed,
+    half,
+    packed_rows,
+    records_kept,
+    settle,
+    share_or_count,
+    steps,
+    warmup,
+)
+
+NAME = "ms-swift"
+MARKS = (
+    *("tuner_type", "train_type", "split_dataset_ratio", "dataset_num_proc", "rlhf_type"),
+    *("target_modules", "torch_dtype", "padding_free", "model_author", "model_name", "use_hf"),
+    *(
+        "attn_impl",
+        "val_dataset",
+        "truncation_strategy",
+        "loss_scale",
+        "sampler_type",
+        "infer_backend",
+    ),
+    *("lr_warmup_fraction", "tuner_backend", "quant_bits"),
+)
+TOOL_DEFAULTS = {
+    "adam_beta1|adam_beta2": 0.9,
+    "num_train_epochs|max_steps|train_iters": 3,
+    "lr_scheduler_type": "cosine",
+    "weight_decay": 0.1,
+    "seed": DEFAULTS["seed"],
+    "tuner_type|train_type": "lora",
+    "truncation_strategy": "delete",
+    "gradient_checkpointing|recompute_granularity": True,
+    "torch_dtype|bf16|fp16": "bfloat16",
+}
+RATES = {"lora": 1e-4, "full": 1e-5}
+BETA2 = 0.95
+RECORDS = 16  # of a step, where the file leaves out the accumulation
+TRUNCATION = {"delete": "drop", "right": "truncate", "split": "split"}
+ZERO = {
+    "zero0": None,
+    "zero1": {"reshard": False},
+    "zero2": {"reshard": False},
+    "zero3": {"reshard": True},
+    "zero2_offload": {"reshard": False, "offload": True},
+    "zero3_offload": {"reshard": True, "offload": True},
+}
+
+
+def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
+    given = draft.given
+
+    def finish(draft: RecipeDraft) -> None:
+        packing(draft)
+        if given.get("micro_batch_size") is not None or given.get("global_batch_size") is not None:
+            each = whole(draft.setting("micro_batch_size", 1))
+            passes = max(whole(draft.setting("global_batch_size", RECORDS)) // (each * ranks), 1)
+            batch(draft, ("micro_batch_size", 1), ("passes", passes), ranks)
+            draft.note("global_batch_size", "mapped", "of a step over all ranks")
+        else:
+            each = whole(draft.setting("per_device_train_batch_size", 1))
+            passes = max(math.ceil(RECORDS / each / ranks), 1)
+            size = ("per_device_train_batch_size", 1)
+            batch(draft, size, ("gradient_accumulation_steps", passes), ranks)
+        if given.get("adam_beta2") is None:
+            draft.values["adam_betas"] = [draft.values["adam_betas"][0], BETA2]
+        draft.at_default = True
+        kind = draft.values.get("finetuning_type", "full")
+        draft.say("learning_rate", "learning_rate", RATES[kind])
+        if kind == "lora":
+            draft.say("lora_rank", "lora_rank", 8)
+            draft.say("lora_alpha", "lora_alpha", 32)
+            draft.say("lora_dropout", "lora_dropout", 0.05)
+            draft.say("target_modules", "lora_targets", "all-linear")
+        draft.at_default = False
+        if kind != "lora":
+            for name in [name for name in draft.values if name.startswith("lora_")]:
+                draft.withdraw(name, "all weights are trained")
+        minimum, rate = given.get("min_lr"), draft.values.get("learning_rate")
+        if minimum and rate:
+            draft.say("min_lr", "min_lr_ratio", float(minimum) / float(rate))
+        settle(draft)
+        if given.get("max_length") is None:
+            words = "left out, so the model's own limit holds there; cutoff_len is 2048 here"
+            draft.note("max_length", "unmapped", words)
+
+    return drafted(draft, KEYS, finish, defaults=TOOL_DEFAULTS)
+
+
+def packing(draft: RecipeDraft) -> None:
+    if draft.given.get("packing") in (True, "true"):
+        row = draft.setting("packing_length", draft.setting("max_length", 2048))
+        packed_rows(draft, "packing", whole(row))
+    elif draft.given.get("padding_free") in (True, "true"):
+        records_kept(draft, "padding_free", True)
+
+
+def tuner(draft: RecipeDraft, key: str, value: Any) -> None:
+    """Others than these two are refused before a key is read."""
+    if value is not None:
+        draft.say(key, "finetuning_type", value)
+
+
+def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
+    """``ID_OR_PATH:SUBSET#COUNT``, as text or list; a count takes so many records."""
+    names = value.split() if isinstance(value, str) else list(value or ())
+    sources: list[Any] = []
+    for name in map(str, names):
+        path, _, count = name.partition("#")
+        if ":" in path and not path.startswith(("/", ".")):
+            path += ":train"  # a subset, of which the split train is read
+        sources.append({"path": path, "max_records": whole(count)} if count else path)
+        if "#" in name:
+            words = f"the first {count} records of {path}; there they are drawn"
+            draft.row(f"{key}: {name}", name, "unmapped", words)
+    if sources:
+        one = len(sources) == 1 and isinstance(sources[0], str)
+        draft.say(key, "dataset", sources[0] if one else sources)
+
+
+def held_out_file(draft: RecipeDraft, key: str, value: Any) -> None:
+    names = [value] if isinstance(value, str) else list(value or ())
+    if len(names) == 1 and "#" not in names[0]:
+        draft.say(key, "held_out", names[0])
+    elif names:
+        draft.note(key, "unmapped", "held_out is one file or name: join them")
+
+
+def precision(draft: RecipeDraft, key: str, value: Any) -> None:
+    if draft.given.get("bf16") is None and draft.given.get("fp16") is None:
+        dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp16"}.get(str(value))
+        if dtype:
+            half(dtype)(draft, key, True)
+
+
+def too_long(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value in TRUNCATION:
+        draft.say(key, "too_long", TRUNCATION[value])
+    elif value is not None:
+        draft.note(key, "unmapped", "records are cut at their end, split or dropped")
+
+
+def targets(draft: RecipeDraft, key: str, value: Any) -> None:
+    names = value.split() if isinstance(value, str) else list(value or ())
+    if names:
+        draft.say(key, "lora_targets", "all-linear" if "all-linear" in names else names)
+
+
+def zero(draft: RecipeDraft, key: str, value: Any) -> None:
+    """A name of its own table of ZeRO stages, or a file."""
+    if value in ZERO:
+        if ZERO[value]:
+            draft.use(key, "fsdp2", ZERO[value])
+        return
+    deepspeed(draft, key, value)
+
+
+def scale(draft: RecipeDraft, key: str, value: Any) -> None:
+    found = {"all": "everything", "last_round": "last_answer"}.get(str(value))
+    if found:
+        draft.say(key, "loss_on", found)
+    elif value not in (None, "default"):
+        draft.note(key, "unmapped", "loss is on every answer alike")
+
+
+def template(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value:
+        words = f"hasten has no template {value!r}: give it as a .jinja file (chat_template)"
+        draft.note(key, "unmapped", words)
+
+
+def quantised(draft: RecipeDraft, key: str, value: Any) -> None:
+    base = {"4": "nf4", "8": "int8"}.get(str(value))
+    if base:
+        draft.say(key, "lora_base", base)
+    elif not is_off(value):
+        draft.note(key, "unmapped", "a frozen base has 4 or 8 bits")
+
+
+def recomputed(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value in (True, "full", "selective"):
+        draft.use(key, "recompute")
+
+
+def chat(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value is False:
+        draft.note(key, "unmapped", "a dialogue is always written by a chat template")
+
+
+KEYS: dict[str, Handler] = (
+    TRAINING
+    | table("ms_swift")
+    | {
+        "tuner_type": tuner,
+        "train_type": tuner,
+        "dataset": datasets,
+        "val_dataset": held_out_file,
+        "split_dataset_ratio": share_or_count,
+        "torch_dtype": precision,
+        "packing": later,
+        "padding_free": later,
+        "packing_length": later,
+        "truncation_strategy": too_long,
+        "target_modules": targets,
+        "target_regex": named("lora_targets"),
+        "use_rslora": named("lora_rslora", bool),
+        "use_dora": named("lora_dora", bool),
+        "quant_bits": quantised,
+        "template": template,
+        "use_chat_template": chat,
+        "loss_scale": scale,
+        "deepspeed": zero,
+        "per_device_train_batch_size": later,
+        "gradient_accumulation_steps": later,
+        "micro_batch_size": later,
+        "global_batch_size": later,
+        "train_iters": steps,
+        "lr": named("learning_rate", float),
+        "lr_warmup_fraction": warmup,
+        "lr_warmup_iters": warmup,
+        "min_lr": later,
+        "lr_decay_style": TRAINING["lr_scheduler_type"],
+        "recompute_granularity": recomputed,
+        "use_liger_kernel": TRAINING["use_liger_kernel"],
+        "fsdp": sharding.words,
+    }
+)

@@ -1,0 +1,77 @@
+"""Files of other trainers that ask for another training than hasten's: refused by name.
+
+A file of preference training that became a recipe would train the rejected answers, or none. One
+that trains a part of the weights alone would become one that trains all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hasten.errors import InputError
+from hasten.recipe.importers.draft import ROWS, is_off
+from hasten.recipe.yaml_reader import one_line
+
+OURS = ("sft", "pt", "pretrain", "llm", "causal_lm")
+STAGE_KEYS = ("stage", "rl", "rlhf_type", "task_type", "model_class", "rl_type")
+STAGES: Mapping[str, str] = ROWS["refused"]["stages"]
+SIGNS: Mapping[str, str] = {  # keys that ask for it wherever they are on
+    key: what for what, keys in ROWS["refused"]["signs"].items() for key in keys
+}
+WITH_DATA = ("sample_backend",)  # next to a data set, it says how the trained model chats
+TUNER_KEYS = ("finetuning_type", "tuner_type", "train_type", "adapter")
+TUNERS = ("lora", "full", "qlora", "none")
+SFT_LOSSES = ("nll", "dft", "chunked_nll", "cross_entropy")  # TRL's SFTConfig
+
+
+def refuse_other_training(path: Path, given: Mapping[str, Any]) -> None:
+    """Refuse a file whose keys ask for another training, with the key and its value.
+
+    Raises:
+        InputError: it does.
+    """
+    found = _other_training(given)
+    if found is not None:
+        key, what = found
+        asked = one_line(f"{key}: {given[key]}")[:80]
+        raise InputError(
+            f"{path}: {asked} means {what}; hasten imports supervised fine-tuning and continued "
+            "pretraining, of all weights or LoRA, so nothing was written"
+        )
+
+
+def _other_training(given: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The key that asks for it, and what it is called."""
+    for key in STAGE_KEYS:
+        value = given.get(key)
+        if not is_off(value) and str(value).lower() not in OURS:
+            return key, STAGES.get(str(value).lower(), "another training")
+    for key, what in SIGNS.items():
+        trains = key in WITH_DATA and given.get("train_dataset")
+        if not is_off(given.get(key)) and not trains:
+            return key, what
+    for key in TUNER_KEYS:
+        value = given.get(key)
+        if not is_off(value) and str(value).lower() not in TUNERS:
+            return key, STAGES.get(str(value).lower(), "another way of training")
+    config = given.get("peft_config")
+    name = config.get("name") if isinstance(config, Mapping) else None
+    if isinstance(config, Mapping) and config.get("export_dir"):
+        return "peft_config", "merging and exporting a model, which `hasten merge` does"
+    if name is not None and str(name) not in TUNERS:
+        return "peft_config", STAGES.get(str(name), "another way of training")
+    loss = given.get("loss_type")
+    if not is_off(loss) and str(loss) not in SFT_LOSSES:
+        return "loss_type", "another loss, as of preference training"
+    for key in ("do_predict", "predict_with_generate"):
+        if given.get(key) is True and given.get("do_train") is not True:
+            return key, "predictions of a trained model"
+    if given.get("tokenized_path") and given.get("do_train") is not True:
+        return "tokenized_path", "preparing data without training"
+    plugins = given.get("plugins")
+    for plugin in plugins if isinstance(plugins, list) else ():
+        if "diffusion" in str(plugin).lower():
+            return "plugins", SIGNS["diffusion"]
+    return None

@@ -1,0 +1,370 @@
+"""Settings that most trainers share, under the names of Hugging Face's ``TrainingArguments``.
+
+Meanings and defaults: transformers' ``training_args.py`` and ``optimization.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hasten.recipe.importers.draft import (
+    Handler,
+    RecipeDraft,
+    is_off,
+    switch,
+    table,
+    whole,
+)
+
+SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "wsd",
+}
+ADAMW = (
+    *("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adamw_apex_fused"),
+    *("adamw_torch_npu_fused", "adamw_torch_xla", "adam", "adamw_bnb_32bit"),
+)
+PAGED = ("paged_adamw_32bit", "paged_adamw")  # 32-bit moments that move to host memory at need
+INT8 = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
+WRITERS = ("tensorboard", "wandb", "mlflow")
+BETAS = [0.9, 0.999]  # what the other trainers take where the file says nothing
+EPSILON = 1e-8
+# What a TrainingArguments of the other tools does where a key is left out.
+DEFAULTS: dict[str, Any] = {
+    "adam_beta1|adam_beta2": BETAS[0],
+    "num_train_epochs|max_steps": 3,
+    "learning_rate": 5e-5,
+    "lr_scheduler_type": "linear",
+    "seed": 42,
+}
+
+
+def epochs(draft: RecipeDraft, key: str, value: Any) -> None:
+    """Whole passes; a part of one is rounded up, and said so."""
+    if value is None:
+        return
+    passes = math.ceil(float(value))
+    draft.say(key, "epochs", passes)
+    if passes != float(value):
+        draft.note(key, "unmapped", f"epochs are whole here: {passes} instead of {value}")
+
+
+def steps(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value is not None and float(value) > 0:
+        draft.say(key, "max_steps", whole(value))
+
+
+def schedule(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value is None:
+        return
+    found = SCHEDULES.get(str(value).lower())
+    if found is None:
+        known = ", ".join(sorted(set(SCHEDULES.values())))
+        draft.note(key, "unmapped", f"there is no schedule {value!r}; hasten has {known}")
+    else:
+        draft.say(key, "lr_schedule", found)
+
+
+def schedule_settings(draft: RecipeDraft, key: str, value: Any) -> None:
+    """``lr_scheduler_kwargs``: the lowest rate is followed, as a share or a rate."""
+    found = json.loads(value) if isinstance(value, str) and value.strip() else value
+    for name, item in (found or {}).items():
+        peak = draft.given.get("learning_rate")
+        if name == "min_lr_rate":
+            draft.say(key, "min_lr_ratio", float(item))
+        elif name == "min_lr" and peak:
+            draft.say(key, "min_lr_ratio", float(item) / float(peak))
+        elif item is not None:
+            draft.row(f"{key}.{name}", item, "unmapped", "hasten's schedules have no such setting")
+
+
+def warmup(draft: RecipeDraft, key: str, value: Any) -> None:
+    """Steps, or a share of all steps below 1, under either of the two names."""
+    number = float(value or 0)
+    if number:
+        draft.say(key, "warmup_steps", number if number < 1 else whole(number))
+
+
+def optimizer(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value is None:
+        return
+    if value in ADAMW:
+        draft.note(key, "mapped", "AdamW is the optimizer where the plan names none")
+    elif value in PAGED:
+        words = "AdamW with 32-bit moments; they stay on the device"
+        draft.note(key, "mapped", words)
+    elif value in INT8:
+        draft.use(key, "compact_adamw", {"moments": "int8"})
+    elif value == "muon":
+        draft.use(key, "muon")
+    else:
+        draft.note(key, "unmapped", f"there is no optimizer {value!r}: AdamW is used instead")
+
+
+def beta(place: int) -> Handler:
+    """One of AdamW's two, next to the other tools' default of the second one."""
+
+    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
+        found = list(draft.values.get("adam_betas", BETAS))
+        found[place] = BETAS[place] if value is None else float(value)
+        words = f"adam_betas: {found}"
+        draft.values["adam_betas"] = found
+        draft.why["adam_betas"] = f"{draft.tool}'s default" if draft.at_default else key
+        draft.note(key, "mapped", words)
+
+    return handle
+
+
+def epsilon(draft: RecipeDraft, key: str, value: Any) -> None:
+    same = value is None or float(value) == EPSILON
+    words = f"hasten's AdamW has {EPSILON}" + ("" if same else f", not {value}")
+    draft.note(key, "needless" if same else "unmapped", words)
+
+
+def clipping(draft: RecipeDraft, key: str, value: Any) -> None:
+    """Zero is no clipping."""
+    if value is not None:
+        draft.say(key, "max_grad_norm", float(value) or None)
+
+
+def half(dtype: str) -> Handler:
+    """``bf16: true`` and ``fp16: true``, of which one may be on."""
+
+    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
+        if value not in (True, "auto", "full", "true"):
+            return
+        if "autocast" in draft.techniques or "bf16_master_weights" in draft.techniques:
+            if not draft.at_default:
+                words = "another number format is on already, which is kept"
+                draft.note(key, "contradicts", words)
+        else:
+            draft.use(key, "autocast", {"dtype": dtype})
+
+    return handle
+
+
+def pure(dtype: str) -> Handler:
+    """Weights themselves in 16 bits, without 32-bit masters."""
+
+    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
+        if value not in (True, "auto", "true"):
+            return
+        if draft.techniques & {"autocast", "bf16_master_weights"}:
+            draft.note(key, "contradicts", "another number format is on already, which is kept")
+        elif dtype == "bf16":
+            draft.add("bf16_master_weights")
+            draft.note(key, "mapped", "plan: bf16_master_weights; float32 masters are kept too")
+        else:
+            draft.add("autocast", {"dtype": dtype})
+            draft.note(key, "unmapped", "weights stay float32 here; products are in fp16")
+
+    return handle
+
+
+def writers(draft: RecipeDraft, key: str, value: Any) -> None:
+    asked = [value] if isinstance(value, str) else list(value or [])
+    known = [w for w in asked if w in WRITERS]
+    if known:
+        draft.say(key, "log_to", known)
+    rest = [w for w in asked if w not in (*WRITERS, "none", "all", None)]
+    if rest:
+        draft.note(key, "unmapped", f"hasten doesn't write to {', '.join(map(str, rest))}")
+
+
+recompute = switch(
+    "recompute",
+    on=(True, "true", "unsloth", "offload", "offload_disk"),
+)
+
+
+def share_or_count(draft: RecipeDraft, key: str, value: Any) -> None:
+    """What is held out: a share below 1, or a number of records."""
+    number = float(value or 0)
+    draft.say(key, "held_out", number if number < 1 else whole(number))
+
+
+def records_kept(draft: RecipeDraft, key: str, value: Any) -> None:
+    """Records of a pass are laid out in one row without padding, and stay apart."""
+    if value in (True, "auto", "true"):
+        draft.use(key, "packed")
+        draft.add("document_attention")
+
+
+def packed_rows(draft: RecipeDraft, key: str, row_tokens: int) -> None:
+    """Rows that are filled with records: the batch of the source counts such rows.
+
+    A row is a micro-batch here, so the plan needs no further cut.
+    """
+    draft.row_tokens = row_tokens
+    draft.use(key, "packed_epoch", {"row_tokens": row_tokens})
+    draft.add("packed")
+    draft.add("document_attention")
+
+
+def batch(
+    draft: RecipeDraft, size: tuple[str, int], accumulation: tuple[str, int], ranks: int
+) -> None:
+    """Records of a pass x passes x ranks make the global batch; packed rows are counted in tokens.
+
+    Args:
+        size: the key of records of a pass on a rank, and the tool's default.
+        accumulation: the key of passes, and the tool's default.
+    """
+    key, each = size[0], whole(draft.setting(*size))
+    passes = whole(draft.setting(*accumulation))
+    draft.at_default = draft.given.get(key) is None
+    count = each * passes * ranks
+    if draft.row_tokens:
+        draft.say(key, "global_batch_tokens", count * draft.row_tokens)
+        unit = f"rows of {draft.row_tokens} tokens"
+    else:
+        draft.say(key, "global_batch_size", count)
+        unit = "records"
+    draft.at_default = False
+    if accumulation[0] in draft.given:
+        words = f"{each} {unit} x {passes} passes x {ranks} ranks make the global batch"
+        draft.note(accumulation[0], "mapped", words)
+    if passes > 1 and not draft.row_tokens:
+        draft.add("accumulate", {"micro_batch_size": each})
+
+
+def resumed(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value in (True, "auto"):
+        draft.say(key, "resume", "auto")
+    elif isinstance(value, str) and value:
+        words = "another trainer's checkpoint can't be resumed: name its model as `model`"
+        draft.note(key, "unmapped", words)
+
+
+def saves(draft: RecipeDraft, key: str, value: Any) -> None:
+    """``save_steps``, with ``save_strategy`` next to it."""
+    strategy = draft.given.get("save_strategy")
+    number = float(value) if isinstance(value, int | float | str) and value not in ("", True) else 0
+    if strategy == "epoch" or (strategy is not None and is_off(strategy)):
+        draft.note(key, "needless", f"save_strategy is {strategy}")
+    elif number >= 1:
+        draft.say(key, "checkpoint_every", whole(number))
+    elif number > 0:
+        words = "say checkpoint_every in steps, or dynamic; `hasten doctor` counts the steps"
+        draft.note(key, "unmapped", words)
+    else:
+        draft.note(key, "needless", "the model is saved at the end")
+
+
+def save_strategy(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value in ("epoch", "best"):
+        words = "say checkpoint_every in steps, or dynamic; `hasten doctor` counts the steps"
+        draft.note(key, "unmapped", words)
+    else:
+        draft.note(key, "needless", "checkpoint_every decides")
+
+
+def evaluated(draft: RecipeDraft, key: str, value: Any) -> None:
+    """``eval_steps`` of Trainer: a step count, or a share of all steps; off without a strategy."""
+    strategy = draft.setting("eval_strategy", draft.given.get("evaluation_strategy"))
+    number = float(value or 0)
+    if strategy in (False, "no", "epoch"):
+        draft.note(key, "needless", f"eval_strategy is {strategy}")
+    elif number:
+        draft.say(key, "eval_every", number if number < 1 else whole(number))
+
+
+def eval_strategy(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value == "epoch":
+        evaluations(draft, key, float(draft.setting("num_train_epochs", 3)))
+    else:
+        draft.note(key, "needless", "eval_every decides")
+
+
+def per_epoch(draft: RecipeDraft, key: str, value: Any) -> None:
+    """axolotl's evaluations of an epoch."""
+    if value:
+        evaluations(draft, key, float(value) * float(draft.setting("num_epochs", 1)))
+
+
+def evaluations(draft: RecipeDraft, key: str, count: float) -> None:
+    """So many evaluations of a whole training, as a share of all steps."""
+    if float(draft.given.get("max_steps") or 0) > 0:
+        words = "say eval_every in steps; `hasten doctor` says how many there are"
+        draft.note(key, "unmapped", words)
+    elif count <= 1:
+        draft.note(key, "needless", "held-out records are evaluated at the end")
+    else:
+        draft.say(key, "eval_every", round(1 / count, 6))
+
+
+def settle(draft: RecipeDraft) -> None:
+    """What keys mean together, once all of them are read."""
+    if "max_steps" in draft.values:  # as in Trainer
+        draft.withdraw("epochs", "max_steps ends the training, as in that tool")
+    scheduler = draft.setting("lr_scheduler_type", draft.given.get("lr_scheduler"))
+    if scheduler == "constant":
+        words = "a constant schedule ignores warm-up, as transformers' get_constant_schedule does"
+        draft.withdraw("warmup_steps", words)
+    draft.values.setdefault("held_out", 0.0)
+    draft.why.setdefault("held_out", f"held_out: {draft.tool} holds nothing out by itself")
+    if not draft.values["held_out"]:
+        draft.withdraw("eval_every", "nothing is held out")
+    if "eval_every" not in draft.values:
+        words = "patience counts evaluations: say eval_every and held_out too"
+        draft.withdraw("patience", words, "unmapped")
+
+
+def deepspeed(draft: RecipeDraft, key: str, value: Any) -> None:
+    """A path, which may count from a folder above the file's, or the settings themselves."""
+    if isinstance(value, Mapping) and value:
+        draft.say(key, "deepspeed", dict(value))
+        draft.note(key, "mapped", "deepspeed: the same settings")
+    elif isinstance(value, str) and value:
+        path = found_file(value, draft.folder)
+        if path is None:
+            words = f"there is no file {value} here or above the file: name it as `deepspeed`"
+            draft.note(key, "unmapped", words)
+            return
+        draft.say(key, "deepspeed", str(path))
+
+
+def found_file(name: str, folder: Path) -> Path | None:
+    """A file that is named from the working folder, the given folder or one above it."""
+    above = [folder, *folder.resolve().parents]
+    places = [Path(name), *(base / name for base in above)]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None or found == Path(name):
+        return found
+    found = found.resolve()
+    here = Path.cwd().resolve()
+    return found.relative_to(here) if found.is_relative_to(here) else found
+
+
+TRAINING: dict[str, Handler] = table("training") | {
+    "num_train_epochs": epochs,
+    "max_steps": steps,
+    "lr_scheduler_type": schedule,
+    "lr_scheduler_kwargs": schedule_settings,
+    "warmup_steps": warmup,
+    "warmup_ratio": warmup,
+    "optim": optimizer,
+    "adam_beta1": beta(0),
+    "adam_beta2": beta(1),
+    "adam_epsilon": epsilon,
+    "max_grad_norm": clipping,
+    "bf16": half("bf16"),
+    "fp16": half("fp16"),
+    "gradient_checkpointing": recompute,
+    "save_steps": saves,
+    "save_strategy": save_strategy,
+    "eval_steps": evaluated,
+    "eval_strategy": eval_strategy,
+    "evaluation_strategy": eval_strategy,
+    "report_to": writers,
+    "resume_from_checkpoint": resumed,
+    "deepspeed": deepspeed,
+}

@@ -1,0 +1,96 @@
+"""Configurations of other tools, each with its own reading of what the tool does with it.
+
+A case of ``foreign/*.yaml`` is the ``base`` with ``config`` over it; null takes a key away.
+
+- ``recipe``: values of the loaded recipe, or ``plan.TECHNIQUE[.SETTING]`` of its plan
+- ``absent``: keys that stand at hasten's default
+- ``named``: all keys that the import must report, besides ``told`` of the file
+- ``refused``: words in the sentence of a refusal
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from hasten.cli.import_ import import_
+from hasten.data.prompt_formats import PROMPT_FORMATS
+from hasten.errors import InputError
+from hasten.recipe.importers import axolotl, llama_factory, read
+from hasten.recipe.schema import Recipe, load_recipe
+
+FOLDER = Path(__file__).with_name("foreign")
+SETS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
+CASES = [(name, case) for name, found in SETS.items() for case in found["cases"]]
+REST = ["model=m", "dataset=d.jsonl", "max_steps=1"]
+
+
+def written(folder: Path, name: str, case: dict[str, Any]) -> Path:
+    """The case as a file of its tool."""
+    form = SETS[name]
+    values = {k: v for k, v in {**form["base"], **case.get("config", {})}.items() if v is not None}
+    is_json = "text" in case or case.get("json", form.get("json", False))
+    path = folder / ("config.json" if is_json else "config.yaml")
+    text = json.dumps(values) if is_json else yaml.safe_dump(values, sort_keys=False)
+    path.write_text(case.get("text", text))
+    return path
+
+
+def value_of(recipe: Recipe, name: str) -> Any:
+    """A key of the recipe, or a technique of its plan (true: it is there), or its setting."""
+    if not name.startswith("plan."):
+        return recipe.model_dump(mode="json", exclude_defaults=name == "dataset")[name]
+    plan: dict[str, Any] = {}
+    for entry in recipe.plan:
+        plan |= {entry: {}} if isinstance(entry, str) else dict(entry)
+    _, technique, *setting = name.split(".")
+    if technique not in plan:
+        return None
+    return (plan[technique] or {}).get(setting[0]) if setting else True
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=[f"{n}: {c['name']}" for n, c in CASES])
+def test_a_configuration_means_here_what_it_means_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, case: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert case["source"]
+    path, output = written(tmp_path, name, case), tmp_path / "recipe.yaml"
+    ranks = case.get("ranks", 1)
+    if "refused" in case:
+        with pytest.raises(InputError) as refused:
+            import_(path, [], output, ranks)
+        assert case["refused"] in str(refused.value)
+        assert "\n" not in str(refused.value)
+        assert not output.exists()
+        return
+    found = read(path, ranks)
+    assert found.format == SETS[name]["tool"]
+    told = {row.key for row in found.rows if row.fate in ("unmapped", "contradicts")}
+    expected = {*SETS[name].get("told", ()), *case.get("named", ())} - {*case.get("untold", ())}
+    assert told == expected
+    import_(path, [], output, ranks)
+    missing = [word for word in REST if word.partition("=")[0] in found.missing]
+    recipe = load_recipe(output, missing)
+    wanted = case.get("recipe", {})
+    assert {key: value_of(recipe, key) for key in wanted} == wanted
+    for key in case.get("absent", ()):
+        default = None if key.startswith("plan.") else Recipe.model_fields[key].default
+        assert value_of(recipe, key) == default or key not in found.values, key
+
+
+@pytest.mark.parametrize("tool", [axolotl, llama_factory])
+def test_named_templates_are_formats_that_hasten_has(tool: ModuleType) -> None:
+    formats = {*tool.TEMPLATES.values(), *getattr(tool, "PROMPTS", {}).values()}
+    assert formats <= set(PROMPT_FORMATS)
+
+
+def test_there_are_enough_configurations_of_each_tool() -> None:
+    assert len(CASES) >= 120
+    names = [(name, case["name"]) for name, case in CASES]
+    assert len(set(names)) == len(names)
