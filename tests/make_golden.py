@@ -2,8 +2,8 @@
 
     python tests/make_golden.py tests/contract/golden
 
-Each was written by the version that its ``hasten_version`` says, and later versions have to read
-it. So they are made anew only for a format that is new; what an older version wrote stays.
+Runs, reports and checkpoints that one commit writes, the next one reads. They are made anew, by the
+commit that changes a format, where nothing that was released has to be read.
 """
 
 from __future__ import annotations

@@ -179,6 +179,9 @@ def _sources(draft: RecipeDraft, place: str, entry: Mapping[str, Any]) -> list[A
                 draft.row(f"{place}.{name}", item, "mapped", f"columns: {FIELDS[name]}: {item}")
         elif name in ("message_field_role", "message_field_content") and isinstance(item, str):
             _turn(draft, f"{place}.{name}", name.rpartition("_")[2], item, columns)
+        elif name == "message_field_training" and isinstance(item, str):
+            columns["train_tag"] = item
+            draft.row(f"{place}.{name}", item, "mapped", f"columns: train_tag: {item}")
         elif name == "message_property_mappings" and isinstance(item, Mapping):
             for part, own in item.items():
                 _turn(draft, f"{place}.{name}.{part}", str(part), str(own), columns)
@@ -188,7 +191,7 @@ def _sources(draft: RecipeDraft, place: str, entry: Mapping[str, Any]) -> list[A
             template(draft, f"{place}.{name}", item)
         elif name not in NO_MATTER and not _ordinary(name, item):
             draft.row(f"{place}.{name}", item, "unmapped", "hasten reads a source without this")
-    if any(tag in columns for tag in (*OF_TURNS.values(), "user_tag")):
+    if any(tag in columns for tag in (*OF_TURNS.values(), "user_tag", "train_tag")):
         columns.setdefault("messages", str(entry.get("field_messages") or "messages"))
     files = entry.get("data_files")
     names = [entry.get("path")]
