@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hasten.core.plan import did_you_mean
 from hasten.errors import InputError
+from hasten.formatting import did_you_mean
 from hasten.launch.cluster import CloudConfig
 from hasten.launch.targets import TARGETS, Launch, files, submission, write
 from hasten.launch.targets.job import advice, name_of

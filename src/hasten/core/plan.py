@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.formatting import did_you_mean as did_you_mean
+from hasten.formatting import did_you_mean
 
 if TYPE_CHECKING:
     from hasten.core.facts import Facts

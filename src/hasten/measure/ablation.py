@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from hasten.core.plan import Plan, did_you_mean
+from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.errors import InputError
+from hasten.formatting import did_you_mean
 from hasten.measure.statistics import ProcessVariance
 
 Kind = Literal["baseline", "again", "alone", "left out", "ladder", "all", "other"]

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hasten.core.plan import did_you_mean
+from hasten.formatting import did_you_mean
 from hasten.recipe.yaml_reader import read_yaml_file
 
 FOLDER = Path(__file__).parent / "plans"

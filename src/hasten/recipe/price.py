@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hasten.core.plan import did_you_mean
 from hasten.errors import InputError
+from hasten.formatting import did_you_mean
 from hasten.recipe.yaml_reader import first_complaint, read_yaml_file
 
 

@@ -15,8 +15,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hasten.core.health import SpikePolicy
-from hasten.core.plan import did_you_mean
 from hasten.errors import InputError
+from hasten.formatting import did_you_mean
 from hasten.launch.transport import checked
 from hasten.recipe.foreign_keys import foreign_words
 from hasten.recipe.preset_plans import entries_of

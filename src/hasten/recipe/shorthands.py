@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hasten.core.plan import did_you_mean, name_of
+from hasten.core.plan import name_of
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
+from hasten.formatting import did_you_mean
 from hasten.machine import environment, host
 from hasten.parts.distributed.deepspeed_config import (
     MappedConfig,

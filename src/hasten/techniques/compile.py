@@ -22,9 +22,9 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique, knob, setting
 from hasten.errors import InputError
+from hasten.parts.kernels.build import COMPILERS
 from hasten.parts.nn.compile import CompiledBlocks, filled_rows
 
-COMPILERS = ("c++", "g++", "clang++")
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
 BACKENDS = ("inductor", "aot_eager")
 # Rough guesses, for one decision: does compiling pay? Right within a factor of three at best.

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 
-from hasten.core.plan import did_you_mean
 from hasten.errors import InputError
+from hasten.formatting import did_you_mean
 from hasten.tune.bench import State
 from hasten.tune.space import Point, Space
 from hasten.tune.surrogate import Failures, PlanGaussianProcess, expected_improvement, normal_cdf

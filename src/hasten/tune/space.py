@@ -16,11 +16,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hasten.core.facts import Facts
-from hasten.core.plan import Plan, did_you_mean
+from hasten.core.plan import Plan
 from hasten.core.setup import obstacles
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Knob, Technique
 from hasten.errors import InputError
+from hasten.formatting import did_you_mean
 
 Point = tuple[int, ...]
 SMALL = 20_000  # points that are looked at one by one; of larger spaces, a sample

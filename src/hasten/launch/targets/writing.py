@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from hasten.core.plan import did_you_mean
 from hasten.errors import InputError
+from hasten.formatting import did_you_mean
 from hasten.launch.targets import kubernetes, megatron, node, skypilot, slurm
 from hasten.launch.targets.job import MARK, TARGETS, Launch
 
