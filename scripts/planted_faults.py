@@ -1608,10 +1608,10 @@ RECIPE: tuple[Fault, ...] = (
     Fault(
         name="imported-batch-of-one-rank",
         kind="wrong factor",
-        file="recipe/importers/draft.py",
-        old='draft.say(each, "global_batch_size", size * passes * ranks)',
-        new='draft.say(each, "global_batch_size", size * passes)',
-        tests=("tests/recipe/test_importing.py",),
+        file="recipe/importers/training.py",
+        old="count = each * passes * ranks",
+        new="count = each * passes",
+        tests=("tests/recipe/test_foreign_configs.py",),
     ),
     Fault(
         name="ceiling-of-one-device",

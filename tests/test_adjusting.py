@@ -34,7 +34,7 @@ def test_a_run_tries_its_settings_and_learns_as_one_that_does_not(
     for name, value in (("BLOCK", 1), ("LOOKS", (2,)), ("MOST", 2)):
         monkeypatch.setattr(auto_adjust, name, value)
     plain, _, _ = run(tmp_path / "plain")
-    summary, told, session = run(tmp_path / "auto", auto=True)
+    summary, told, session = run(tmp_path / "auto", live_tuning=True)
     assert summary["held_out_loss"] == pytest.approx(plain["held_out_loss"], rel=1e-4)
     assert plain["adjusted"] == {}
     assert summary["adjusted"] == adjusted(session)
@@ -53,7 +53,7 @@ def test_a_resumed_run_goes_on_with_what_was_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here the earlier part had kept smaller micro-batches."""
-    values = small(tmp_path, plan=PLAN, auto=True, max_steps=2, checkpoint_every=2)
+    values = small(tmp_path, plan=PLAN, live_tuning=True, max_steps=2, checkpoint_every=2)
     values["lr_schedule"] = "constant"  # a longer run has another cosine
 
     def keep(session: Session) -> None:
@@ -69,7 +69,7 @@ def test_a_resumed_run_goes_on_with_what_was_kept(
 
 
 def test_compiled_blocks_are_refused_before_a_step_is_made(tmp_path: Path) -> None:
-    values = small(tmp_path, plan=["compiled"], auto=True)
+    values = small(tmp_path, plan=["compiled"], live_tuning=True)
     with pytest.raises(InputError, match="leave live_tuning out, or compiled"):
         train(Recipe(**values), tell=lambda text: None)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -13,7 +13,6 @@ from hasten.core.job import GlobalBatch, Schedule, Stop
 from hasten.core.job_record import check_same_job, job_record
 from hasten.core.plan import Plan
 from hasten.core.setup import Setup, prepare
-from hasten.core.state import restore, state_of
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
@@ -23,7 +22,7 @@ from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.optimizer import Muon
 from hasten.techniques.sampler import LengthGrouped
 from hasten.techniques.wire.compress import TopK
-from tiny import job_facts, language_job, session_of
+from tiny import job_facts, language_job
 
 COSINE, WSD = Schedule("cosine", 2, 10), Schedule("wsd", 2, 10)
 
@@ -149,12 +148,3 @@ def test_a_wire_may_go_where_one_rank_is_left_and_the_number_of_ranks_is_told() 
     setup.plan = Plan()
     with pytest.raises(InputError, match="plan: topk was on"):
         check_same_job(two, job_record(setup), step=1)
-
-
-def test_a_checkpoint_without_a_record_goes_on_with_a_warning() -> None:
-    session = session_of(language_job())
-    tensors, meta = state_of(session)
-    del meta["job"]
-    with pytest.warns(UserWarning, match="whether they are as they were isn't checked") as said:
-        restore(session, tensors, meta)
-    assert len(said) == 1

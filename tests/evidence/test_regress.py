@@ -57,7 +57,7 @@ def compared(now: list[Arm], margin: float = 0.02) -> Any:
 
 def test_an_archive_and_a_folder_hold_the_same_bundle(tmp_path: Path) -> None:
     write_bundle(bundle(), {}, tmp_path)
-    (tmp_path / "report.json").write_text('{"schema": 1}')
+    (tmp_path / "report.json").write_text('{"schema": 2}')
     archive = pack(tmp_path, tmp_path / "x.zip")
     assert read_bundle(archive) == read_bundle(tmp_path) == read_bundle(tmp_path / "bundle.json")
     assert zipfile.ZipFile(archive).namelist() == ["bundle.json", "report.json"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def forge(path: Path, **changes: Any) -> None:
 
 
 def listed(data: bytes) -> dict[str, Any]:
-    return {"bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
+    hashes = {"xxh3_128": xxhash.xxh3_128_hexdigest(data), "sha256": sha256(data).hexdigest()}
+    return {"bytes": len(data), **hashes}
 
 
 @pytest.mark.parametrize(

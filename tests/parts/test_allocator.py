@@ -23,7 +23,7 @@ def in_a_process(code: str, **variables: str) -> object:
     """What a fresh process prints as JSON: the allocator's settings can't be taken back."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
     found = subprocess.run(
-        [sys.executable, "-c", "from hasten.parts import allocator\nimport json\n" + code],
+        [sys.executable, "-c", "from hasten.machine import memory\nimport json\n" + code],
         env={**environment, **variables},
         capture_output=True,
         text=True,
@@ -35,7 +35,7 @@ def in_a_process(code: str, **variables: str) -> object:
 @glibc
 def test_a_freed_block_faults_again_until_memory_is_kept() -> None:
     before, settled, after = in_a_process(  # type: ignore[misc]
-        "f = allocator.faults_per_block\nprint(json.dumps([f(), allocator.keep(), f()]))"
+        "f = memory.faults_per_block\nprint(json.dumps([f(), memory.keep(), f()]))"
     )
     assert settled is True
     assert before > 0.9 * PAGES
@@ -44,7 +44,7 @@ def test_a_freed_block_faults_again_until_memory_is_kept() -> None:
 
 @glibc
 def test_the_variables_do_what_the_call_does() -> None:
-    found = in_a_process("print(json.dumps(allocator.faults_per_block()))", **memory.keeping())
+    found = in_a_process("print(json.dumps(memory.faults_per_block()))", **memory.keeping())
     assert isinstance(found, int)
     assert found < 0.1 * PAGES
 

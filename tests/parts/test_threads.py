@@ -77,7 +77,7 @@ def test_ranges_and_single_processors_mix(tmp_path: Path) -> None:
 def test_a_mask_holds_for_threads_that_ran_before_it_too() -> None:
     code = (
         "import os, threading, pathlib\n"
-        "from hasten.parts import threads\n"
+        "from hasten.machine import threads\n"
         "done = threading.Event()\n"
         "threading.Thread(target=done.wait).start()\n"
         "one = threads.usable_cores()[:1]\n"

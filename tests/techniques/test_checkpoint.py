@@ -100,16 +100,6 @@ def test_the_state_of_pythons_random_comes_back(tmp_path: Path) -> None:
     assert [random.gauss(0, 1), random.random(), torch.rand(1).item()] == wanted
 
 
-def test_a_state_with_one_random_state_for_all_is_read() -> None:
-    """As it was saved before every rank had its own."""
-    session = session_of(language_job())
-    tensors, meta = state_of(session)
-    wanted = torch.rand(3)
-    old = {k: t for k, t in tensors.items() if not k.startswith("random/")}
-    restore(session, {**old, "random/cpu": tensors["random/cpu"][0]}, meta)
-    assert torch.equal(torch.rand(3), wanted)
-
-
 @pytest.mark.parametrize("interval", [0, -3, "often", 2.5])
 def test_an_interval_that_is_none_is_refused(interval: Any) -> None:
     with pytest.raises(ValueError, match="give dynamic, epoch, or a number of steps"):

@@ -55,6 +55,9 @@ class PaperTokenizer:
     def __len__(self) -> int:
         return self._size
 
+    def get_vocab(self) -> dict[str, int]:
+        return {str(number): number for number in range(self._size)}
+
 
 class PaperRecords(Sequence[TokenRecord]):
     """Records of one length; every token carries loss."""
