@@ -191,7 +191,7 @@ def test_inputs_of_another_kind_are_left_alone() -> None:
 @pytest.mark.slow
 def test_inductor_computes_the_same_gradients() -> None:
     if " " in torch.__path__[0]:
-        pytest.skip("inductor can't call the C++ compiler where torch's path has a blank")
+        pytest.skip("inductor can't call the C++ compiler if torch's path has a space")
     plain, compiled, blocks = pair("llama", backend="inductor")
     inputs = documents(0)
     torch.testing.assert_close(

@@ -89,7 +89,7 @@ def test_a_cache_that_others_may_write_to_is_an_obstacle(
     assert any("TORCHINDUCTOR_CACHE_DIR" in r for r in Compiled().obstacles(known))
 
 
-def test_a_path_with_a_blank_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_with_a_space_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's command has no quotes: the linker looks for half of the path."""
     monkeypatch.setattr(torch, "__path__", ["/opt/my programs/torch"])
     found = Compiled().obstacles(job_facts(language_job()))

@@ -94,10 +94,10 @@ class Compiled(Technique):
                     f"compiling {name} takes Python's headers (Python.h), and they aren't "
                     "installed; on Debian and Ubuntu the package is python3-dev"
                 )
-            if blank := _folder_with_a_blank():
+            if folder := _folder_with_space():
                 found.append(
-                    f"torch.compile can't call the C++ compiler where a path has a blank, as "
-                    f"{blank} has; install torch in a folder without one"
+                    f"torch.compile can't call the C++ compiler if a path has a space, and "
+                    f"{folder} has one; install torch in a folder without spaces"
                 )
         if self.backend == "inductor" and (shared := _shared_cache()):
             found.append(
@@ -187,7 +187,7 @@ def _tokens_expected(job: Job) -> float | None:
     return min(limits, default=None)
 
 
-def _folder_with_a_blank() -> str | None:
+def _folder_with_space() -> str | None:
     """A folder that inductor writes into the compiler's command without quotes (torch 2.13)."""
     return next((path for path in (torch.__path__[0], _cache_dir()) if " " in path), None)
 

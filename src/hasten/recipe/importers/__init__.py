@@ -1,4 +1,4 @@
-"""Other trainers' files as recipes: LLaMA-Factory, axolotl, accelerate, Hugging Face, DeepSpeed.
+"""Other tools' configurations as recipes; `FORMATS` lists the tools, and DeepSpeed is the last one.
 
     found = read(Path("sft.yaml"))   # which tool it is of is recognised by its keys
     found.values                     # the recipe's keys
