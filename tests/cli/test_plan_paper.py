@@ -116,7 +116,7 @@ def with_paper(
     monkeypatch.setattr(plan, "traces", counted)
     monkeypatch.setenv(
         "COLUMNS", "100"
-    )  # on which no row of this table is wrapped before its verdict
+    )  # wide enough for a row
     words = ["plan", recipe, "--gpu", "h100", "--gpus-per-node", "4", "--sequence", "128"]
     result = CliRunner().invoke(app, [*words, "--check-paper", "--top", "8"])
     assert result.exit_code == 0, result.output
