@@ -48,7 +48,7 @@ test-long: install
 	$(PY) scripts/run_tests.py --long
 
 test-versions: install
-	$(BIN)/python scripts/test_versions.py
+	$(PY) scripts/test_versions.py
 
 quick: install
 	$(PY) scripts/quick.py $(if $(SINCE),--since $(SINCE))

@@ -69,7 +69,7 @@ def test_a_resumed_run_goes_on_with_what_was_kept(
 
 
 def test_compiled_blocks_are_refused_before_a_step_is_made(tmp_path: Path) -> None:
-    values = small(tmp_path, plan=["compiled"], live_tuning=True)
+    values = small(tmp_path, plan=[{"compiled": {"backend": "aot_eager"}}], live_tuning=True)
     with pytest.raises(InputError, match="leave live_tuning out, or compiled"):
         train(Recipe(**values), tell=lambda text: None)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
