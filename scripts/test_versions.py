@@ -103,7 +103,7 @@ def wanted(end: str) -> list[str]:
 def environment(end: str, fresh: bool) -> Path:
     """The interpreter of an end's environment, with hasten from this folder."""
     folder, asked = CACHE / end, wanted(end)
-    mark = hashlib.sha256(" ".join([*asked, sys.version]).encode()).hexdigest()
+    mark = hashlib.sha256(" ".join([*asked, sys.version, str(ROOT)]).encode()).hexdigest()
     python, stamp = folder / "bin" / "python", folder / "made"
     made = stamp.exists() and stamp.read_text() == mark and not fresh
     if not made:
