@@ -57,6 +57,19 @@ def counting(records):
     return rows
 
 
+def padded(rows):
+    """A batch of rows filled up to the longest; Packed lays them end to end instead."""
+    longest = max(len(row["input_ids"]) for row in rows)
+
+    def filled(row, filler):
+        ids = row["input_ids"]
+        return ids + [filler] * (longest - len(ids))
+
+    ids = torch.tensor([filled(row, 0) for row in rows])
+    labels = torch.tensor([filled(row, -100) for row in rows])
+    return {"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}
+
+
 def main(steps=20):
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     module = Counting()
@@ -73,7 +86,9 @@ def main(steps=20):
             enable_checkpointing=False,
             enable_progress_bar=False,
         )
-        loader = torch.utils.data.DataLoader(counting(256), batch_size=16 // ranks)
+        loader = torch.utils.data.DataLoader(
+            counting(256), batch_size=16 // ranks, collate_fn=padded
+        )
         trainer.fit(*with_techniques(trainer, module, loader, plan))
     if trainer.is_global_zero:
         print(f"loss {module.losses[0]:.3f} at first, {module.losses[-1]:.3f} at last")
