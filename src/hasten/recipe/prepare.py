@@ -93,7 +93,7 @@ def noting_first_step(
 
 def resume_from(session: Session, what: str, tell: Callable[[str], None]) -> None:
     """Go on from a checkpoint: the newest, or the one of a path."""
-    found = session.setup.checkpoint.resume(session, None if what == "auto" else Path(what))
+    found = session.resume(None if what == "auto" else Path(what))
     if found is None:
         tell("no checkpoint to resume from, starting at the beginning")
     else:
