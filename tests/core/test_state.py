@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -146,5 +147,13 @@ def test_a_slot_that_the_state_says_nothing_of_begins_afresh() -> None:
 def test_what_a_checkpoint_can_not_hold_is_named_with_its_place() -> None:
     session = session_of(language_job())
     session.setup.average = Remembers({"when": {1, 2}})
-    with pytest.raises(TypeError, match="the state at average/held/when is a set"):
+    with pytest.raises(TypeError, match="the state at slot/average/held/when is a set"):
         state_of(session)
+
+
+def test_the_random_state_of_numpy_comes_back_too() -> None:
+    saved = state_of(session_of(language_job()))
+    following = np.random.rand(3).tolist()
+    np.random.seed(0)
+    restore(session_of(language_job()), *saved)
+    assert np.random.rand(3).tolist() == following
