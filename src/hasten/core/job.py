@@ -255,6 +255,11 @@ class Schedule:
         return self.floor + (1 - self.floor) * shape
 
 
+def share_of(asked: int | float, steps: int) -> int:
+    """Steps out of a number of them, or out of a share of ``steps`` below 1."""
+    return math.ceil(asked * steps) if asked < 1 else int(asked)
+
+
 # The job.
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
