@@ -76,7 +76,7 @@ def three_plans(recipe: Recipe, design: Design, display: Display) -> None:
     plans = {NONE: Plan(), ARTICLE: subject.plan, AUTO: Plan.from_list(choice.entries, CATALOGUE)}
     kinds = dict(zip(plans, ("baseline", "other", "other"), strict=True))
     found = measured(subject, plans, kinds, replace(design, noise=False), False, display)
-    records = subject.data.record_facts()
+    records = subject.data.record_facts
     known = {"epoch_tokens": records.tokens, "epoch_records": records.count}
     base, *others = found.arms
     columns = [_figures(subject, base, arm, found.design | known) for arm in others]

@@ -645,9 +645,9 @@ CORE: tuple[Fault, ...] = (
     Fault(
         name="gradient-of-ranks-too-small",
         kind="wrong reduction",
-        file="core/engine.py",
-        old="self.setup.loss_scale.value * self.setup.layout.averages / (denominator or 1.0)",
-        new="self.setup.loss_scale.value / (denominator or 1.0)",
+        file="core/step.py",
+        old="setup.loss_factor * setup.layout.averages / (denominator or 1.0)",
+        new="setup.loss_factor / (denominator or 1.0)",
         tests=(
             "tests/guarding/test_proofs_on_ranks.py",
             "tests/techniques/test_layout_sharded.py",
@@ -656,7 +656,7 @@ CORE: tuple[Fault, ...] = (
     Fault(
         name="clipping-enlarges",
         kind="missing bound",
-        file="core/engine.py",
+        file="core/step.py",
         old="divisor = ((self._norm + 1e-6) / self.max_norm).clamp_min(1.0)",
         new="divisor = (self._norm + 1e-6) / self.max_norm",
         tests=("tests/techniques/test_optimizer.py", "tests/core/test_step.py"),
@@ -664,21 +664,21 @@ CORE: tuple[Fault, ...] = (
     Fault(
         name="clip-by-scaled-norm",
         kind="wrong order",
-        file="core/engine.py",
+        file="core/step.py",
         old=(
-            "        self.setup.loss_scale.unscale(gradients_of(parameters))\n"
-            "        self._norm = self.setup.layout.norm(parameters)\n"
+            "            setup.loss_scale.unscale(gradients_of(parameters))\n"
+            "        self._norm = setup.layout.norm(parameters)\n"
         ),
         new=(
-            "        self._norm = self.setup.layout.norm(parameters)\n"
-            "        self.setup.loss_scale.unscale(gradients_of(parameters))\n"
+            "            self._norm = setup.layout.norm(parameters)\n"
+            "            setup.loss_scale.unscale(gradients_of(parameters))\n"
         ),
         tests=("tests/techniques/test_precision.py",),
     ),
     Fault(
         name="overflow-stays-on-its-rank",
         kind="missing agreement",
-        file="core/engine.py",
+        file="core/step.py",
         old="return not agreement.sum(wrong).item()",
         new="return not wrong.item()",
         tests=("tests/core/test_guards.py", "tests/techniques/test_precision.py"),
@@ -686,9 +686,9 @@ CORE: tuple[Fault, ...] = (
     Fault(
         name="skipped-step-loads-experts",
         kind="forgotten reset",
-        file="core/engine.py",
-        old="        self.setup.routing.discard()\n",
-        new="",
+        file="core/step.py",
+        old="            self.setup.routing.discard()\n",
+        new="            pass\n",
         tests=("tests/techniques/test_routing.py", "tests/parts/test_routing.py"),
     ),
     Fault(
@@ -727,16 +727,16 @@ CORE: tuple[Fault, ...] = (
         name="random-state-not-resumed",
         kind="forgotten state",
         file="core/state.py",
-        old="    _restore_random(session, tensors)\n",
-        new="",
+        old="        set_random_state(ranks[rank])\n",
+        new="        pass\n",
         tests=("tests/core/test_trainer.py", "tests/techniques/test_checkpoint.py"),
     ),
     Fault(
         name="saved-state-shares-memory",
         kind="missing copy",
         file="core/state.py",
-        old='value.detach().to("cpu", copy=True)',
-        new='value.detach().to("cpu")',
+        old='tensor.to("cpu", copy=True)',
+        new='tensor.to("cpu")',
         tests=("tests/core/test_state.py",),
     ),
     Fault(

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.core.contracts import NoCompression
 from hasten.core.job import Job, Stop, with_language_counts
 from hasten.core.plan import Plan
 from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import NoCompression, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
 from hasten.machine.environment import World

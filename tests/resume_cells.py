@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from feed_rank_jobs import with_dropout
-from hasten.core.job import GlobalBatch, Job, Stop, permutation, records_of_rank
+from hasten.core.job import GlobalBatch, Job, Stop, permutation
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
@@ -113,7 +113,7 @@ class Steps(IterableDataset[list[TokenRecord]]):
             starts = starts[worker.id :: worker.num_workers]
         for start in starts:
             step = order[start : start + STEP_RECORDS]
-            yield [self.data[i] for i in records_of_rank(step, self.world.rank, self.world.size)]
+            yield [self.data[i] for i in step[self.world.rank :: self.world.size]]
 
 
 def _as_it_is(value: Any) -> Any:

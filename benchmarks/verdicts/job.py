@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hasten.recipe.prepare import prepare_run
+from hasten.recipe.build import prepare_run
 from hasten.recipe.schema import Recipe
 
 STEPS_OF_A_TURN, WARM_UP = 2, 12

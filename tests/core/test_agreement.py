@@ -7,8 +7,8 @@ from dataclasses import astuple
 import torch
 from torch import Tensor
 
-from hasten.core.contracts import Agreement, NoCompression, SumsEachStep
 from hasten.core.job import WorkCounts
+from hasten.core.setup import Agreement, NoCompression, SumsEachStep
 from hasten.parts.comm import streaming_local_sgd as parts
 from hasten.parts.comm.codecs import codec
 from hasten.techniques.wire.local import Apart, Stream

@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hasten.core.contracts import Wire
-from hasten.core.engine import EngineParts, PlainEngine
 from hasten.core.job import MicroBatch
 from hasten.core.layout import OneProcess
-from hasten.core.setup import Setup
+from hasten.core.setup import Setup, Wire
 from hasten.core.slot import Slot
+from hasten.core.step import EngineParts, PlainEngine
 from hasten.core.technique import Fidelity, Proof, Technique
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.techniques.batch import Accumulate

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from hasten.core.job import MicroBatch
-from hasten.core.session import batches
 from hasten.core.setup import copy_to_device
-from hasten.core.step import train_step
+from hasten.core.step import batches, train_step
 from hasten.core.technique import Technique
 from hasten.machine import host
 from hasten.techniques.batch import Accumulate
@@ -56,7 +55,7 @@ def test_a_step_waits_for_the_device_once(
     with HostWaits(tensors) as waits:
         metrics = train_step(session, batch, 0.0)
     assert metrics.loss > 0
-    assert [place.partition(":")[0] for place in waits.places] == ["core/engine.py"]
+    assert [place.partition(":")[0] for place in waits.places] == ["core/step.py"]
 
 
 def test_a_wait_in_a_pass_is_seen() -> None:
@@ -74,7 +73,7 @@ def test_a_rank_among_others_waits_as_often(tmp_path: Path) -> None:
     """Counts, flags and losses of all ranks are summed on the host."""
     for rank in on_ranks("gpu_rank_jobs:waits", tmp_path):
         for plan, places in rank.items():
-            assert [place.partition(":")[0] for place in places] == ["core/engine.py"], plan
+            assert [place.partition(":")[0] for place in places] == ["core/step.py"], plan
 
 
 def test_batches_for_a_gpu_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

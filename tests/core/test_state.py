@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.core.contracts import NoAverage
+from hasten.core.setup import Average
 from hasten.core.state import restore, state_of
 from hasten.core.technique import Technique
 from hasten.errors import InputError
@@ -34,11 +36,14 @@ NESTED = st.recursive(
 )
 
 
-class Remembers(NoAverage):
+class Remembers(Average):
     """An average whose state is whatever the test says."""
 
     def __init__(self, state: Any = None) -> None:
         self.state = state
+
+    def versions(self, parameters: Sequence[torch.Tensor]) -> Iterator[str]:
+        yield ""
 
     def state_dict(self) -> dict[str, Any]:
         return {"held": self.state}
@@ -142,5 +147,13 @@ def test_a_slot_that_the_state_says_nothing_of_begins_afresh() -> None:
 def test_what_a_checkpoint_can_not_hold_is_named_with_its_place() -> None:
     session = session_of(language_job())
     session.setup.average = Remembers({"when": {1, 2}})
-    with pytest.raises(TypeError, match="the state at average/held/when is a set"):
+    with pytest.raises(TypeError, match="the state at slot/average/held/when is a set"):
         state_of(session)
+
+
+def test_the_random_state_of_numpy_comes_back_too() -> None:
+    saved = state_of(session_of(language_job()))
+    following = np.random.rand(3).tolist()
+    np.random.seed(0)
+    restore(session_of(language_job()), *saved)
+    assert np.random.rand(3).tolist() == following

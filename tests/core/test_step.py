@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from hasten.core.job import GlobalBatch, ShuffledOrder, Stop
 from hasten.core.plan import Plan
-from hasten.core.session import assemble, batches
+from hasten.core.session import assemble
 from hasten.core.setup import prepare
-from hasten.core.step import NotFiniteError, train_step, training
+from hasten.core.step import NotFiniteError, batches, train_step, training
 from hasten.errors import InputError
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from hasten.core.contracts import Engine
 from hasten.core.job import MicroBatch, StepBatch, language_counts
 from hasten.core.loop import evaluate
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
+from hasten.core.step import Engine
 from hasten.core.technique import Claim, Fidelity, Proof, Technique, setting
 from hasten.parts.data.collate import packed, token_record
 from tiny import language_job, records, run, session_of, tiny_model

@@ -19,7 +19,7 @@ from hasten.errors import InputError
 from hasten.measure.ablation import Arm, Design, Which, plans_of
 from hasten.measure.experiment import experiment_context, measure_arms
 from hasten.measure.workers import WorkerPool, WorkerSpec
-from hasten.recipe.prepare import prepare_run
+from hasten.recipe.build import prepare_run
 from hasten.recipe.schema import Recipe
 from hasten.report.findings import report_of
 from hasten.report.schema import read_report

@@ -29,7 +29,7 @@ from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import prepared
 from hasten.measure.significance import with_luck
 from hasten.progress import SilentProgress
-from hasten.recipe import build, memory_check, prepare
+from hasten.recipe import build, memory_check
 from hasten.recipe.build import build_model
 from hasten.recipe.candidates import candidates
 from hasten.recipe.schema import Recipe, recipe_from
@@ -367,7 +367,7 @@ def test_the_same_code_chooses_on_a_gpu(
     hardware = dataclasses.replace(here.hardware, accelerators=gpus)
     pretended = dataclasses.replace(here, device="cuda:0", hardware=hardware)
     monkeypatch.setattr(facts, "seen_at_start", lambda: pretended)
-    monkeypatch.setattr(prepare, "check_kernels", lambda known, tell: [])  # it has no kernels
+    monkeypatch.setattr(build, "check_kernels", lambda known, tell: [])  # it has no kernels
     speeds = {"bf16_master_weights": 2.0, "fused_adamw": 1.1, "labelled_token_loss": 1.2}
     found = chosen({**sums, "device": "auto"}, tmp_path, race(speeds, steady(0.02, 1)))
     assert ("bf16_master_weights" in found.entries) == bf16

@@ -12,7 +12,7 @@ import torch
 from hasten.core.plan import Plan
 from hasten.measure.worker import RecipeJob, compiled
 from hasten.measure.workers import Worker, WorkerError, WorkerPool, WorkerSpec
-from hasten.recipe.prepare import prepare_run
+from hasten.recipe.build import prepare_run
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.threads import Threads

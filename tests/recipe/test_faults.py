@@ -12,11 +12,12 @@ import pytest
 from hasten.core.health import SpikePolicy, SpikeWatch
 from hasten.core.loop import Evaluation
 from hasten.errors import InputError
-from hasten.recipe.build import set_guards, supervision_of, watch_notices
+from hasten.recipe.build import supervision_of
 from hasten.recipe.prepare import evaluations_before
 from hasten.recipe.schema import recipe_from
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.training.folder import LineFiles, clear_the_way, keep_lines_until
+from hasten.training.run import set_guards, watch_notices
 from tiny import language_job, session_of
 
 GOOD = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 3}

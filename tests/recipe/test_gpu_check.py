@@ -23,7 +23,7 @@ from hasten.machine import host
 from hasten.parts.kernels import adamw, refused
 from hasten.parts.nn import attention, gpu_kernels, quantised
 from hasten.parts.nn.gpu_kernels import KERNELS, Sizes, Verdict, checked_kernel, kernel_named
-from hasten.recipe import gpu_check, prepare
+from hasten.recipe import build, gpu_check
 from hasten.recipe.gpu_check import Limits, apply, check_kernels, kept_or_tried, sizes_of
 from hasten.recipe.schema import Recipe
 from interpreted_triton import round_as_a_gpu
@@ -113,11 +113,11 @@ def test_kernels_are_tried_before_a_job_is_made(
 
         return stop
 
-    monkeypatch.setattr(prepare, "prepare_data", lambda *given: None)
-    monkeypatch.setattr(prepare, "check_kernels", raises(TriedError))
-    monkeypatch.setattr(prepare, "job_of", raises(JobError))
+    monkeypatch.setattr(build, "prepare_data", lambda *given: None)
+    monkeypatch.setattr(build, "check_kernels", raises(TriedError))
+    monkeypatch.setattr(build, "job_of", raises(JobError))
     with pytest.raises(first):
-        prepare.prepare_run(Recipe.model_validate(small(tmp_path)), lambda text: None, ranks=ranks)
+        build.prepare_run(Recipe.model_validate(small(tmp_path)), lambda text: None, ranks=ranks)
 
 
 class Child:

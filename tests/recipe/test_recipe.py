@@ -11,8 +11,9 @@ import torch
 import yaml
 from torch import nn
 
+from hasten.core.job import share_of
 from hasten.errors import InputError
-from hasten.recipe.build import adamw, share_of
+from hasten.recipe.build import adamw
 from hasten.recipe.schema import Recipe, load_recipe, read_yaml, recipe_from
 
 GOOD = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 3}

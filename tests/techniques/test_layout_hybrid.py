@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.core.contracts import NoCompression
+from hasten.core.setup import NoCompression
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.layout import experts as layout_experts_sharded

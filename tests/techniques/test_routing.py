@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config
 
-from hasten.core.contracts import StepNumbers
 from hasten.core.loop import evaluate
 from hasten.core.session import Session
 from hasten.core.state import restore, state_of
+from hasten.core.step import StepNumbers
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World

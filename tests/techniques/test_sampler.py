@@ -12,10 +12,9 @@ import pytest
 from hasten.core.facts import Facts, RecordFacts
 from hasten.core.job import GlobalBatch, Stop
 from hasten.core.plan import Plan
-from hasten.core.session import batches
 from hasten.core.setup import prepare
 from hasten.core.state import restore, state_of
-from hasten.core.step import training
+from hasten.core.step import batches, training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World

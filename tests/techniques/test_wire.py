@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hasten.core.contracts import NoCompression
+from hasten.core.setup import NoCompression
 from hasten.errors import InputError
 from hasten.integrations.optimized_trainer import OptimizedTrainer
 from hasten.parts.comm.gradient_compressor import GradientCompressor

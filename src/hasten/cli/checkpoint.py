@@ -194,7 +194,8 @@ def merge(run: Path, to: Path | None, adapter: str) -> int:
     from hasten.models.adapters import merged, other_base
     from hasten.models.load import load_tokenizer
     from hasten.models.save import save_model
-    from hasten.recipe.build import model_for, requested_plan, saved_formats
+    from hasten.recipe.build import model_for, requested_plan
+    from hasten.recipe.prepare import saved_formats
     from hasten.recipe.prepared_data import stop_token
     from hasten.recipe.schema import load_recipe
     from hasten.report.card import write_card

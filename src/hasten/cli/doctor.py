@@ -24,7 +24,6 @@ from hasten.recipe.build import (
     batch_of,
     build_model,
     facts_of,
-    is_random,
     job_of,
     requested_plan,
 )
@@ -32,7 +31,13 @@ from hasten.recipe.candidates import candidates, first_plan
 from hasten.recipe.gpu_check import check_kernels
 from hasten.recipe.memory_check import MAY_RUN_OUT, memory_words
 from hasten.recipe.peak_flops import ceiling_of
-from hasten.recipe.prepare import check_folder, check_space, first_record, weight_notes
+from hasten.recipe.prepare import (
+    check_folder,
+    check_space,
+    first_record,
+    is_random,
+    weight_notes,
+)
 from hasten.recipe.prepared_data import (
     PreparedData,
     overlap,
@@ -165,7 +170,7 @@ def _built(recipe: Recipe, data: PreparedData) -> tuple[str, None]:
 
 def _data(recipe: Recipe) -> tuple[str, PreparedData]:
     data = prepare_data(recipe, Path(recipe.output) / "data", tell=lambda text: None)
-    records = data.record_facts()
+    records = data.record_facts
     text = (
         f"{records.count:,} records, {records.tokens:,} tokens, longest {records.longest:,}, "
         f"{records.trained_share:.0%} trained, {len(data.held_out):,} held out, "
@@ -197,7 +202,7 @@ def _space(recipe: Recipe, known: Facts) -> tuple[str, None]:
 
 
 def _batch(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> tuple[str, None]:
-    records = data.record_facts()
+    records = data.record_facts
     ranks = max(recipe.nproc, known.world.size)
     check_batch_of_ranks(recipe, ranks, records.tokens / max(records.count, 1))
     job = job_of(recipe, data, known, plan)

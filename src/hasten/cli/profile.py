@@ -21,10 +21,8 @@ from hasten.launch.ranks import process_group, restart_with
 from hasten.machine import environment, host
 from hasten.measure.profile import measure, steps_needed
 from hasten.progress import Display
-from hasten.recipe.build import job_of
+from hasten.recipe.build import PreparedJob, prepare_run
 from hasten.recipe.peak_flops import meter_of, mfu_words
-from hasten.recipe.prepare import prepare_run
-from hasten.recipe.prepared_data import PreparedData
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.profile_page import render_text, write_profile
 
@@ -45,11 +43,12 @@ def profile(
         restart_with(["profile", str(path), *changes, *options], missing)
     with Display() as display:
         tell = display.tell if environment.world().is_main else _nothing
-        known, plan, data = prepare_run(recipe, tell)
+        prepared = prepare_run(recipe, tell)
+        known, plan = prepared.known, prepared.plan
         display.begin()
         show = display.show if known.world.is_main else lambda text, share: None
         with process_group(known.world, known.device):
-            found = _measured(recipe, known, plan, data, steps, show)
+            found = _measured(prepared, steps, show)
     if known.world.is_main:
         found = {**_origin(recipe, known, plan, path), **found}
         page = write_profile(found, Path(recipe.output))
@@ -59,16 +58,14 @@ def profile(
     return 0
 
 
-def _measured(
-    recipe: Recipe, known: Facts, plan: Plan, data: PreparedData, steps: int, show: Any
-) -> dict[str, Any]:
+def _measured(prepared: PreparedJob, steps: int, show: Any) -> dict[str, Any]:
     """Build the job inside the process group, profile it, and leave nothing but the trace."""
+    recipe, known = prepared.recipe, prepared.known
     output = Path(recipe.output)
     scratch = output / SCRATCH
     host.reset_memory_peak(known.device)
     try:
-        job = job_of(recipe, data, known, plan)
-        session = assemble(prepare(job, plan, known, scratch))
+        session = assemble(prepare(prepared.job, prepared.plan, known, scratch))
         session.meter = meter_of(recipe, known, session.model)
         return measure(session, WARMUP, steps, output, show)
     finally:

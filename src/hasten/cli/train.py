@@ -17,6 +17,7 @@ from rich.table import Table
 
 from hasten.core.plan import name_of
 from hasten.core.session import Session
+from hasten.core.slot import Slot
 from hasten.core.timing import StepMetrics
 from hasten.errors import FAILED, INTERRUPTED, LEFT, UNSAVED, InputError
 from hasten.formatting import duration, size, span
@@ -27,8 +28,7 @@ from hasten.machine.environment import World
 from hasten.machine.processes import attempt_folder, on_a_leash
 from hasten.measure.choose import Choice
 from hasten.progress import Audience, Display
-from hasten.recipe.build import facts_of, plan_of, saves, supervision_of
-from hasten.recipe.prepare import prepare_run
+from hasten.recipe.build import environ_of, prepare_run, supervision_of
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.gains import unpaid
 from hasten.report.schema import read_report
@@ -134,8 +134,7 @@ def lacking(recipe: Recipe) -> dict[str, str]:
     """Variables that count only for a process that starts with them, as far as this one didn't."""
     if not (recipe.plan or recipe.transport):
         return {}
-    known = facts_of(recipe)
-    return environment.not_yet_so({**plan_of(recipe, known).environ(known), **recipe.transport})
+    return environment.not_yet_so({**environ_of(recipe), **recipe.transport})
 
 
 def warn_of_idle(acted: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -197,7 +196,8 @@ def as_ranks(
     output = Path(recipe.output)
     with Display() as display:
         line = StepLine(display, recipe)
-        known, plan, _ = prepare_run(recipe, display.tell, line.tokenising, recipe.nproc, held)
+        prepared = prepare_run(recipe, display.tell, line.tokenising, recipe.nproc, held)
+        known, plan = prepared.known, prepared.plan
     resolved = output / "data" / f"ranks-{command}.yaml"
     resolved.write_text(recipe.to_yaml())
     count, cores = recipe.nproc, host.usable_cores()
@@ -214,8 +214,9 @@ def as_supervised_ranks(recipe: Recipe, held: ExitStack) -> int:
     output = Path(recipe.output)
     with Display() as display:
         line = StepLine(display, recipe)
-        known, plan, _ = prepare_run(recipe, display.tell, line.tokenising, recipe.nproc, held)
-        if not saves(plan):
+        prepared = prepare_run(recipe, display.tell, line.tokenising, recipe.nproc, held)
+        known, plan = prepared.known, prepared.plan
+        if Slot.CHECKPOINT not in plan:
             display.tell("max_restarts: the plan writes no checkpoints, so a restart begins anew")
         moves = recipe.resume == "never"
         if moves and (unfinished := clear_the_way(output, keep_checkpoints=False)):

@@ -19,15 +19,17 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hasten.core.contracts import NoCheckpoint
 from hasten.core.job import StepBatch
 from hasten.core.timing import StepMetrics
 from hasten.errors import InputError, StoppedError
+
+if TYPE_CHECKING:
+    from hasten.core.session import Session
 
 MAX_SKIPPED = 10  # steps in a row without finite gradients, after which a run is lost
 PIECES, PIECE_BITS = 4, 16  # a fingerprint travels in numbers that float64 adds exactly
@@ -71,7 +73,7 @@ class Guards:
         """A step moves nothing; ``loss_sum`` is this rank's."""
         self._own_loss = loss_sum
 
-    def after_step(self, session: Any, batch: StepBatch, metrics: StepMetrics) -> None:
+    def after_step(self, session: Session, batch: StepBatch, metrics: StepMetrics) -> None:
         """Look at a step that is done.
 
         Raises:
@@ -86,10 +88,11 @@ class Guards:
             compare_replicas(session, self.compared_at)
             self.compared_at = metrics.step
 
-    def _skipped(self, session: Any, batch: StepBatch, metrics: StepMetrics) -> None:
+    def _skipped(self, session: Session, batch: StepBatch, metrics: StepMetrics) -> None:
         """A step given up while the loss scale falls is neither a failure nor a success; one whose
         loss itself wasn't finite is a failure at any scale."""
-        if session.setup.loss_scale.searching and math.isfinite(metrics.loss):
+        scale = session.setup.loss_scale
+        if scale is not None and scale.searching and math.isfinite(metrics.loss):
             return
         self.in_a_row += 1
         if self.quarantine is not None:
@@ -102,7 +105,7 @@ class Guards:
                 + (f" in {self.quarantine}" if self.quarantine is not None else "")
             )
 
-    def _about(self, session: Any, batch: StepBatch, metrics: StepMetrics) -> dict[str, Any]:
+    def _about(self, session: Session, batch: StepBatch, metrics: StepMetrics) -> dict[str, Any]:
         own = math.isfinite(self._own_loss)
         return {
             "step": metrics.step,
@@ -115,7 +118,7 @@ class Guards:
         }
 
 
-def records_of_last_step(session: Any) -> list[int] | None:
+def records_of_last_step(session: Session) -> list[int] | None:
     """Indices of this rank's records of the step before; None where the user's loader brings them.
 
     The order is a pure function of seed, epoch and position: nothing has to be remembered.
@@ -147,7 +150,7 @@ def append_line(path: Path, found: dict[str, Any]) -> None:
         os.close(handle)
 
 
-def check_comparable(session: Any, every: int) -> None:
+def check_comparable(session: Session, every: int) -> None:
     """Raise InputError where ranks don't hold the same weights by design."""
     if every and session.setup.agreement.apart:
         raise InputError(
@@ -161,7 +164,7 @@ def check_comparable(session: Any, every: int) -> None:
         )
 
 
-def compare_replicas(session: Any, compared_at: int = 0) -> None:
+def compare_replicas(session: Session, compared_at: int = 0) -> None:
     """Compare the weights of all ranks bit by bit; every rank calls it after the same step.
 
     Raises:
@@ -209,7 +212,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
     return [v % (1 << 64) for v in torch.cat(sums).tolist()]  # the one wait for the device
 
 
-def _gathered(session: Any, mine: Sequence[int]) -> list[list[int]]:
+def _gathered(session: Session, mine: Sequence[int]) -> list[list[int]]:
     """The numbers of every rank, through a sum in which each has places of its own."""
     world = session.setup.facts.world
     rows = torch.zeros(world.size, len(mine), PIECES, dtype=torch.float64)
@@ -286,7 +289,7 @@ class SpikeWatch:
     def suspects(self) -> bool:
         return bool(self._high)
 
-    def goes_back(self, session: Any, metrics: StepMetrics) -> bool:
+    def goes_back(self, session: Session, metrics: StepMetrics) -> bool:
         """Look at a step; True where the session is at an earlier one now.
 
         Raises:
@@ -310,7 +313,7 @@ class SpikeWatch:
         spread = NORMAL * statistics.median(abs(x - middle) for x in self._losses)
         return middle + self.policy.sigmas * max(spread, SMALLEST_SPREAD * abs(middle))
 
-    def _act(self, session: Any, metrics: StepMetrics, limit: float) -> bool:
+    def _act(self, session: Session, metrics: StepMetrics, limit: float) -> bool:
         policy, before = self.policy, session.progress
         found: dict[str, Any] = {"step": metrics.step, "losses": list(self._high), "limit": limit}
         self._high.clear()
@@ -323,7 +326,7 @@ class SpikeWatch:
             )
         # The policy's own memory is newer than the checkpoint's.
         times, rate = self.times + 1, self.rate * policy.lower
-        place = session.setup.checkpoint.resume(session)
+        place = session.resume()
         self.times, self.rate = times, rate
         if place is not None and policy.skip_data:
             session.progress.epoch = before.epoch
@@ -335,7 +338,7 @@ class SpikeWatch:
         self._note(session, {**found, "rate": rate, "did": did})
         return place is not None
 
-    def _note(self, session: Any, line: dict[str, Any]) -> None:
+    def _note(self, session: Session, line: dict[str, Any]) -> None:
         if self.log is not None and session.setup.facts.world.is_main:
             append_line(self.log, line)
 
@@ -353,9 +356,9 @@ class SpikeWatch:
         self._high = []
 
 
-def check_policy(session: Any) -> None:
+def check_policy(session: Session) -> None:
     """Raise InputError where the policy can't do what it says."""
-    if isinstance(session.setup.checkpoint, NoCheckpoint):
+    if session.setup.checkpoint is None:
         raise InputError(NEEDS_CHECKPOINTS)
     if session.setup.agreement.apart:
         raise InputError(
@@ -368,7 +371,7 @@ def check_policy(session: Any) -> None:
 #
 # Of a step that waits mostly for the exchange, the rate at which this rank's gradients left says
 # whether the link is to blame: a rank that is waited for makes it small too, so the sentence names
-# both. Where the layout can't tell what the exchange took (``core.contracts.Traffic``), nothing is
+# both. Where the layout can't tell what the exchange took (``core.layout.Traffic``), nothing is
 # said.
 
 LOOK = 10  # steps that are looked at together

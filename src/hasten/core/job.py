@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from torch.optim import Optimizer
 
 from hasten.errors import InputError
 from hasten.machine import host
+
+if TYPE_CHECKING:
+    from hasten.core.setup import Routing
 
 # A micro-batch is one forward and backward pass; a step batch is all of them on this rank.
 #
@@ -80,13 +83,16 @@ class StepBatch:
 
 def language_counts(records: Sequence[Any], inputs: Mapping[str, Any]) -> WorkCounts:
     """Counts of token records laid out as ``input_ids`` with aligned ``labels`` (-100: no loss)."""
-    lengths = [len(r.input_ids) for r in records]
+    tokens = pairs = 0
+    for record in records:
+        length = len(record.input_ids)
+        tokens, pairs = tokens + length, pairs + length * length
     return WorkCounts(
         records=len(records),
-        tokens=sum(lengths),
+        tokens=tokens,
         slots=inputs["input_ids"].numel(),
         trained_tokens=int((inputs["labels"] != -100).sum()),  # on the host: no device waits
-        pairs=sum(n * n for n in lengths),
+        pairs=pairs,
     )
 
 
@@ -166,18 +172,11 @@ class ShuffledOrder:
 
     def steps(self, epoch: int) -> Iterator[list[int]]:
         order = permutation(len(self.lengths), self.seed, epoch)
-        if self.batch.records is not None:
-            size = self.batch.records
-            yield from (order[i : i + size] for i in range(0, len(order), size))
-        else:
-            yield from self._by_tokens(order)
-
-    def local_steps(self, epoch: int, rank: int, world_size: int) -> Iterator[list[list[int]]]:
-        for step in self.steps(epoch):
-            yield [records_of_rank(step, rank, world_size)]
-
-    def _by_tokens(self, order: Sequence[int]) -> Iterator[list[int]]:
-        assert self.batch.tokens is not None  # steps() asked for it
+        if self.batch.tokens is None:
+            size = self.batch.records or 1
+            for start in range(0, len(order), size):
+                yield order[start : start + size]
+            return
         step: list[int] = []
         filled = 0
         for index in order:
@@ -189,17 +188,17 @@ class ShuffledOrder:
         if step:
             yield step
 
+    def local_steps(self, epoch: int, rank: int, world_size: int) -> Iterator[list[list[int]]]:
+        """Every ``world_size``-th record of a step: ranks differ by one at most."""
+        for step in self.steps(epoch):
+            yield [step[rank::world_size]]
+
 
 def permutation(count: int, seed: int, epoch: int) -> list[int]:
     """A shuffle of ``range(count)`` that depends on nothing but its arguments."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
     order: list[int] = torch.randperm(count, generator=generator).tolist()
     return order
-
-
-def records_of_rank(step: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """The records of one rank: every ``world_size``-th, so that ranks differ by one at most."""
-    return list(step[rank::world_size])
 
 
 # Learning-rate schedules as a factor of the peak rate: constant, linear, cosine, and WSD.
@@ -242,23 +241,23 @@ class Schedule:
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
-        start = self._decay_start()
+        start = self.warmup_steps  # of the decay
+        if self.kind == "wsd":
+            decay_steps = max(round(self.total_steps * self.decay_share), 1)
+            start = max(self.total_steps - decay_steps, start)
         length = max(self.total_steps - 1 - start, 1)
         progress = min(max((step - start) / length, 0.0), 1.0)
-        return self.floor + (1 - self.floor) * self._shape(progress)
-
-    def _decay_start(self) -> int:
-        if self.kind != "wsd":
-            return self.warmup_steps
-        decay_steps = max(round(self.total_steps * self.decay_share), 1)
-        return max(self.total_steps - decay_steps, self.warmup_steps)
-
-    def _shape(self, progress: float) -> float:
+        shape = 1 - progress
         if self.kind == "constant":
-            return 1.0
-        if self.kind == "cosine":
-            return 0.5 * (1 + math.cos(math.pi * progress))
-        return 1 - progress
+            shape = 1.0
+        elif self.kind == "cosine":
+            shape = 0.5 * (1 + math.cos(math.pi * progress))
+        return self.floor + (1 - self.floor) * shape
+
+
+def share_of(asked: int | float, steps: int) -> int:
+    """Steps out of a number of them, or out of a share of ``steps`` below 1."""
+    return math.ceil(asked * steps) if asked < 1 else int(asked)
 
 
 # The job.
@@ -341,7 +340,7 @@ class Job:
     counted: bool = True
     batch: GlobalBatch = field(default_factory=GlobalBatch)
     adapter: Callable[[nn.Module], nn.Module] = lambda model: model
-    routing: Callable[[], Any] | None = None  # of hasten.core.contracts.Routing
+    routing: Callable[[], Routing] | None = None
     held_out: Indexed = ()
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     schedule: Schedule = field(default_factory=Schedule)

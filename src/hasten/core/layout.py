@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from hasten.core.contracts import Wire
+from hasten.core.timing import BACKWARD
+
+if TYPE_CHECKING:
+    from hasten.core.setup import Wire
 
 
 class Layout(Protocol):
@@ -173,7 +177,7 @@ class OneProcess:
         return values
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        return total_norm(gradients_of(parameters))
+        return total_norm(parameters)
 
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
         return nullcontext(True)
@@ -184,11 +188,48 @@ def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """L2 norm over all tensors; torch's own would give half formats a norm of 8 bits."""
-    half = [g for g in gradients if g.dtype in (torch.bfloat16, torch.float16)]
+def total_norm(parameters: Sequence[Tensor]) -> Tensor:
+    """L2 norm over all gradients; torch's own would give half formats a norm of 8 bits."""
+    half: list[Tensor] = []
+    wide: list[Tensor] = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            narrow = gradient.dtype in (torch.bfloat16, torch.float16)
+            (half if narrow else wide).append(gradient)
     if not half:
-        return torch.nn.utils.get_total_norm(gradients)
-    wide = [g for g in gradients if g.dtype not in (torch.bfloat16, torch.float16)]
+        return torch.nn.utils.get_total_norm(wide)
     norms = torch._foreach_norm(half, 2, dtype=torch.float32)
     return torch.nn.utils.get_total_norm([*norms, *wide])
+
+
+# What a step's exchange between ranks took on this rank, where the layout can tell.
+#
+# A layout that can has the methods of ``MeasuresExchange``; with any other the step says that it
+# isn't known.
+# What ranks tell each other beside it (counts, the loss) isn't in here: the clock's marks have it.
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one step's gradients, or of the weights that travel in their place.
+
+    Args:
+        exposed: seconds in which this rank had nothing to do but wait for it; None: not known.
+        hidden: seconds in which it was under way beside the computation; None: not known.
+        sent_bytes: what this rank has handed over for others; None: not known.
+        during: the part of the step in which the exposed seconds were spent.
+    """
+
+    exposed: float | None
+    hidden: float | None = None
+    sent_bytes: int | None = None
+    during: str = BACKWARD
+
+
+@runtime_checkable
+class MeasuresExchange(Protocol):
+    """A layout, or a wire, that knows what its exchange took."""
+
+    def traffic(self) -> Traffic | None:
+        """Of the step that has just moved the weights, or given up; asked once a step."""

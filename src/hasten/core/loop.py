@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.core.job import records_of_rank
-from hasten.core.session import Progress, Session, without_loss
-from hasten.core.step import training
+from hasten.core.session import Progress, Session
+from hasten.core.step import training, without_loss
 from hasten.core.timing import StepMetrics, data_stall, seconds_by_part, step_stability
 from hasten.machine import processes
 
@@ -71,7 +70,7 @@ def held_out_loss(session: Session) -> float | None:
         return None
     collate = setup.collate or setup.job.collate
     ranks = setup.layout.data_size
-    mine = records_of_rank(range(len(held_out)), setup.layout.data_rank, ranks)
+    mine = range(len(held_out))[setup.layout.data_rank :: ranks]
     sums = torch.zeros(2, dtype=torch.float64)
     # Shards meet in every pass: a rank with fewer records takes part without any loss.
     for start in range(0, math.ceil(len(held_out) / ranks), RECORDS_AT_ONCE):

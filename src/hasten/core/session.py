@@ -12,22 +12,19 @@ comes last, because every line before it may exchange parameters.
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hasten.core.contracts import Engine, NoCheckpoint
-from hasten.core.engine import EngineParts, PlainEngine
-from hasten.core.job import MicroBatch, StepBatch, WorkCounts
 from hasten.core.layout import PlacesModule, SendsWeights
 from hasten.core.setup import Setup, on_device
-from hasten.core.timing import CHECKPOINT, COMMUNICATION, DATA, Meter
+from hasten.core.step import Engine, EngineParts, PlainEngine
+from hasten.core.timing import Meter
 from hasten.errors import InputError
 
 
@@ -73,7 +70,21 @@ class Session:
     @property
     def saves(self) -> bool:
         """Whether CHECKPOINT may write."""
-        return not isinstance(self.setup.checkpoint, NoCheckpoint)
+        return self.setup.checkpoint is not None
+
+    def resume(self, path: Path | None = None) -> Path | None:
+        """Go on from the newest saved state, or from that of ``path``; its path, or None without.
+
+        Raises:
+            InputError: the state can't be read, or is of another run.
+        """
+        if self.setup.checkpoint is not None:
+            return self.setup.checkpoint.resume(self, path)
+        if path is not None:
+            raise InputError(
+                f"resume: {path} needs checkpoints in the plan, or checkpoint_every, to be read"
+            )
+        return None
 
     def settle(self) -> None:
         """Weights and progress of all ranks are the same after it; every rank calls it."""
@@ -93,31 +104,36 @@ class Session:
 
     def versions(self) -> Iterator[str]:
         """After ``finish``: what AVERAGE has to save, weights in place while each name is out."""
+        if self.setup.average is None:
+            return iter([""])
         weights = [p for group in self.optimizer.param_groups for p in group["params"]]
         return self.setup.average.versions(weights)
 
 
 def assemble(setup: Setup) -> Session:
     """Build the run that a setup describes."""
-    job = setup.job
+    job, layout = setup.job, setup.layout
     if setup.adapter is None or setup.loss is None or setup.optimizer is None:
         raise InputError("a setup comes from hasten.core.setup.prepare(job, plan, facts)")
     setup.threads()
     setup.allocator()
     torch.manual_seed(job.seed)
     began = time.perf_counter()
-    model = setup.adapter(_built(setup))
+    # Where this rank is sent its weights later, the same modules without any.
+    sent = isinstance(layout, SendsWeights) and not layout.builds
+    model = job.skeleton() if sent and job.skeleton is not None else job.build_model()
+    model = setup.adapter(model)
     built = time.perf_counter()
-    setup.routing.prepare(model)
+    if setup.routing is not None:
+        setup.routing.prepare(model)
     for edit in (setup.experts, setup.attention, setup.layers):
         edit(model)
     loss_module = setup.loss(model)
     setup.objective(loss_module)
-    loss_module = setup.layout.within(setup.layout.split(loss_module))
+    loss_module = layout.within(layout.split(loss_module))
     setup.recompute(loss_module)
     setup.compile(loss_module)
     setup.precision.prepare(loss_module)
-    layout = setup.layout
     if not isinstance(layout, PlacesModule):
         loss_module = on_device(loss_module, job.device)
     module = layout.across(loss_module.train(), setup.wire)
@@ -133,111 +149,3 @@ def assemble(setup: Setup) -> Session:
     # Ranks share the weights' seed; dropout must differ between those with different records.
     torch.manual_seed(job.seed + 1 + setup.layout.data_rank)
     return Session(setup, model, loss_module, module, optimizer, engine, seconds)
-
-
-def _built(setup: Setup) -> nn.Module:
-    """The model, or where this rank is sent its weights later, the same modules without any."""
-    job, layout = setup.job, setup.layout
-    if job.skeleton is None or not isinstance(layout, SendsWeights) or layout.builds:
-        return job.build_model()
-    return job.skeleton()
-
-
-def batches(session: Session) -> Iterator[StepBatch]:
-    """Whole steps on the device until the job's stop, from where ``progress`` says.
-
-    Every rank gets the same number of steps; the counts are those of all ranks together.
-    """
-    job, progress, clock = session.setup.job, session.progress, session.setup.clock
-    while job.stop.epochs is None or progress.epoch < job.stop.epochs:
-        seen, source = 0, clock.reading(_local_steps(session.setup, progress))
-        for local in session.setup.feed(source, job.device):
-            seen += 1
-            clock.fed()
-            if job.stop.reached(progress.step, progress.tokens):
-                return
-            batch = _agree(session, local)
-            clock.mark(COMMUNICATION)
-            if batch is None:
-                return
-            progress.step_in_epoch += 1
-            yield batch
-        if not seen and not progress.step_in_epoch:
-            raise InputError("the data has no steps: the loader or the records are empty")
-        progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
-        clock.mark(DATA)  # the loader has said that there is no more
-        session.setup.checkpoint.after_epoch(session)
-        clock.mark(CHECKPOINT)
-
-
-def _agree(session: Session, local: tuple[MicroBatch, ...]) -> StepBatch | None:
-    """Counts over all ranks before the first backward; None when any rank wants to stop."""
-    mine = sum((m.counts for m in local), WorkCounts())
-    agreement = session.setup.agreement
-    counts, stop = agreement.counts(mine, session.stop_requested)
-    if stop:
-        session.stop_requested = True
-        return None
-    if not counts.trained_tokens and not agreement.apart:
-        raise InputError("a step has no trained token: look at the records and their loss mask")
-    return StepBatch(_level(session, local), counts, session.progress.epoch)
-
-
-def _level(session: Session, local: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
-    """Ranks that hold parts of a model meet in every pass: all make as many as the busiest.
-
-    What is missing on a rank is its smallest micro-batch once more, without loss.
-    """
-    layout, world = session.setup.layout, session.setup.facts.world
-    if layout.whole:
-        return local
-    passes = torch.zeros(world.size, dtype=torch.float64)
-    passes[world.rank] = len(local)
-    missing = int(layout.everywhere(passes).max()) - len(local)
-    smallest = min(local, key=lambda m: m.counts.slots)
-    return (*local, *[without_loss(smallest)] * missing) if missing else local
-
-
-def _local_steps(setup: Setup, progress: Progress) -> Iterator[tuple[MicroBatch, ...]]:
-    """This rank's micro-batches of the epoch, from the step that comes next."""
-    collate = setup.collate or setup.job.collate
-    for pieces in _local_pieces(setup, progress.epoch, progress.step_in_epoch):
-        parts = [part for piece in pieces if piece for part in setup.cut(piece)]
-        if parts:
-            yield tuple(replace(collate(part), records=part) for part in parts)
-        else:  # fewer records than ranks: take part in the step without any loss
-            yield (without_loss(collate([setup.job.records[0]])),)
-
-
-def _local_pieces(setup: Setup, epoch: int, first: int) -> Iterator[list[Sequence[Any]]]:
-    """The records of each step from the ``first`` on, in the pieces that BATCH cuts one by one."""
-    job, layout = setup.job, setup.layout
-    if job.stream is not None:
-        for records in itertools.islice(job.stream(epoch), first, None):
-            yield [records]
-    elif setup.sampler is not None:
-        steps = setup.sampler.local_steps(epoch, layout.data_rank, layout.data_size)
-        for pieces in itertools.islice(steps, first, None):
-            yield [[job.records[i] for i in piece] for piece in pieces]
-
-
-def step_outside(session: Session) -> tuple[MicroBatch, ...] | None:
-    """The micro-batches of the epoch's first step, on the device; they don't count as progress.
-
-    None where the user's own loader brings the batches: it would have to begin anew.
-    """
-    setup = session.setup
-    if setup.job.stream is not None:
-        return None
-    found = next(_local_steps(setup, Progress(epoch=session.progress.epoch)), None)
-    return None if found is None else tuple(m.to(setup.job.device) for m in found)
-
-
-def without_loss(micro_batch: MicroBatch) -> MicroBatch:
-    """The same tensors with nothing that counts, for a rank that has no record of its own."""
-    labels = torch.full_like(micro_batch.inputs["labels"], -100)
-    return replace(
-        micro_batch,
-        inputs={**micro_batch.inputs, "labels": labels},
-        counts=WorkCounts(slots=micro_batch.counts.slots),
-    )

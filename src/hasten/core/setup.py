@@ -1,41 +1,23 @@
 """A setup has one field per slot; techniques edit it, and nothing runs until it is assembled.
 
-Defaults are the plain way, so the step needs no ``if``; parts satisfy the protocols by shape.
+First what a run asks of each slot: a protocol, with its plain default where the run can't do
+without. A slot that is None does nothing. Parts satisfy the protocols by shape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from hasten.core.contracts import (
-    Adjusting,
-    Agreement,
-    Average,
-    Checkpointing,
-    Engine,
-    FixedSettings,
-    GivenPrecision,
-    LossScaling,
-    ModelRouting,
-    NoAverage,
-    NoCheckpoint,
-    NoCompression,
-    NoLossScaling,
-    NoSpikes,
-    Precision,
-    Routing,
-    SpikeWatching,
-    SumsEachStep,
-    Wire,
-)
 from hasten.core.facts import Facts
-from hasten.core.health import Guards
+from hasten.core.health import Guards, SpikeWatch
 from hasten.core.job import (
     Collate,
     Job,
@@ -44,15 +26,232 @@ from hasten.core.job import (
     Sampler,
     ShuffledOrder,
     StepBatch,
+    WorkCounts,
 )
 from hasten.core.layout import Layout, OneProcess, SplitsState, SplitsWeights
 from hasten.core.plan import Plan
-from hasten.core.timing import Clock, NoPhaseTimer
+from hasten.core.timing import Clock, NoPhaseTimer, StepMetrics
 from hasten.errors import InputError
+
+if TYPE_CHECKING:
+    from hasten.core.session import Session
+    from hasten.core.step import Engine, EngineParts
+
+
+class Precision(Protocol):
+    """PRECISION: the number format of weights and computation, and who holds the true weights."""
+
+    def prepare(self, module: nn.Module) -> None:
+        """Bring the module into its working format, in place."""
+        return
+
+    def region(self) -> AbstractContextManager[Any]:
+        """The context of every forward pass."""
+
+    def own(self, optimizer: Optimizer) -> None:
+        """Make the optimizer update what this precision holds as the true weights."""
+
+    def before_backward(self, reduces: bool) -> None:
+        """Called before each backward pass; ``reduces``: its gradients go over the wire."""
+        return
+
+    def collect(self) -> None:
+        """Called after each backward pass, to take the gradients over."""
+        return
+
+    def parameters(self) -> list[Tensor]:
+        """The true weights, their ``.grad`` complete once all micro-batches are done."""
+
+    def publish(self) -> None:
+        """Called after each update: working weights follow the true ones."""
+        return
+
+    def finish(self, module: nn.Module) -> None:
+        """Give the module its true weights back, for saving."""
+        return
+
+
+class Wire(Protocol):
+    """WIRE: what travels between ranks; three seams."""
+
+    def attach(self, module: nn.Module) -> None:
+        """Gradients ready: hook into the wrapped module."""
+        return
+
+    def before_update(self, parameters: Sequence[Tensor]) -> None:
+        """All gradients are there, the weights have not moved."""
+        return
+
+    def after_update(self, parameters: Sequence[Tensor]) -> None:
+        """The weights have moved (local steps average here)."""
+        return
+
+
+class Average(Protocol):
+    """AVERAGE: a running average of the weights."""
+
+    def after_update(self, parameters: Sequence[Tensor]) -> None:
+        """The weights have moved."""
+        return
+
+    def versions(self, parameters: Sequence[Tensor]) -> Iterator[str]:
+        """Suffixes of the folders to save, the weights in place while each is out."""
+
+
+class Routing(Protocol):
+    """ROUTING: how tokens are balanced over experts."""
+
+    def prepare(self, model: nn.Module) -> None:
+        """Look at the fresh model's routers, before anything replaces modules."""
+        return
+
+    def forward(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The forward pass of a micro-batch: (loss summed over trained tokens, their number)."""
+
+    def after_update(self, total: Callable[[Tensor], Tensor]) -> None:
+        """The weights have moved; ``total`` sums a float64 tensor on the host over all ranks."""
+        return
+
+    def discard(self) -> None:
+        """The passes since the last update don't count."""
+        return
+
+    def load_ratio(self) -> float | None:
+        """The busiest expert's load / the mean in the last step, over layers; None: unknown."""
+
+
+class LossScaling(Protocol):
+    """Belongs to PRECISION: what losses are multiplied by where gradients of fp16 would vanish."""
+
+    value: float
+    searching: bool  # the last step was given up to find the scale, which is no failure
+
+    def unscale(self, gradients: Sequence[Tensor]) -> None:
+        """Divide the complete gradients of a step, in place."""
+        return
+
+    def judge(self, finite: bool) -> None:
+        """Called after each norm with what all ranks agreed on."""
+        return
+
+
+class Checkpointing(Protocol):
+    """CHECKPOINT: called between two steps, never inside one."""
+
+    def after_step(self, session: Session) -> None:
+        """A step is done."""
+        return
+
+    def after_epoch(self, session: Session) -> None:
+        """An epoch is done, after its last step."""
+        return
+
+    def resume(self, session: Session, path: Path | None = None) -> Path | None:
+        """Bring a fresh session to the newest saved state, or to that of ``path``; its path, or
+        None without one."""
+
+    def settle(self) -> None:
+        """Until nothing is under way, before another process is measured on this machine."""
+        return
+
+    def running(self, session: Session) -> AbstractContextManager[None]:
+        """Around all steps: what can't be written is refused before them, and what is under way
+        is done after them. A run that was asked to stop is saved."""
+
+
+class Adjusting(Protocol):
+    """Who changes the settings of a run while it goes on."""
+
+    def after_step(self, metrics: StepMetrics) -> None:
+        """A step is done, the next one hasn't begun; called on every rank."""
+        return
+
+
+class GivenPrecision(Precision):
+    """The number format the model came in; parameters are their own true weights."""
+
+    def __init__(self) -> None:
+        self._parameters: list[Tensor] = []
+
+    def region(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def own(self, optimizer: Optimizer) -> None:
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def parameters(self) -> list[Tensor]:
+        return self._parameters
+
+
+class NoCompression(Wire):
+    """Gradients travel as they are."""
+
+
+# What ranks tell each other in a step beside gradients, and the default: everything, at once.
+#
+# Where a wire lets ranks train apart from each other (local steps), a step that waited for such
+# sums would be as slow as the link. Then a step goes by what its own rank knows, times the number
+# of ranks, and ``settle`` makes weights and counts of all ranks equal again: before an evaluation,
+# before a checkpoint, at the end.
+
+
+class Sums(Protocol):
+    """What adds up over ranks: a layout."""
+
+    def sum(self, values: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class Agreement(Protocol):
+    """A wire that is one too takes the place of the default."""
+
+    apart: bool  # ranks may differ in weights, optimizer state and progress until they settle
+
+    def counts(self, mine: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
+        """Before a step's first pass: counts over all ranks, and whether the run stops here.
+
+        The answer to the second is the same on every rank.
+        """
+
+    def sum(self, values: Tensor) -> Tensor:
+        """A step's other sums over ranks: loss, gradients that aren't finite, load of experts."""
+
+    def skipped(self) -> None:
+        """A step was given up; ``after_update`` of the wire is not called for it."""
+        return
+
+    def settle(self) -> None:
+        """Every rank calls it between the same two steps; weights are equal after it."""
+        return
+
+    def others(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        """On rank 0 the same of each other rank, in order. For checkpoints; all ranks call it."""
+
+
+@dataclass
+class SumsEachStep(Agreement):
+    """Every sum is taken when it is asked for, so that ranks never differ."""
+
+    layout: Sums
+    apart = False
+
+    def counts(self, mine: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
+        sums = self.layout.sum(torch.tensor([*astuple(mine), float(stop)], dtype=torch.float64))
+        *found, wanted = sums.tolist()
+        return WorkCounts(*map(round, found)), bool(wanted)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self.layout.sum(values)
+
+    def others(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        return []
+
+
+# The setup.
 
 Edit = Callable[[nn.Module], None]
 Cut = Callable[[Sequence[Any]], list[list[Any]]]
-Attempt = Callable[[Engine, StepBatch], tuple[Tensor, StepBatch]]
+Attempt = Callable[["Engine", StepBatch], tuple[Tensor, StepBatch]]
 Feed = Callable[[Iterator[tuple[MicroBatch, ...]], str], Iterator[tuple[MicroBatch, ...]]]
 
 
@@ -92,7 +291,7 @@ class Setup:
     cut: Cut = in_one_piece
     attempt: Attempt = run_once  # how a step's passes are run; BATCH may cut and run them again
     adapter: Callable[[nn.Module], nn.Module] | None = None
-    routing: Routing = field(default_factory=ModelRouting)
+    routing: Routing | None = None  # None: tokens go where the model sends them
     experts: Edit = leave_model
     attention: Edit = leave_model
     layers: Edit = leave_model
@@ -101,21 +300,24 @@ class Setup:
     recompute: Edit = leave_model
     compile: Edit = leave_model
     precision: Precision = field(default_factory=GivenPrecision)
-    loss_scale: LossScaling = field(default_factory=NoLossScaling)  # PRECISION brings one with fp16
+    loss_scale: LossScaling | None = None  # PRECISION brings one with fp16
     layout: Layout = field(default_factory=OneProcess)
     wire: Wire = field(default_factory=NoCompression)
     optimizer: OptimizerFactory | None = None
-    average: Average = field(default_factory=NoAverage)
-    checkpoint: Checkpointing = field(default_factory=NoCheckpoint)
+    average: Average | None = None
+    checkpoint: Checkpointing | None = None  # None: state stays in memory
     threads: Callable[[], None] = lambda: None
     allocator: Callable[[], None] = lambda: None
-    engine: Callable[[Any], Engine] | None = None  # of EngineParts; a LAYOUT may bring its own
+    engine: Callable[[EngineParts], Engine] | None = None  # a LAYOUT may bring its own
     clock: Clock = field(default_factory=NoPhaseTimer)  # counts what a step's time goes into
     guards: Guards = field(default_factory=Guards)  # what each step is checked for
-    spikes: SpikeWatching = field(default_factory=NoSpikes)  # what follows from a loss that rises
-    adjusting: Adjusting = field(
-        default_factory=FixedSettings
-    )  # changes settings between two steps
+    spikes: SpikeWatch | None = None  # what follows from a loss that rises
+    adjusting: Adjusting | None = None  # changes settings between two steps
+
+    @property
+    def loss_factor(self) -> float:
+        """What losses are multiplied by."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     @property
     def agreement(self) -> Agreement:
@@ -152,14 +354,14 @@ def prepare(job: Job, plan: Plan, facts: Facts, folder: Path | None = None) -> S
 
 def _check_saved(setup: Setup) -> None:
     """A state that is written has to be a whole one."""
-    if setup.layout.whole or isinstance(setup.checkpoint, NoCheckpoint):
+    if setup.layout.whole or setup.checkpoint is None:
         return
     if not isinstance(setup.layout, SplitsState | SplitsWeights):
         raise InputError(
             "plan: checkpoints are written of ranks that each hold the whole model, and this "
             "layout gives them parts; leave checkpoints out, or take ddp as the layout"
         )
-    if not isinstance(setup.average, NoAverage):
+    if setup.average is not None:
         raise InputError(
             "plan: a running average of weights that are dealt out over ranks can't be part of a "
             "checkpoint; leave checkpoints or the average out, or take ddp as the layout"

@@ -8,7 +8,6 @@ gather what differs between them, and every rank is given the same state back.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, Protocol, runtime_checkable
@@ -22,6 +21,8 @@ from hasten.core.layout import SplitsState, SplitsWeights
 from hasten.core.session import Progress, Session
 from hasten.core.setup import Setup
 from hasten.errors import InputError
+from hasten.parts.checkpoint.format import json_without_tensors, tensors_from_json
+from hasten.parts.checkpoint.state import of_all_ranks, set_random_state
 
 # The state of ranks that hold different weights, each whole: under the numbers of one process.
 #
@@ -175,8 +176,6 @@ def _without_prefix(places: Mapping[str | None, Any]) -> Numbers:
 
 # A session's state: taken, and given back.
 
-TENSOR, ITEMS = "$tensor", "$items"  # stand for a tensor, and for a dict whose keys JSON can't say
-
 
 @runtime_checkable
 class Stateful(Protocol):
@@ -190,8 +189,8 @@ class Stateful(Protocol):
 def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights, optimizer state, random state, what the slots remember; progress and job."""
     session.settle()
-    tensors = _random_of_ranks(session)
-    tensors |= _unshared("model", session.loss_module.state_dict(keep_vars=True))
+    ranks = of_all_ranks()
+    tensors = _unshared("model", session.loss_module.state_dict(keep_vars=True))
     masters = {str(i): p for i, p in enumerate(own_masters(session))}
     tensors |= {f"master/{name}": t.detach() for name, t in masters.items()}
     numbers: dict[str, Any] = {}
@@ -206,13 +205,17 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     moments = {name: t for name, t in tensors.items() if name.startswith("optimizer/")}
     for rank, state in enumerate(session.setup.agreement.others(moments), start=1):
         tensors |= {f"rank/{rank}/{name}": t for name, t in state.items()}
-    slots = {
-        name: {"kind": type(held).__name__, "state": _taken(held.state_dict(), name, tensors)}
-        for name, held in _stateful(session.setup).items()
-    }
+    remembered: dict[str, Tensor] = {}
+    slots = {}
+    for name, held in _stateful(session.setup).items():
+        state = json_without_tensors(held.state_dict(), f"slot/{name}", remembered)
+        slots[name] = {"kind": type(held).__name__, "state": state}
+    # Copies: values of a state may share memory with each other or with the model.
+    tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in remembered.items()}
     meta = {
         "progress": asdict(session.progress),
         "job": job_record(session.setup),
+        "random": ranks,
         "optimizer": numbers,
         "optimizer_kind": type(session.optimizer).__name__,
         "slots": slots,
@@ -240,8 +243,10 @@ def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) 
     session.setup.precision.publish()
     _restore_optimizer(session, tensors | _own_moments(session, tensors), numbers)
     for held, state in slots:
-        held.load_state_dict(_given(state, tensors))
-    _restore_random(session, tensors)
+        held.load_state_dict(tensors_from_json(state, tensors))
+    rank, ranks = session.setup.facts.world.rank, meta["random"]
+    if rank < len(ranks):  # one that the saved run didn't have keeps the beginning it was given
+        set_random_state(ranks[rank])
     session.progress = Progress(**meta["progress"])
 
 
@@ -287,39 +292,6 @@ def _dealt(session: Session, tensors: dict[str, Tensor], gather: bool) -> dict[s
     return found
 
 
-def _random_of_ranks(session: Session) -> dict[str, Tensor]:
-    """A row for each rank, so that dropout and shuffles go on everywhere as they would have."""
-    world, layout = session.setup.facts.world, session.setup.layout
-    _, words, gauss = random.getstate()
-    states = {
-        "cpu": torch.get_rng_state(),
-        "python": torch.tensor([*words, gauss is not None, gauss or 0.0], dtype=torch.float64),
-    }
-    device = torch.device(session.setup.job.device)
-    if device.type != "cpu":
-        states["device"] = torch.get_device_module(device).get_rng_state(device)
-    found = {}
-    for name, state in states.items():
-        rows = torch.zeros(world.size, len(state), dtype=torch.float64)
-        rows[world.rank] = state.double()
-        found[f"random/{name}"] = layout.everywhere(rows).to(state.dtype)
-    return found
-
-
-def _restore_random(session: Session, tensors: dict[str, Tensor]) -> None:
-    """This rank's own; one that the saved run didn't have keeps the beginning it was given."""
-    rank, cpu = session.setup.facts.world.rank, tensors["random/cpu"]
-    if rank >= len(cpu):
-        return
-    torch.set_rng_state(cpu[rank].clone())
-    *words, drawn, gauss = tensors["random/python"][rank].tolist()
-    random.setstate((3, tuple(int(word) for word in words), gauss if drawn else None))
-    device = torch.device(session.setup.job.device)
-    if device.type != "cpu" and "random/device" in tensors:
-        state = tensors["random/device"][rank].clone()
-        torch.get_device_module(device).set_rng_state(state, device)
-
-
 def _stateful(setup: Setup) -> dict[str, Stateful]:
     """The objects in the setup's fields that remember something, each once, by field."""
     found: dict[str, Stateful] = {}
@@ -346,41 +318,6 @@ def _slots_of(setup: Setup, saved: dict[str, Any]) -> list[tuple[Stateful, Any]]
             )
         pairs.append((held, saved[name]["state"]))
     return pairs
-
-
-def _taken(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
-    """``value`` as JSON, each of its tensors moved to ``tensors`` under the name of its place."""
-    if isinstance(value, Tensor):
-        name = f"slot/{place}"
-        while name in tensors:  # keys may have a slash of their own
-            name += "'"
-        # A copy: values of a state may share memory with each other or with the model.
-        tensors[name] = value.detach().to("cpu", copy=True)
-        return {TENSOR: name}
-    if isinstance(value, dict):
-        items = {key: _taken(item, f"{place}/{key}", tensors) for key, item in value.items()}
-        plain = all(isinstance(key, str) and not key.startswith("$") for key in items)
-        return items if plain else {ITEMS: [[key, item] for key, item in items.items()]}
-    if isinstance(value, list | tuple):
-        return [_taken(item, f"{place}/{i}", tensors) for i, item in enumerate(value)]
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    raise TypeError(
-        f"the state at {place} is a {type(value).__name__}; a checkpoint holds dicts, lists, "
-        "tensors, numbers and text"
-    )
-
-
-def _given(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """What ``_taken`` made JSON of; tuples have become lists."""
-    if isinstance(value, list):
-        return [_given(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if TENSOR in value:
-        return tensors[value[TENSOR]].clone()
-    pairs = value[ITEMS] if ITEMS in value else value.items()
-    return {key: _given(item, tensors) for key, item in pairs}
 
 
 def _unshared(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:

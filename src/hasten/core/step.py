@@ -9,20 +9,27 @@ micro-batch size, nor padding, nor rank count changes its meaning. Backward turn
 *gradients*, which leave over the *wire* while earlier layers are still at work. When the last is
 back, the norm is taken, and if every rank saw finite numbers it is clipped and the *optimizer*
 moves the weights. That is one step; what it cost is noted beside it.
+
+The functions stand in this order: ``training``, ``batches``, ``train_step``, and the plain engine
+with the step's three verbs. A pipeline schedule or a DeepSpeed engine replaces it and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from dataclasses import replace
-from typing import Any
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from hasten.core.contracts import StepNumbers, Traffic, traffic_of
 from hasten.core.health import NotFiniteError
-from hasten.core.job import StepBatch
-from hasten.core.session import Session, batches
+from hasten.core.job import MicroBatch, StepBatch, WorkCounts
+from hasten.core.layout import MeasuresExchange, gradients_of
 from hasten.core.timing import (
     BACKWARD,
     BETWEEN,
@@ -34,16 +41,158 @@ from hasten.core.timing import (
     OPTIMIZER,
     StepMetrics,
 )
+from hasten.errors import InputError
 from hasten.machine import host
 from hasten.machine.processes import running_time
 
+if TYPE_CHECKING:
+    from hasten.core.session import Session
+    from hasten.core.setup import Agreement, Routing, Setup
+
 __all__ = ["NotFiniteError", "StepMetrics", "train_step", "training"]
+
+
+def training(session: Session) -> Iterator[StepMetrics]:
+    """Train until the job's stop or until somebody sets ``session.stop_requested``.
+
+    Who moves ``session.progress`` to another place of the data between two steps has the next one
+    from there.
+
+    Raises:
+        NotFiniteError: several steps in a row had no finite loss and gradient.
+        StoppedError: another of the setup's guards says that the run is lost.
+    """
+    setup, clock = session.setup, session.setup.clock
+    with nullcontext() if setup.checkpoint is None else setup.checkpoint.running(session):
+        moved = True
+        while moved:  # again from where the session stands
+            moved, progress = False, session.progress
+            started = running_time()  # before the clock's: its parts never exceed the step
+            clock.begin()
+            for batch in batches(session):
+                metrics = train_step(session, batch, started)
+                setup.guards.after_step(session, batch, metrics)
+                back = setup.spikes is not None and setup.spikes.goes_back(session, metrics)
+                clock.mark(BETWEEN)
+                # A state that is kept is one to come back to.
+                suspect = back or (setup.spikes is not None and setup.spikes.suspects)
+                if setup.checkpoint is not None and not suspect:
+                    setup.checkpoint.after_step(session)
+                clock.mark(CHECKPOINT)
+                place = progress.epoch, progress.step_in_epoch
+                yield metrics
+                if back or (progress.epoch, progress.step_in_epoch) != place:
+                    moved = True
+                    break
+                if setup.adjusting is not None:
+                    setup.adjusting.after_step(metrics)
+                started = running_time()
+                clock.begin()
+
+
+def batches(session: Session) -> Iterator[StepBatch]:
+    """Whole steps on the device until the job's stop, from where ``progress`` says.
+
+    Every rank gets the same number of steps; the counts are those of all ranks together.
+    """
+    setup, progress = session.setup, session.progress
+    job, clock = setup.job, setup.clock
+    while job.stop.epochs is None or progress.epoch < job.stop.epochs:
+        seen, source = 0, clock.reading(_local_steps(setup, progress.epoch, progress.step_in_epoch))
+        for micro_batches in setup.feed(source, job.device):
+            seen += 1
+            clock.fed()
+            if job.stop.reached(progress.step, progress.tokens):
+                return
+            # Before the first backward: counts over all ranks, and whether any of them stops.
+            mine = WorkCounts()
+            for micro_batch in micro_batches:
+                mine += micro_batch.counts
+            agreement = setup.agreement
+            counts, stop = agreement.counts(mine, session.stop_requested)
+            if stop:
+                session.stop_requested = True
+                clock.mark(COMMUNICATION)
+                return
+            if not counts.trained_tokens and not agreement.apart:
+                raise InputError(
+                    "a step has no trained token: look at the records and their loss mask"
+                )
+            if not setup.layout.whole:
+                micro_batches = _level(setup, micro_batches)
+            clock.mark(COMMUNICATION)
+            progress.step_in_epoch += 1
+            yield StepBatch(micro_batches, counts, progress.epoch)
+        if not seen and not progress.step_in_epoch:
+            raise InputError("the data has no steps: the loader or the records are empty")
+        progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
+        clock.mark(DATA)  # the loader has said that there is no more
+        if setup.checkpoint is not None:
+            setup.checkpoint.after_epoch(session)
+        clock.mark(CHECKPOINT)
+
+
+def _local_steps(setup: Setup, epoch: int, first: int) -> Iterator[tuple[MicroBatch, ...]]:
+    """This rank's micro-batches of the epoch, from its step ``first`` on."""
+    job, layout = setup.job, setup.layout
+    collate = setup.collate or job.collate
+    steps: Iterator[Sequence[Any]] = iter(())
+    if job.stream is not None:
+        steps = job.stream(epoch)
+    elif setup.sampler is not None:
+        steps = setup.sampler.local_steps(epoch, layout.data_rank, layout.data_size)
+    for step in itertools.islice(steps, first, None):
+        parts: list[list[Any]] = []
+        for piece in step if job.stream is None else [step]:
+            records = [job.records[i] for i in piece] if job.stream is None else piece
+            if records:
+                parts += setup.cut(records)
+        if parts:
+            yield tuple([replace(collate(part), records=part) for part in parts])
+        else:  # fewer records than ranks: take part in the step without any loss
+            yield (without_loss(collate([job.records[0]])),)
+
+
+def _level(setup: Setup, local: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
+    """Ranks that hold parts of a model meet in every pass: all make as many as the busiest.
+
+    What is missing on a rank is its smallest micro-batch once more, without loss.
+    """
+    passes = torch.zeros(setup.facts.world.size, dtype=torch.float64)
+    passes[setup.facts.world.rank] = len(local)
+    missing = int(setup.layout.everywhere(passes).max()) - len(local)
+    smallest = min(local, key=lambda m: m.counts.slots)
+    return (*local, *[without_loss(smallest)] * missing) if missing else local
+
+
+def step_outside(session: Session) -> tuple[MicroBatch, ...] | None:
+    """The micro-batches of the epoch's first step, on the device; they don't count as progress.
+
+    None where the user's own loader brings the batches: it would have to begin anew.
+    """
+    setup = session.setup
+    if setup.job.stream is not None:
+        return None
+    found = next(_local_steps(setup, session.progress.epoch, 0), None)
+    return None if found is None else tuple(m.to(setup.job.device) for m in found)
+
+
+def without_loss(micro_batch: MicroBatch) -> MicroBatch:
+    """The same tensors with nothing that counts, for a rank that has no record of its own."""
+    labels = torch.full_like(micro_batch.inputs["labels"], -100)
+    return replace(
+        micro_batch,
+        inputs={**micro_batch.inputs, "labels": labels},
+        counts=WorkCounts(slots=micro_batch.counts.slots),
+    )
 
 
 def train_step(session: Session, batch: StepBatch, started: float) -> StepMetrics:
     """Gradients, norm, update; ``started`` is when the step began to wait for its data."""
     setup, clock = session.setup, session.setup.clock
-    factor = setup.job.schedule(session.progress.step) * setup.spikes.rate
+    factor = setup.job.schedule(session.progress.step)
+    if setup.spikes is not None:
+        factor *= setup.spikes.rate
     loss_sum, batch = setup.attempt(session.engine, batch)
     clock.mark(BACKWARD)
     found = session.engine.norm(loss_sum)
@@ -57,62 +206,20 @@ def train_step(session: Session, batch: StepBatch, started: float) -> StepMetric
     return _note(session, batch, found, started)
 
 
-def training(session: Session) -> Iterator[StepMetrics]:
-    """Train until the job's stop or until somebody sets ``session.stop_requested``.
-
-    Who moves ``session.progress`` to another place of the data between two steps has the next one
-    from there.
-
-    Raises:
-        NotFiniteError: several steps in a row had no finite loss and gradient.
-        StoppedError: another of the setup's guards says that the run is lost.
-    """
-    with session.setup.checkpoint.running(session):
-        while (yield from _steps(session)):  # again from where the session stands
-            pass
-
-
-def _steps(session: Session) -> Generator[StepMetrics, None, bool]:
-    """Steps to the stop, or until the session went back or was moved: True then."""
+def _note(session: Session, batch: StepBatch, found: StepNumbers, started: float) -> StepMetrics:
     setup, clock, progress = session.setup, session.setup.clock, session.progress
-    started = running_time()  # before the clock's: its parts never exceed the step
-    clock.begin()
-    for batch in batches(session):
-        metrics = train_step(session, batch, started)
-        setup.guards.after_step(session, batch, metrics)
-        back = setup.spikes.goes_back(session, metrics)
-        clock.mark(BETWEEN)
-        if not (back or setup.spikes.suspects):  # a state that is kept is one to come back to
-            setup.checkpoint.after_step(session)
-        clock.mark(CHECKPOINT)
-        place = progress.epoch, progress.step_in_epoch
-        yield metrics
-        if back or (progress.epoch, progress.step_in_epoch) != place:
-            return True
-        setup.adjusting.after_step(metrics)
-        started = running_time()
-        clock.begin()
-    return False
-
-
-def _note(
-    session: Session,
-    batch: StepBatch,
-    found: StepNumbers,
-    started: float,
-) -> StepMetrics:
-    progress = session.progress
-    slots = float(sum(m.counts.slots for m in batch.micro_batches))  # as they ran: BATCH may cut
+    slots = float(sum([m.counts.slots for m in batch.micro_batches]))  # as they ran: BATCH may cut
     mine = torch.tensor([found.loss_sum, slots], dtype=torch.float64)
-    total, slots = session.setup.agreement.sum(mine).tolist()
-    session.setup.clock.mark(COMMUNICATION)
-    traffic = traffic_of(session.setup.layout)
+    total, slots = setup.agreement.sum(mine).tolist()
+    clock.mark(COMMUNICATION)
+    layout = setup.layout
+    traffic = layout.traffic() if isinstance(layout, MeasuresExchange) else None
     if traffic is not None and traffic.exposed is not None:
-        session.setup.clock.exposed(traffic.during, traffic.exposed)
+        clock.exposed(traffic.during, traffic.exposed)
     counts = replace(batch.counts, slots=int(slots))
     seconds = running_time() - started
-    session.setup.clock.mark(IDLE)
-    parts = session.setup.clock.end()
+    clock.mark(IDLE)
+    parts = clock.end()
     flops = session.meter.flops(counts)
     progress.step += 1
     progress.tokens += counts.tokens
@@ -120,11 +227,15 @@ def _note(
     progress.micro_batches += len(batch.micro_batches)
     progress.trained_tokens += counts.trained_tokens
     progress.records += counts.records
+    # The exchange of gradients, and beside it what ranks tell each other in the sums.
+    exposed = hidden = None
+    if traffic is not None and traffic.exposed is not None:
+        exposed, hidden = traffic.exposed + parts.get(COMMUNICATION, 0.0), traffic.hidden
     return StepMetrics(
         step=progress.step,
         epoch=batch.epoch,
         loss=total / (counts.trained_tokens or 1),
-        learning_rate=max(group["lr"] for group in session.optimizer.param_groups),
+        learning_rate=max([group["lr"] for group in session.optimizer.param_groups]),
         grad_norm=found.norm,
         tokens=counts.tokens,
         trained_tokens=counts.trained_tokens,
@@ -133,28 +244,221 @@ def _note(
         step_seconds=seconds,
         tokens_per_second=counts.tokens / seconds,
         padding_share=counts.padding_share,
-        peak_memory_bytes=host.memory_peak(session.setup.job.device),
+        peak_memory_bytes=host.memory_peak(setup.job.device),
         model_flops=flops,
         mfu=session.meter.mfu(flops, seconds),
         skipped=not found.finite,
-        expert_load_ratio=session.setup.routing.load_ratio(),
+        expert_load_ratio=None if setup.routing is None else setup.routing.load_ratio(),
         data_seconds=parts.get(DATA),
         passes_seconds=parts.get(FORWARD, 0.0) + parts[BACKWARD] if parts else None,
         optimizer_seconds=parts.get(OPTIMIZER),
-        **_of_the_wire(traffic, parts.get(COMMUNICATION, 0.0)),
+        wire_seconds=None if exposed is None or hidden is None else exposed + hidden,
+        exposed_communication_seconds=exposed,
+        hidden_communication_seconds=hidden,
+        wire_bytes=None if traffic is None else traffic.sent_bytes,
     )
 
 
-def _of_the_wire(traffic: Traffic | None, sums: float) -> dict[str, Any]:
-    """The step's fields about traffic; ``sums`` are the seconds of what ranks tell each other."""
-    if traffic is None:
-        return {}
-    if traffic.exposed is None:
-        return {"wire_bytes": traffic.sent_bytes}
-    exposed, hidden = traffic.exposed + sums, traffic.hidden
-    return {
-        "wire_seconds": None if hidden is None else exposed + hidden,
-        "exposed_communication_seconds": exposed,
-        "hidden_communication_seconds": hidden,
-        "wire_bytes": traffic.sent_bytes,
-    }
+# The engine: three verbs that turn micro-batches into moved weights; the step knows no more.
+#
+# The plain one runs the whole model in this process, replicated or not.
+
+Sums = tuple[Tensor, Tensor]  # of loss and of what carries it
+
+
+class StepNumbers(NamedTuple):
+    """What the host has to know of a step before the weights move.
+
+    Args:
+        norm: L2 norm of the gradients over all ranks.
+        loss_sum: of this rank.
+        finite: norm and loss are finite on every rank.
+    """
+
+    norm: float
+    loss_sum: float
+    finite: bool
+
+
+class Engine(Protocol):
+    """Three verbs, in this order, once per step."""
+
+    def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
+        """Gradients of (loss summed over all ranks / denominator); returns this rank's loss sum."""
+
+    def norm(self, loss_sum: Tensor) -> StepNumbers:
+        """The step's numbers on the host; ``loss_sum`` is what ``gradients`` returned."""
+
+    def update(self, rate_factor: float) -> None:
+        """Clip, move the weights at ``rate_factor`` x the peak learning rate, forget gradients."""
+
+    def discard(self) -> None:
+        """Forget the gradients without moving anything (a step that wasn't finite)."""
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is built from: the run's objects, wrapped and in place."""
+
+    setup: Setup
+    module: nn.Module  # maps a micro-batch's inputs to (loss sum, count)
+    optimizer: Optimizer
+
+
+@runtime_checkable
+class SendsGradientsLate(Protocol):
+    """A layout whose ranks can run a step's passes each for itself and send gradients after."""
+
+    def alone(self, module: nn.Module) -> nn.Module:
+        """What to run so that no other rank notices."""
+
+    def send(self, module: nn.Module) -> None:
+        """Gradients travel now; every rank calls it once per step."""
+
+
+class PlainEngine:
+    """Forward and backward of one module in this process."""
+
+    def __init__(self, assembly: EngineParts) -> None:
+        self.setup = assembly.setup
+        self.module = assembly.module
+        self.optimizer = assembly.optimizer
+        self.max_norm = assembly.setup.job.max_grad_norm
+        self.loss_count: float | None = None  # of the last step, all ranks; None: batches say it
+        self._norm = torch.tensor(0.0)
+        self.sum_loads = assembly.setup.agreement.sum  # of experts, over all ranks
+        self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
+        layout, last, device = self.setup.layout, len(micro_batches), self.setup.job.device
+        # Made on the device: a zero that is sent there makes the host wait.
+        sums = torch.zeros((), device=device), torch.zeros((), device=device)
+        for index, micro_batch in enumerate(micro_batches, start=1):
+            self.setup.precision.before_backward(reduces=index == last and layout.averages > 1)
+            with layout.sync(self.module, index == last):
+                sums = self._pass(self.module, micro_batch, denominator, sums)
+        return sums[0] if self.setup.job.counted else self._recounted(sums, denominator)
+
+    def gradients_apart(
+        self, micro_batches: Sequence[MicroBatch], denominator: float, layout: SendsGradientsLate
+    ) -> Callable[[], Tensor]:
+        """The same in two halves: passes that no other rank notices, then, called, the rest.
+
+        A failure of the first half concerns this rank alone: ``discard`` it and begin again.
+        """
+        inner, device = layout.alone(self.module), self.setup.job.device
+        sums = torch.zeros((), device=device), torch.zeros((), device=device)
+        for micro_batch in micro_batches:
+            self.setup.precision.before_backward(reduces=False)
+            sums = self._pass(inner, micro_batch, denominator, sums)
+
+        def rest() -> Tensor:
+            self.setup.precision.before_backward(reduces=True)
+            layout.send(self.module)
+            self.setup.precision.collect()
+            return sums[0] if self.setup.job.counted else self._recounted(sums, denominator)
+
+        return rest
+
+    def _pass(
+        self, module: nn.Module, micro_batch: MicroBatch, denominator: float, sums: Sums
+    ) -> Sums:
+        """One forward and backward pass; ``sums`` with its own added."""
+        setup = self.setup
+        # Replicas average; the step wants a sum. norm() takes the loss scale out again.
+        # A rank that trains apart may have no token in a step, and then no loss either.
+        scale = setup.loss_factor * setup.layout.averages / (denominator or 1.0)
+        with setup.precision.region():
+            loss, labels = forward_of(setup.routing, module, micro_batch)
+        setup.clock.mark(FORWARD)
+        (loss * scale).backward()
+        setup.precision.collect()
+        setup.clock.mark(BACKWARD)
+        total, count = sums
+        return total + loss.detach(), count + labels
+
+    def _recounted(self, sums: Sums, denominator: float) -> Tensor:
+        """Divide by what the forward passes counted in the place of what was said before them."""
+        total, count = sums
+        true_count: float = self.setup.agreement.sum(count.double().cpu()).item()
+        self.loss_count = true_count
+        factor = denominator / true_count if true_count else 0.0
+        torch._foreach_mul_(gradients_of(self.setup.precision.parameters()), factor)
+        return total * factor
+
+    def norm(self, loss_sum: Tensor) -> StepNumbers:
+        setup, parameters = self.setup, self.setup.precision.parameters()
+        if setup.loss_scale is not None:
+            setup.loss_scale.unscale(gradients_of(parameters))
+        self._norm = setup.layout.norm(parameters)
+        # The step's one wait for the device that holds both numbers: may the weights move?
+        if self._norm.device == loss_sum.device:  # in a type that is wide enough for both
+            dtype = torch.promote_types(self._norm.dtype, loss_sum.dtype)
+            both = torch.stack([self._norm.to(dtype), loss_sum.detach().to(dtype)])
+            value, loss = both.tolist()
+        else:
+            value, loss = self._norm.item(), loss_sum.item()
+        setup.clock.mark(OPTIMIZER)
+        finite = all_finite(setup.agreement, value, loss)
+        setup.clock.mark(COMMUNICATION)
+        if setup.loss_scale is not None:
+            setup.loss_scale.judge(finite)
+        return StepNumbers(value, loss, finite)
+
+    def update(self, rate_factor: float) -> None:
+        setup, parameters = self.setup, self.setup.precision.parameters()
+        if self.max_norm is not None:
+            # In the optimizer's own pass, where it takes a divisor: torch's fused ones do
+            # (``grad_scale``, which loss scaling uses too).
+            if getattr(self.optimizer, "_step_supports_amp_scaling", False):
+                divisor = ((self._norm + 1e-6) / self.max_norm).clamp_min(1.0)
+                self.optimizer.grad_scale = divisor.float()
+            else:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, self._norm)
+        for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
+            group["lr"] = peak * rate_factor
+        setup.wire.before_update(parameters)
+        self.optimizer.step()
+        setup.precision.publish()
+        setup.wire.after_update(parameters)
+        if setup.average is not None:
+            setup.average.after_update(parameters)
+        if setup.routing is not None:
+            setup.routing.after_update(self.sum_loads)
+        self.discard()
+
+    @contextmanager
+    def holding_still(self) -> Iterator[None]:
+        """Inside, updates take their time and move no weight: the learning rate is zero."""
+        rates, self._peak_rates = self._peak_rates, [0.0] * len(self._peak_rates)
+        try:
+            yield
+        finally:
+            self._peak_rates = rates
+
+    def discard(self) -> None:
+        if self.setup.routing is not None:
+            self.setup.routing.discard()
+        for parameter in self.setup.precision.parameters():
+            parameter.grad = None
+        self.module.zero_grad(set_to_none=True)
+
+
+def forward_of(
+    routing: Routing | None, module: nn.Module, micro_batch: MicroBatch
+) -> tuple[Tensor, Tensor]:
+    """The forward pass of a micro-batch: (loss summed over trained tokens, their number)."""
+    if routing is not None:
+        return routing.forward(module, micro_batch)
+    loss, labels = module(**micro_batch.inputs)
+    return loss, labels
+
+
+def all_finite(agreement: Agreement, *mine: float) -> bool:
+    """Whether these numbers are finite on every rank; every rank calls it.
+
+    A flag of its own: a wire need not carry one rank's overflow to the others, and a loss that is
+    infinite need not show in the gradients.
+    """
+    wrong = torch.tensor([0.0 if all(map(math.isfinite, mine)) else 1.0], dtype=torch.float64)
+    return not agreement.sum(wrong).item()

@@ -19,6 +19,8 @@ from hasten.core.slot import Slot
 
 if TYPE_CHECKING:
     from hasten.core.facts import Facts
+    from hasten.core.session import Session
+    from hasten.core.setup import Setup
     from hasten.machine.ways import Gain  # loads torch
 
 # Settings that may change while a run goes on, between two steps, and who changes them.
@@ -147,8 +149,8 @@ class Technique(ABC):
         return ()
 
     @abstractmethod
-    def apply(self, setup: Any) -> None:
-        """Put yourself into your slot of the `core.setup.Setup`; nothing runs yet."""
+    def apply(self, setup: Setup) -> None:
+        """Put yourself into your slot; nothing runs yet."""
 
     def environ(self, facts: Facts) -> Mapping[str, str]:
         """Variables that must stand before the process starts; whoever starts it sets them."""
@@ -170,10 +172,10 @@ class Technique(ABC):
         return None
 
     @abstractmethod
-    def probe(self, session: Any) -> Proof:
-        """What you did in this `core.session.Session`, after at least one step."""
+    def probe(self, session: Session) -> Proof:
+        """What you did in this session, after at least one step."""
 
-    def switches(self, session: Any) -> tuple[Switch, ...]:
+    def switches(self, session: Session) -> tuple[Switch, ...]:
         """What of you may change between two steps of this session, which has done some."""
         return ()
 

@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hasten.core import facts
-from hasten.core.engine import PlainEngine
 from hasten.core.facts import Facts, ModelFacts
 from hasten.core.job import Job, Stop
 from hasten.core.loop import Outcome, Watch, fit
@@ -34,6 +33,7 @@ from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import Setup, obstacles, prepare
 from hasten.core.slot import Slot
+from hasten.core.step import PlainEngine
 from hasten.core.technique import Technique
 from hasten.core.timing import StepMetrics
 from hasten.errors import InputError
@@ -191,7 +191,7 @@ class OptimizedTrainer:
 
     def _train(self, setup: Setup, loader: GivenLoader, resume: bool) -> dict[str, Any]:
         session = assemble(setup)
-        found = setup.checkpoint.resume(session) if resume else None
+        found = session.resume() if resume else None
         if resume and found is None:
             print(f"{setup.folder}: no checkpoint yet, starting from the beginning")
         if session.changes and setup.facts.world.is_main:

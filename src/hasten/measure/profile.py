@@ -33,13 +33,11 @@ from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from hasten.core.contracts import NoCompression
-from hasten.core.engine import PlainEngine, SendsGradientsLate
 from hasten.core.job import MicroBatch
 from hasten.core.layout import OneProcess
-from hasten.core.session import Progress, Session, step_outside
-from hasten.core.setup import leave_model
-from hasten.core.step import training
+from hasten.core.session import Progress, Session
+from hasten.core.setup import NoCompression, leave_model
+from hasten.core.step import PlainEngine, SendsGradientsLate, step_outside, training
 from hasten.core.timing import (
     BETWEEN,
     CHECKPOINT,

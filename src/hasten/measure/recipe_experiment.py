@@ -30,9 +30,8 @@ from hasten.measure.experiment import Measured, experiment_context, measure_arms
 from hasten.measure.record import ExperimentRecord, key_of, source_digest
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.progress import Audience
-from hasten.recipe.build import plan_of
+from hasten.recipe.build import plan_of, prepare_run
 from hasten.recipe.candidates import candidates, first_plan
-from hasten.recipe.prepare import prepare_run
 from hasten.recipe.prepared_data import PreparedData
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.suggest import entry_of
@@ -104,11 +103,12 @@ def prepared(
     def tokenising(done: int, total: int) -> None:
         audience.show(f"tokenising {done:,}/{total:,} records", done / max(total, 1))
 
-    known, plan, data = prepare_run(recipe, audience.tell, tokenising, recipe.nproc)
-    known = replace(known, world=World(size=recipe.nproc))
+    found = prepare_run(recipe, audience.tell, tokenising, recipe.nproc)
+    plan, data = found.plan, found.data
+    known = replace(found.known, world=World(size=recipe.nproc))
     if recipe.auto_plan is not None:
-        found = candidates(recipe, known, recipe.auto_plan.fidelity)
-        plan = first_plan(found, plan, known)
+        tried = candidates(recipe, known, recipe.auto_plan.fidelity)
+        plan = first_plan(tried, plan, known)
         recipe = recipe.model_copy(update={"plan": [entry_of(t) for t in plan], "auto_plan": None})
         audience.tell(f"plan: auto: the techniques in question are {plan}")
     # What ranks have without a technique the baseline has, too: it is no switch.

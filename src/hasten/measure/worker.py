@@ -249,7 +249,8 @@ class RecipeJob:
         if len(found) < count:
             raise RuntimeError(f"training ended {count - len(found)} steps too early")
         self._last = before, found
-        self.session.setup.checkpoint.settle()  # other workers' turns come now
+        if self.session.setup.checkpoint is not None:
+            self.session.setup.checkpoint.settle()  # other workers' turns come now
         graphs, seconds = compiled()
         earlier, self._compiling = self._compiling, seconds
         took = {"graphs": graphs, "seconds": seconds - earlier}

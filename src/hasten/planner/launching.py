@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hasten.core.job import share_of
 from hasten.core.plan import name_of
 from hasten.errors import InputError
 from hasten.launch.cluster import CloudConfig
@@ -16,7 +17,6 @@ from hasten.launch.targets.job import MARK
 from hasten.launch.targets.megatron import arguments
 from hasten.machine import host
 from hasten.models.presets import PRESETS
-from hasten.recipe.build import share_of
 from hasten.recipe.schema import Recipe, recipe_from
 
 RECORDS = 32  # of a step where a recipe says nothing, as in training

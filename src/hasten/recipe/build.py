@@ -6,9 +6,8 @@ import contextlib
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch.optim import AdamW
 
 from hasten.core import facts
 from hasten.core.facts import Facts, ModelFacts
-from hasten.core.health import NEEDS_CHECKPOINTS, Guards, SpikeWatch, check_comparable, check_policy
+from hasten.core.health import NEEDS_CHECKPOINTS
 from hasten.core.job import (
     GlobalBatch,
     Job,
@@ -28,33 +27,46 @@ from hasten.core.job import (
     Sampler,
     Schedule,
     Stop,
+    share_of,
     with_language_counts,
 )
-from hasten.core.loop import ShutdownNotice, ask_to_leave
+from hasten.core.job_record import batch_record, check_same_job
 from hasten.core.plan import Plan
-from hasten.core.session import Session
 from hasten.core.setup import obstacles, prepare
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
+from hasten.data.file_lock import only_run_in
 from hasten.errors import InputError
+from hasten.launch.ranks import backend_for
 from hasten.launch.supervisor import RankTimeouts, Supervision
+from hasten.machine import environment
+from hasten.machine.environment import World
+from hasten.machine.processes import started_by_hasten
 from hasten.models.load import (
     check_rows,
     load_model,
     read_config,
     skeleton_of,
-    stored_formats,
     take_own_attention,
 )
-from hasten.models.presets import PRESETS
-from hasten.models.weights import NumberFormats
+from hasten.parts.checkpoint.format import read_manifest
 from hasten.parts.data.collate import padded
 from hasten.parts.kernels.refused import is_refused
 from hasten.parts.nn.causal_lm import routed_experts
 from hasten.parts.nn.head_form import asks_router_loss, head_form
 from hasten.parts.nn.losses import LossTerms, WholeLogitsLoss, token_accuracy
 from hasten.parts.optim.weight_average import decayed_groups
-from hasten.recipe.prepared_data import PreparedData
+from hasten.recipe.gpu_check import check_kernels
+from hasten.recipe.peak_flops import settle
+from hasten.recipe.prepare import (
+    Tell,
+    check_folder,
+    check_space,
+    check_writers,
+    newest_checkpoint,
+    weight_notes,
+)
+from hasten.recipe.prepared_data import PreparedData, advice_on, prepare_data
 from hasten.recipe.schema import Recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.techniques.adapter import LoRA
@@ -86,36 +98,6 @@ def mixed_layouts(ranks: int) -> list[Technique]:
 SPARES = "hasten.cli.standby_rank"
 
 
-def set_guards(session: Session, recipe: Recipe, output: Path) -> None:
-    """What the session's steps are checked for, before it resumes.
-
-    Raises:
-        InputError: a guard can't do its work in this plan.
-    """
-    session.setup.guards = Guards(
-        recipe.max_skipped, output / "quarantined.jsonl", recipe.check_replicas
-    )
-    check_comparable(session, recipe.check_replicas)
-    if recipe.loss_spike is not None:
-        session.setup.spikes = SpikeWatch(recipe.loss_spike, output / "spikes.jsonl")
-        check_policy(session)
-
-
-def check_faults(recipe: Recipe, plan: Plan) -> None:
-    """Raise InputError where a policy can't do what it says, before anything is read."""
-    if recipe.loss_spike is not None and not saves(plan):
-        raise InputError(NEEDS_CHECKPOINTS)
-
-
-def watch_notices(session: Session, recipe: Recipe) -> AbstractContextManager[Any]:
-    """Leave when the recipe's file appears or its command says so; on the first rank."""
-    if not session.setup.facts.world.is_main or not (recipe.leave_file or recipe.leave_command):
-        return contextlib.nullcontext()
-    file = Path(recipe.leave_file) if recipe.leave_file else None
-    leave = partial(ask_to_leave, session, haste=True)
-    return ShutdownNotice(leave, file, recipe.leave_command or ())
-
-
 def supervision_of(recipe: Recipe) -> Supervision:
     """What the supervisor of the recipe's ranks may do."""
     return Supervision(
@@ -124,11 +106,6 @@ def supervision_of(recipe: Recipe) -> Supervision:
         recipe.min_nproc,
         SPARES if recipe.warm_restarts else None,
     )
-
-
-def saves(plan: Plan) -> bool:
-    """Whether restarts have anything to go on from."""
-    return Slot.CHECKPOINT in plan
 
 
 # What of a recipe decides the training, beside what every job knows; checkpoints note it.
@@ -157,7 +134,7 @@ def terms_of(recipe: Recipe, data: PreparedData) -> dict[str, Any]:
     return {
         **words_of(recipe),
         "model_config": hashlib.sha256(text.encode()).hexdigest()[:16],
-        "data": data.identity(),
+        "data": data.identity,
     }
 
 
@@ -182,7 +159,7 @@ def facts_of(recipe: Recipe, data: PreparedData | None = None) -> Facts:
     if recipe.device == "cuda":
         device = here.device
     known = replace(here, device=device, model=model_facts(recipe, data))
-    return replace(known, records=data.record_facts()) if data else known
+    return replace(known, records=data.record_facts) if data else known
 
 
 def model_facts(recipe: Recipe, data: PreparedData | None) -> ModelFacts:
@@ -286,20 +263,6 @@ def job_of(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> Job:
     return replace(job, schedule=schedule)
 
 
-def is_random(recipe: Recipe) -> bool:
-    """True if the model's weights are drawn from the seed."""
-    return recipe.from_scratch or recipe.model in PRESETS
-
-
-def saved_formats(recipe: Recipe) -> NumberFormats:
-    """The number formats that the run's full weights are saved in."""
-    if recipe.save_dtype != "base":
-        return NumberFormats(getattr(torch, recipe.save_dtype))
-    if is_random(recipe):
-        return NumberFormats()
-    return stored_formats(recipe.model, read_config(recipe.model, needs_weights=True))
-
-
 def build_model(recipe: Recipe, data: PreparedData, skeleton: bool = False) -> nn.Module:
     """The model in float32, through SDPA where it can, fitted to the data's tokenizer.
 
@@ -336,11 +299,6 @@ def adamw(recipe: Recipe, named: NamedParameters) -> torch.optim.Optimizer:
     groups = decayed_groups(named, recipe.weight_decay)
     fused = not is_refused("fused_adamw")
     return AdamW(groups, lr=recipe.learning_rate, betas=recipe.adam_betas, fused=fused)
-
-
-def share_of(asked: int | float, steps: int) -> int:
-    """Steps out of a recipe's number of them, or share of ``steps`` below 1."""
-    return math.ceil(asked * steps) if asked < 1 else int(asked)
 
 
 def batch_of(recipe: Recipe) -> GlobalBatch:
@@ -400,3 +358,89 @@ def total_steps(job: Job, sampler: Sampler) -> int:
     if job.stop.tokens:
         limits.append(-(-job.stop.tokens * len(sizes) // sum(sizes)))
     return min(limits)
+
+
+# All of it at once, before anything is trained.
+
+
+@dataclass(frozen=True)
+class PreparedJob:
+    """A recipe that was found good, and what a run of it is built from."""
+
+    recipe: Recipe
+    known: Facts
+    plan: Plan
+    data: PreparedData
+    job: Job
+
+
+def prepare_run(
+    recipe: Recipe,
+    tell: Tell,
+    on_tokens: Callable[[int, int], None] | None = None,
+    ranks: int = 1,
+    held: ExitStack | None = None,
+) -> PreparedJob:
+    """Everything that can be wrong with a recipe, found out before anything is trained.
+
+    ``ranks``: so many are about to be started, where this process is none of them. ``held``: takes
+    the run's folder, before anything is written there; None: for a look, without a run.
+    """
+    output = Path(recipe.output)
+    # The cheap part first: names, slots, architecture.
+    first_look = facts_of(recipe)
+    world = World(size=ranks) if ranks > 1 else first_look.world
+    backend_for(
+        first_look.device, recipe.backend, max(ranks, environment.ranks_here(first_look.world))
+    )
+    plan = plan_of(recipe, replace(first_look, world=world))
+    if recipe.loss_spike is not None and Slot.CHECKPOINT not in plan:
+        raise InputError(NEEDS_CHECKPOINTS)
+    if not started_by_hasten():  # or who started this rank has looked
+        for note in weight_notes(recipe):
+            tell(note)
+    check_writers(recipe.log_to)
+    check_folder(output)
+    if held is not None:
+        if not started_by_hasten():  # or who started this rank has the folder for it
+            start = environment.meeting()[1] if first_look.world.size > 1 else ""
+            held.enter_context(only_run_in(output, start, first_look.world.is_main))
+        check_resumable(recipe, plan)
+    data = prepare_data(recipe, output / "data", tell, on_tokens)
+    known = facts_of(recipe, data)
+    plan = plan_of(recipe, replace(known, world=world), tell)
+    if ranks == 1:  # or each of the ranks does so itself
+        check_kernels(known, tell if known.world.local_rank == 0 else lambda text: None)
+    job = job_of(recipe, data, replace(known, world=world), plan)
+    check_space(output, known)
+    settle(recipe, known, tell)
+    for sentence in advice_on(recipe, data):
+        tell(sentence)
+    return PreparedJob(recipe, known, plan, data, job)
+
+
+def check_resumable(recipe: Recipe, plan: Plan) -> None:
+    """Refuse another training's checkpoint before data is prepared and a model is built.
+
+    A first look at the newest manifest: what it doesn't find, or can't read, is checked later.
+
+    Raises:
+        InputError: the recipe's own words differ from those that the checkpoint notes.
+    """
+    job: Any = None
+    if recipe.resume != "never" and (path := newest_checkpoint(recipe, plan)) is not None:
+        with contextlib.suppress(ValueError, LookupError, OSError):
+            job = read_manifest(path)["meta"]["job"]
+    words = {
+        **words_of(recipe),
+        **batch_record(batch_of(recipe)),
+        "seed": recipe.seed,
+        "max_grad_norm": recipe.max_grad_norm,
+    }
+    check_same_job(job if isinstance(job, dict) else {}, words, step=0)
+
+
+def environ_of(recipe: Recipe) -> dict[str, str]:
+    """Variables that the recipe's techniques want before the process starts."""
+    known = facts_of(recipe)
+    return plan_of(recipe, known).environ(known)

@@ -9,48 +9,25 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hasten.core.facts import Facts
-from hasten.core.job_record import batch_record, check_same_job
 from hasten.core.loop import Evaluation
 from hasten.core.plan import Plan
 from hasten.core.session import Session
 from hasten.core.timing import StepMetrics
-from hasten.data.file_lock import only_run_in
 from hasten.data.token_store import inspect
 from hasten.errors import InputError, pip_install
-from hasten.launch.ranks import backend_for
-from hasten.machine import environment
-from hasten.machine.environment import World
-from hasten.machine.processes import started_by_hasten
 from hasten.models.adapters import adapted_table, parameter_counts
-from hasten.models.load import check_weights, read_config
+from hasten.models.load import check_weights, read_config, stored_formats
+from hasten.models.presets import PRESETS
+from hasten.models.weights import NumberFormats
 from hasten.parts.checkpoint import checkpoints
-from hasten.parts.checkpoint.format import read_manifest
-from hasten.recipe.build import (
-    batch_of,
-    check_faults,
-    facts_of,
-    is_random,
-    job_of,
-    plan_of,
-    saved_formats,
-    words_of,
-)
-from hasten.recipe.gpu_check import check_kernels
-from hasten.recipe.peak_flops import settle
-from hasten.recipe.prepared_data import (
-    PreparedData,
-    prepare_data,
-    tell_overlap,
-    template_advice,
-)
+from hasten.recipe.prepared_data import PreparedData
 from hasten.recipe.schema import Recipe
 from hasten.techniques.checkpoint import Checkpoints
 
@@ -93,33 +70,12 @@ def noting_first_step(
 
 def resume_from(session: Session, what: str, tell: Callable[[str], None]) -> None:
     """Go on from a checkpoint: the newest, or the one of a path."""
-    found = session.setup.checkpoint.resume(session, None if what == "auto" else Path(what))
+    found = session.resume(None if what == "auto" else Path(what))
     if found is None:
         tell("no checkpoint to resume from, starting at the beginning")
     else:
         changed = "".join(f"; {phrase}" for phrase in session.changes)
         tell(f"resuming from {found}, step {session.progress.step}{changed}")
-
-
-def check_resumable(recipe: Recipe, plan: Plan) -> None:
-    """Refuse another training's checkpoint before data is prepared and a model is built.
-
-    A first look at the newest manifest: what it doesn't find, or can't read, is checked later.
-
-    Raises:
-        InputError: the recipe's own words differ from those that the checkpoint notes.
-    """
-    job: Any = None
-    if recipe.resume != "never" and (path := newest_checkpoint(recipe, plan)) is not None:
-        with contextlib.suppress(ValueError, LookupError, OSError):
-            job = read_manifest(path)["meta"]["job"]
-    words = {
-        **words_of(recipe),
-        **batch_record(batch_of(recipe)),
-        "seed": recipe.seed,
-        "max_grad_norm": recipe.max_grad_norm,
-    }
-    check_same_job(job if isinstance(job, dict) else {}, words, step=0)
 
 
 def newest_checkpoint(recipe: Recipe, plan: Plan) -> Path | None:
@@ -209,6 +165,20 @@ def check_folder(output: Path) -> None:
         ) from error
 
 
+def is_random(recipe: Recipe) -> bool:
+    """True if the model's weights are drawn from the seed."""
+    return recipe.from_scratch or recipe.model in PRESETS
+
+
+def saved_formats(recipe: Recipe) -> NumberFormats:
+    """The number formats that the run's full weights are saved in."""
+    if recipe.save_dtype != "base":
+        return NumberFormats(getattr(torch, recipe.save_dtype))
+    if is_random(recipe):
+        return NumberFormats()
+    return stored_formats(recipe.model, read_config(recipe.model, needs_weights=True))
+
+
 def weight_notes(recipe: Recipe) -> list[str]:
     """A sentence for each thing about the model's weights, and their saved form, worth reading.
 
@@ -232,53 +202,3 @@ def check_space(output: Path, known: Facts) -> None:
             f"output: the run needs about {needed / 1e9:.1f} GB in {output} and {free / 1e9:.1f} "
             "GB are free; make room or choose another folder"
         )
-
-
-def prepare_run(
-    recipe: Recipe,
-    tell: Tell,
-    on_tokens: Callable[[int, int], None] | None = None,
-    ranks: int = 1,
-    held: ExitStack | None = None,
-) -> tuple[Facts, Plan, PreparedData]:
-    """Everything that can be wrong with a recipe, found out before anything is trained.
-
-    ``ranks``: so many are about to be started, where this process is none of them. ``held``: takes
-    the run's folder, before anything is written there; None: for a look, without a run.
-    """
-    output = Path(recipe.output)
-    # The cheap part first: names, slots, architecture.
-    first_look = facts_of(recipe)
-    world = World(size=ranks) if ranks > 1 else first_look.world
-    backend_for(
-        first_look.device, recipe.backend, max(ranks, environment.ranks_here(first_look.world))
-    )
-    plan = plan_of(recipe, replace(first_look, world=world))
-    check_faults(recipe, plan)
-    if not started_by_hasten():  # or who started this rank has looked
-        for note in weight_notes(recipe):
-            tell(note)
-    check_writers(recipe.log_to)
-    check_folder(output)
-    if held is not None:
-        _take_folder(held, output, first_look.world)
-        check_resumable(recipe, plan)
-    data = prepare_data(recipe, output / "data", tell, on_tokens)
-    known = facts_of(recipe, data)
-    plan = plan_of(recipe, replace(known, world=world), tell)
-    if ranks == 1:  # or each of the ranks does so itself
-        check_kernels(known, tell if known.world.local_rank == 0 else lambda text: None)
-    job_of(recipe, data, replace(known, world=world), plan)
-    check_space(output, known)
-    settle(recipe, known, tell)
-    tell_overlap(data, tell)
-    for sentence in template_advice(recipe, data):
-        tell(f"warning: {sentence}")
-    return known, plan, data
-
-
-def _take_folder(held: ExitStack, output: Path, world: World) -> None:
-    """Refuse another run; a rank that hasten started has the folder through who started it."""
-    if not started_by_hasten():
-        start = environment.meeting()[1] if world.size > 1 else ""
-        held.enter_context(only_run_in(output, start, world.is_main))

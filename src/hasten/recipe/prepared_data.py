@@ -255,24 +255,26 @@ class PreparedData:
     train: StoredRecords
     held_out: StoredRecords | tuple[()]
     note: PreparedDataIndex
+    record_facts: RecordFacts = field(init=False)
+    # Which tokens are trained on, whatever files they came from; for checkpoints.
+    identity: dict[str, Any] = field(init=False)
 
-    def record_facts(self) -> RecordFacts:
-        tokens = int(self.train.lengths.sum())
-        return RecordFacts(
-            count=len(self.train),
+    def __post_init__(self) -> None:
+        train = self.train
+        count, tokens = len(train), int(train.lengths.sum())
+        facts = RecordFacts(
+            count=count,
             tokens=tokens,
-            longest=int(self.train.lengths.max()),
-            trained_share=float(self.train.trained_counts.sum()) / max(tokens, 1),
+            longest=int(train.lengths.max(initial=0)),
+            trained_share=float(train.trained_counts.sum()) / max(tokens, 1),
         )
-
-    def identity(self) -> dict[str, Any]:
-        """Which tokens are trained on, whatever files they came from; for checkpoints."""
-        whole = self.train.records if isinstance(self.train, Subset) else self.train
+        whole = train.records if isinstance(train, Subset) else train
         digest = xxhash.xxh3_128(whole.digest if isinstance(whole, TokenStore) else b"")
-        if isinstance(self.train, Subset):
-            digest.update(self.train.indices.tobytes())
-        known = self.record_facts()
-        return {"records": known.count, "tokens": known.tokens, "hash": digest.hexdigest()[:16]}
+        if isinstance(train, Subset):
+            digest.update(train.indices.tobytes())
+        identity = {"records": count, "tokens": tokens, "hash": digest.hexdigest()[:16]}
+        object.__setattr__(self, "record_facts", facts)
+        object.__setattr__(self, "identity", identity)
 
 
 @dataclass(frozen=True)
@@ -527,13 +529,6 @@ def overlap(data: PreparedData) -> Overlap:
     return Overlap(sum(digest in found for digest in wanted), len(held_out))
 
 
-def tell_overlap(data: PreparedData, tell: Callable[[str], None]) -> None:
-    """Say it once, before anything is trained."""
-    advice = overlap(data).advice
-    if advice:
-        tell(advice)
-
-
 # What the chat template does that a user would find out only once the model writes.
 
 
@@ -568,6 +563,13 @@ def template_advice(recipe: Recipe, data: PreparedData) -> list[str]:
             "template leaves out of the text"
         )
     return found
+
+
+def advice_on(recipe: Recipe, data: PreparedData) -> list[str]:
+    """Every sentence on the data that a user should read before anything is trained."""
+    flattered = overlap(data).advice
+    warnings = [f"warning: {sentence}" for sentence in template_advice(recipe, data)]
+    return [flattered, *warnings] if flattered else warnings
 
 
 def _shapes(records: Any) -> NDArray[np.int64]:

@@ -118,7 +118,7 @@ def _lines(look: Recipe, data: PreparedData, known: Facts, output: str) -> list[
 def _seen(data: PreparedData) -> str:
     lengths = data.train.lengths
     low, middle, high = (int(np.percentile(lengths, q)) for q in (10, 50, 99))
-    known = data.record_facts()
+    known = data.record_facts
     return (
         f"{known.count:,} records, tokens at 10/50/99 %: {low}/{middle}/{high}, "
         f"{known.trained_share:.0%} of the tokens carry loss"

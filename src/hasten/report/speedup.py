@@ -237,7 +237,7 @@ def experiment_report(
     ``further`` are more arguments of `report_of`: guard, invariance, cost.
     """
     recipe, known = subject.recipe, subject.known
-    records = subject.data.record_facts() if subject.data else known.records
+    records = subject.data.record_facts if subject.data else known.records
     epoch = {"epoch_tokens": records.tokens, "epoch_records": records.count}
     report = report_of(
         found.arms,

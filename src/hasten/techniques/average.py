@@ -68,7 +68,7 @@ class SavedAverage:
         self.mean.after_update(parameters)
 
     def versions(self, parameters: Sequence[Tensor]) -> Iterator[str]:
-        """See `hasten.core.contracts.Average`; without an update there is no mean to save."""
+        """See `hasten.core.setup.Average`; without an update there is no mean to save."""
         if self.save != "average" or not self.mean.updates:
             yield ""
         if self.save != "last" and self.mean.updates:

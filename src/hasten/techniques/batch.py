@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.core.contracts import Engine
-from hasten.core.engine import PlainEngine, SendsGradientsLate
 from hasten.core.facts import Facts
 from hasten.core.job import MicroBatch, StepBatch
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
+from hasten.core.step import Engine, PlainEngine, SendsGradientsLate
 from hasten.core.technique import Fidelity, Forecast, Proof, Switch, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.machine.environment import ranks_here

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hasten.core.contracts import GivenPrecision
 from hasten.core.facts import Facts
 from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import GivenPrecision, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError

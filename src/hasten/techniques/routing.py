@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from hasten.core.contracts import ModelRouting, Routing
 from hasten.core.facts import Facts
 from hasten.core.job import MicroBatch
 from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Routing, Setup
 from hasten.core.slot import Slot
+from hasten.core.step import forward_of
 from hasten.core.technique import Fidelity, Proof, Technique, knob
 from hasten.errors import InputError
 from hasten.parts.nn.causal_lm import causal_lm
@@ -82,7 +82,7 @@ class BalancedRouting(Technique):
         )
 
 
-class RealTokens(ModelRouting):
+class RealTokens(Routing):
     """Gives a loss of the model's routers the places where the micro-batch holds tokens.
 
     Rows are padded without a mask: attention needs none, and the routers choose for filler too.
@@ -94,14 +94,17 @@ class RealTokens(ModelRouting):
         loss, count = module(**micro_batch.inputs, real_tokens=real)
         return loss, count
 
+    def load_ratio(self) -> float | None:
+        return None
+
 
 class RouterBalancing:
     """ROUTING's seam, filled by a RouterBalance of the run's own.
 
-    ``passes`` runs the forward passes that are watched.
+    ``passes`` runs the forward passes that are watched; None: they are run as they are.
     """
 
-    def __init__(self, speed: float, sequence_loss: float, passes: Routing) -> None:
+    def __init__(self, speed: float, sequence_loss: float, passes: Routing | None) -> None:
         self.speed, self.sequence_loss, self.passes = speed, sequence_loss, passes
         self.balance: RouterBalance | None = None
 
@@ -120,10 +123,10 @@ class RouterBalancing:
     def forward(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         balance = self.balance
         if balance is None or not module.training:
-            return self.passes.forward(module, micro_batch)
+            return forward_of(self.passes, module, micro_batch)
         labels = micro_batch.inputs["labels"]
         with balance.watching(_sequences(micro_batch)):
-            loss, count = self.passes.forward(module, micro_batch)
+            loss, count = forward_of(self.passes, module, micro_batch)
         return loss + balance.loss(labels), count
 
     def after_update(self, total: Callable[[Tensor], Tensor]) -> None:

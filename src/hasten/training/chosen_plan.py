@@ -28,8 +28,8 @@ from hasten.measure.quality.guard import GuardDesign, guarded
 from hasten.measure.quality.requirements import FAILED
 from hasten.parts.checkpoint.format import read_manifest
 from hasten.progress import Audience
-from hasten.recipe.build import requested_plan
-from hasten.recipe.prepare import newest_checkpoint, prepare_run
+from hasten.recipe.build import prepare_run, requested_plan
+from hasten.recipe.prepare import newest_checkpoint
 from hasten.recipe.schema import Recipe
 
 CHOICE = "choice.json"
@@ -106,7 +106,8 @@ def _of_the_run(recipe: Recipe) -> list[Any] | None:
 def _proven(recipe: Recipe, choice: Choice, audience: Audience) -> Choice:
     """The choice without techniques whose proof of equal quality failed."""
     settled = _settled(recipe, choice.entries)
-    known, plan, data = prepare_run(settled, lambda text: None, ranks=settled.nproc)
+    prepared = prepare_run(settled, lambda text: None, ranks=settled.nproc)
+    known, plan, data = prepared.known, prepared.plan, prepared.data
     if settled.nproc > 1:
         known = replace(known, world=World(size=settled.nproc))
     budget = PROOF_SHARE * (recipe.auto_budget or LONGEST_SECONDS)

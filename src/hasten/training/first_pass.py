@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hasten.core.plan import Plan
 from hasten.core.session import Session
 from hasten.core.slot import Slot
+from hasten.core.step import forward_of
 from hasten.core.technique import Technique
 from hasten.machine import memory
 from hasten.measure.quality.first_step import FirstStepProof, proof_is_on
@@ -85,7 +86,9 @@ def _difference(session: Session, plan: Plan) -> str | None:
     passes = _SessionPasses(session)
     marker = [t for t in plan if t.slot in CHANGES_A_PASS][:1]
     proof = FirstStepProof(passes, marker, "transformers")
-    removed = proof.check({"documents": passes.documents}, session.setup.routing)
+    routing = session.setup.routing
+    kept = [] if routing is None else [routing]
+    removed = proof.check({"documents": passes.documents}, *kept)
     if removed:
         return str(removed[0].difference)
     if proof.batches:
@@ -138,7 +141,7 @@ class _SessionPasses:
             if self._is_plain:
                 plain: Tensor = self._plain(**batch).loss
                 return plain
-            total, count = setup.routing.forward(session.loss_module, batch)
+            total, count = forward_of(setup.routing, session.loss_module, batch)
             loss: Tensor = total / count
             return loss
 

@@ -20,14 +20,23 @@ import datetime
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hasten.core.facts import Facts
-from hasten.core.health import SlowLink
-from hasten.core.loop import Evaluation, Outcome, Watch, fit, patient
+from hasten.core.health import Guards, SlowLink, SpikeWatch, check_comparable, check_policy
+from hasten.core.job import share_of
+from hasten.core.loop import (
+    Evaluation,
+    Outcome,
+    ShutdownNotice,
+    Watch,
+    ask_to_leave,
+    fit,
+    patient,
+)
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
@@ -39,7 +48,7 @@ from hasten.measure.energy import meter_of_run
 from hasten.measure.paper.comparison import comparison_of
 from hasten.models.save import AS_IN_MEMORY
 from hasten.models.weights import NumberFormats
-from hasten.recipe.build import job_of, plan_of, saved_formats, set_guards, share_of, watch_notices
+from hasten.recipe.build import PreparedJob, job_of, plan_of, prepare_run
 from hasten.recipe.gpu_check import check_ranks, without_refused
 from hasten.recipe.memory_check import advising, settle_memory
 from hasten.recipe.peak_flops import meter_of
@@ -47,8 +56,8 @@ from hasten.recipe.prepare import (
     Tell,
     evaluations_before,
     noting_first_step,
-    prepare_run,
     resume_from,
+    saved_formats,
     tell_what_trains,
     terms_of_all_ranks,
 )
@@ -128,7 +137,8 @@ def _prepare_and_train(
 ) -> dict[str, Any]:
     began = time.perf_counter()
     output = Path(recipe.output)
-    known, plan, data = prepare_run(recipe, tell, on_tokens, held=held)
+    prepared = prepare_run(recipe, tell, on_tokens, held=held)
+    known = prepared.known
     seconds = {"imports": import_seconds, "data": time.perf_counter() - began}
     host.reset_memory_peak(known.device)
     world, met = known.world, time.perf_counter()
@@ -138,11 +148,13 @@ def _prepare_and_train(
         if recipe.auto_plan is not None:
             recipe = same_on_all_ranks(recipe, known, tell if world.is_main else _silent)
             plan = plan_of(recipe, known, tell)
+            job = job_of(recipe, prepared.data, known, plan)
+            prepared = replace(prepared, recipe=recipe, plan=plan, job=job)
         check_agreement(world, terms_of_all_ranks(recipe, known))
         if known.on_gpu:
             check_ranks(world, known.device)
         seconds["meeting"] = time.perf_counter() - met
-        run = _Run(recipe, known, plan, data, output, tell if world.is_main else _silent)
+        run = _Run(prepared, output, tell if world.is_main else _silent)
         noting = noting_first_step(began, *hooks[:2])
         return _train(run, seconds, *noting, hooks[2])
 
@@ -169,14 +181,35 @@ def _open_folder(recipe: Recipe, data: PreparedData, tell: Tell) -> None:
         tell(f"{rejected_words(data.note)}; listed in {output / 'rejected.jsonl'}")
 
 
+def set_guards(session: Session, recipe: Recipe, output: Path) -> None:
+    """What the session's steps are checked for, before it resumes.
+
+    Raises:
+        InputError: a guard can't do its work in this plan.
+    """
+    session.setup.guards = Guards(
+        recipe.max_skipped, output / "quarantined.jsonl", recipe.check_replicas
+    )
+    check_comparable(session, recipe.check_replicas)
+    if recipe.loss_spike is not None:
+        session.setup.spikes = SpikeWatch(recipe.loss_spike, output / "spikes.jsonl")
+        check_policy(session)
+
+
+def watch_notices(session: Session, recipe: Recipe) -> AbstractContextManager[Any]:
+    """Leave when the recipe's file appears or its command says so; on the first rank."""
+    if not session.setup.facts.world.is_main or not (recipe.leave_file or recipe.leave_command):
+        return nullcontext()
+    file = Path(recipe.leave_file) if recipe.leave_file else None
+    leave = partial(ask_to_leave, session, haste=True)
+    return ShutdownNotice(leave, file, recipe.leave_command or ())
+
+
 @dataclass(frozen=True)
 class _Run:
     """What a run starts from."""
 
-    recipe: Recipe
-    known: Facts
-    plan: Plan
-    data: PreparedData
+    prepared: PreparedJob
     output: Path
     tell: Tell
     formats: NumberFormats = AS_IN_MEMORY  # of saved weights
@@ -189,38 +222,40 @@ def _train(
     on_step: OnStep,
     on_evaluation: OnEvaluation,
 ) -> dict[str, Any]:
-    recipe, main = run.recipe, run.known.world.is_main
+    prepared, recipe, known = run.prepared, run.prepared.recipe, run.prepared.known
+    main = known.world.is_main
     helps: Any = None
 
     def build(plan: Plan) -> Session:
         nonlocal helps
-        job = job_of(recipe, run.data, run.known, plan)
-        setup = prepare(job, plan, run.known, run.output / "checkpoints")
+        same = plan == prepared.plan
+        job = prepared.job if same else job_of(recipe, prepared.data, known, plan)
+        setup = prepare(job, plan, known, run.output / "checkpoints")
         helps = settle_memory(recipe, setup, run.tell)
         with advising(helps):
             return assemble(setup)
 
-    session, plan = proven(build, run.plan, run.tell)
+    session, plan = proven(build, prepared.plan, run.tell)
     # Now, while the base is where it was: a finished training needs it no more.
-    run = replace(run, plan=plan, formats=saved_formats(recipe))
+    run = replace(run, formats=saved_formats(recipe))
     without_refused(session.model)
     set_guards(session, recipe, run.output)
     adjust(session, recipe, run.output, run.tell)
     if recipe.resume != "never":
         resume_from(session, recipe.resume, run.tell)
     if main:  # after all that may be refused
-        _open_folder(recipe, run.data, run.tell)
+        _open_folder(recipe, prepared.data, run.tell)
     session.startup_seconds |= seconds
-    session.meter = meter_of(recipe, run.known, session.model)
-    session.setup.clock = clock_on(run.known.device)
-    tell_what_trains(session, run.data, run.tell)
+    session.meter = meter_of(recipe, known, session.model)
+    session.setup.clock = clock_on(known.device)
+    tell_what_trains(session, prepared.data, run.tell)
     on_start(session)
-    heartbeat = Heartbeat(attempt_folder(), run.known.world.rank)
+    heartbeat = Heartbeat(attempt_folder(), known.world.rank)
     watch = _watch(run, session, heartbeat, on_step, on_evaluation)
-    energy = meter_of_run(run.known) if main else None
+    energy = meter_of_run(known) if main else None
     if energy is not None:
         watch = replace(watch, on_step=call_both(watch.on_step, energy.note))
-    comparison = comparison_of(session, run.known, run.tell)
+    comparison = comparison_of(session, known, run.tell)
     if comparison is not None:
         watch = replace(
             watch,
@@ -233,9 +268,9 @@ def _train(
         outcome = fit(session, watch)
     heartbeat.beat(session.progress.step, over=True)
     used = energy.found() if energy is not None else {}
-    proofs = {t.name(): asdict(t.probe(session)) for t in run.plan}
+    proofs = {t.name(): asdict(t.probe(session)) for t in plan}
     session.finish()
-    samples, unsaved = save_all(session, run.data, run.output, run.formats)
+    samples, unsaved = save_all(session, prepared.data, run.output, run.formats)
     return _leave(run, session, outcome, (proofs, used, samples), unsaved) if main else {}
 
 
@@ -243,10 +278,11 @@ def _watch(
     run: _Run, session: Session, heartbeat: Heartbeat, on_step: OnStep, on_evaluation: OnEvaluation
 ) -> Watch:
     """Every rank shows its heartbeat; the first writes the lines and keeps the best model."""
+    recipe = run.prepared.recipe
     heartbeat.beat(session.progress.step)
     watch = Watch(
-        every_steps=share_of(run.recipe.eval_every, session.setup.job.schedule.total_steps),
-        patience=run.recipe.patience,
+        every_steps=share_of(recipe.eval_every, session.setup.job.schedule.total_steps),
+        patience=recipe.patience,
         earlier=evaluations_before(session, run.output / EVALUATED) if attempt_number() > 1 else (),
         on_step=lambda metrics: heartbeat.beat(metrics.step),
         on_evaluation=lambda evaluation: heartbeat.beat(evaluation.step),
@@ -255,11 +291,11 @@ def _watch(
     def keep_best(evaluation: Evaluation) -> None:
         heartbeat.beat(evaluation.step)
         best = run.output / "best"
-        for problem in save_weights(session, run.data, best, run.formats):
+        for problem in save_weights(session, run.prepared.data, best, run.formats):
             run.tell(f"warning: {best}: {problem}")
 
-    watch = replace(watch, on_best=keep_best if run.recipe.eval_every else _silent)
-    if not run.known.world.is_main:
+    watch = replace(watch, on_best=keep_best if recipe.eval_every else _silent)
+    if not run.prepared.known.world.is_main:
         return watch
     if attempt_number() > 1:
         keep_lines_until(run.output, session.progress.step)
@@ -281,7 +317,8 @@ def _leave(
     noted: tuple[dict[str, Any], dict[str, Any], Sequence[Sample]],
     unsaved: list[str],
 ) -> dict[str, Any]:
-    recipe, data, output, known = run.recipe, run.data, run.output, run.known
+    recipe, known, data = run.prepared.recipe, run.prepared.known, run.prepared.data
+    output = run.output
     seconds = outcome.seconds
     proofs, energy, samples = noted
     summary = {

@@ -12,11 +12,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from hasten.core.job import share_of
 from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.measure.recipe_experiment import ExperimentSubject
 from hasten.measure.workers import Worker
-from hasten.recipe.build import batch_of, job_of, share_of
+from hasten.recipe.build import batch_of, job_of
 from hasten.recipe.prepared_data import prepare_data
 from hasten.recipe.schema import Recipe
 from hasten.tune.learning import LOOKS

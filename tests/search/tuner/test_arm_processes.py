@@ -14,7 +14,7 @@ from hasten.machine.processes import LoadMeter
 from hasten.measure import schedule
 from hasten.measure.schedule import ArmProcess, Turn, run_round
 from hasten.measure.workers import WorkerPool, WorkerSpec
-from hasten.recipe.prepare import prepare_run
+from hasten.recipe.build import prepare_run
 from hasten.recipe.schema import recipe_from
 from hasten.techniques.feed import Prefetched
 from sample_data import small

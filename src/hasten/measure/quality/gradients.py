@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from hasten.core.layout import Layout, SplitsState, SplitsWeights
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble, batches
+from hasten.core.session import Session, assemble
 from hasten.core.setup import in_one_piece, prepare, run_once
-from hasten.core.step import training
+from hasten.core.step import batches, training
 from hasten.errors import InputError
 from hasten.measure.quality.bench import CheckContext, seeded, still, trainable
 from hasten.parts.data.collate import TokenRecord

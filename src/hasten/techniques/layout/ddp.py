@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.contracts import Agreement, Traffic, Wire, traffic_of
 from hasten.core.facts import Facts
-from hasten.core.layout import gradients_of, total_norm
+from hasten.core.layout import MeasuresExchange, Traffic, total_norm
 from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Agreement, Setup, Wire
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique, knob
 from hasten.machine.environment import World
@@ -120,7 +119,8 @@ class Replicas:
 
     def traffic(self) -> Traffic | None:
         """What the step's gradients, or the weights in their place, took on their way."""
-        return traffic_of(self._watched or self._wire)
+        holder = self._watched or self._wire
+        return holder.traffic() if isinstance(holder, MeasuresExchange) else None
 
     def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
         if last or not isinstance(module, DistributedDataParallel):
@@ -144,7 +144,7 @@ class Replicas:
         return self.sum(values)
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        return total_norm(gradients_of(parameters))
+        return total_norm(parameters)
 
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
         return nullcontext(True)

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.core.contracts import StepNumbers, Wire
-from hasten.core.engine import EngineParts, all_finite
 from hasten.core.facts import Facts
 from hasten.core.job import MicroBatch
 from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Setup, Wire
 from hasten.core.slot import Slot
+from hasten.core.step import EngineParts, StepNumbers, all_finite, forward_of
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.core.timing import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
 from hasten.errors import InputError
@@ -241,7 +240,7 @@ class ZeroEngine:
         scale, last = self.setup.layout.averages / (denominator or 1.0), len(micro_batches)
         total = torch.zeros((), device=self.setup.job.device)
         for index, micro_batch in enumerate(micro_batches, start=1):
-            loss, _ = self.setup.routing.forward(self.zero.engine, micro_batch)
+            loss, _ = forward_of(self.setup.routing, self.zero.engine, micro_batch)
             self.setup.clock.mark(FORWARD)
             self.zero.backward(loss * scale, index == last)
             self.setup.clock.mark(BACKWARD)
@@ -259,9 +258,11 @@ class ZeroEngine:
         for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
             group["lr"] = peak * rate_factor
         self.zero.update()
-        self.setup.routing.after_update(self.setup.agreement.sum)
-        self.setup.routing.discard()
+        if self.setup.routing is not None:
+            self.setup.routing.after_update(self.setup.agreement.sum)
+            self.setup.routing.discard()
 
     def discard(self) -> None:
-        self.setup.routing.discard()
+        if self.setup.routing is not None:
+            self.setup.routing.discard()
         self.zero.give_up()

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.contracts import Agreement, NoCompression, Wire
 from hasten.core.facts import Facts
-from hasten.core.layout import gradients_of, total_norm
+from hasten.core.layout import total_norm
 from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Agreement, NoCompression, Setup, Wire
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
@@ -197,8 +196,8 @@ class ExpertsInDDP:
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Each expert once: its copies in other groups have the same gradient."""
-        rest = total_norm(gradients_of([p for p in parameters if not holds_part(p)]))
-        parts = gradients_of([p for p in parameters if holds_part(p)])
+        rest = total_norm([p for p in parameters if not holds_part(p)])
+        parts = [p for p in parameters if holds_part(p) and p.grad is not None]
         if not parts:
             return rest
         square = total_norm(parts).double().square()
@@ -343,7 +342,7 @@ class ExpertsInFSDP:
         """Each piece once, and each expert once: its copies have the same gradient."""
         rest = [p for p in parameters if not holds_part(p)]
         found = self.weights.norm(rest, self.size, self.everywhere)
-        parts = gradients_of([p for p in parameters if holds_part(p)])
+        parts = [p for p in parameters if holds_part(p) and p.grad is not None]
         if not parts:
             return found
         square = total_norm(parts).double().square()

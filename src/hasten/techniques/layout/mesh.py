@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hasten.core.contracts import GivenPrecision, ModelRouting, NoCompression, Traffic, Wire
 from hasten.core.facts import Facts
-from hasten.core.setup import Setup, on_device
+from hasten.core.layout import Traffic
+from hasten.core.setup import GivenPrecision, NoCompression, Setup, Wire, on_device
 from hasten.core.slot import Slot
 from hasten.errors import InputError
 from hasten.parts.comm.groups import sum_over_ranks
@@ -98,7 +98,7 @@ class MeshLayout:
         setup.precision = self.weights
         self._first, self._device = world.is_main, setup.job.device
         self._module = nn.Module()
-        self._scale = setup.loss_scale
+        self._setup = setup
         self._exchange: Exchange | None = None
         self._counted = 0  # bytes that the exchange had sent when a step was asked for
         self.arrived_bytes = 0  # of weights that one rank of a host sent to the others
@@ -142,10 +142,8 @@ class MeshLayout:
         settings = (
             None if compressed is None else CompressionSettings(**compressed.compressor.settings())
         )
-        scale = self._scale
-        found = exchange_for(
-            self.how.name, self.sizes, self.mesh, wire, settings, lambda: scale.value
-        )
+        factor = lambda: self._setup.loss_factor  # noqa: E731
+        found = exchange_for(self.how.name, self.sizes, self.mesh, wire, settings, factor)
         if compressed is not None:
             compressed.enter(found, merges=self.sizes.dp == self.sizes.tp == 1)
         return found
@@ -199,7 +197,7 @@ def _can_send(setup: Setup) -> bool:
     before they are there, as routing that is balanced, a base in few bits and DoRA do."""
     adapters = [t.settings() for t in setup.plan if t.slot is Slot.ADAPTER]
     looks = any(given.get("base") or given.get("dora") for given in adapters)
-    plain = isinstance(setup.routing, ModelRouting) and not looks
+    plain = setup.routing is None and not looks
     return plain and setup.job.skeleton is not None and setup.facts.world.size > 1
 
 

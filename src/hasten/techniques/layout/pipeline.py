@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.core.contracts import ModelRouting
-from hasten.core.engine import EngineParts, PlainEngine
 from hasten.core.facts import Facts
 from hasten.core.job import MicroBatch, WorkCounts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
+from hasten.core.step import EngineParts, PlainEngine, forward_of
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.models.memory import ADAMW_FLOAT32
@@ -56,8 +55,7 @@ class PipelineEngine(PlainEngine):
         self.passes = self.filler = 0  # micro-batches so far
         self._filled: list[MicroBatch] = []  # of the step, as they run
         self._stage_pass = _StagePass()
-        plain = isinstance(self.setup.routing, ModelRouting)
-        beside = nothing_beside if plain else self._heard
+        beside = nothing_beside if self.setup.routing is None else self._heard
         self.runner = layout.cut.start(PassHooks(precision.region, precision.collect, beside))
 
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
@@ -74,7 +72,7 @@ class PipelineEngine(PlainEngine):
         ]
         self._filled += [MicroBatch(inputs, WorkCounts()) for inputs in pieces[given:]]
         precision.before_backward(reduces=False)
-        scale = self.setup.loss_scale.value * layout.averages / (denominator or 1.0)
+        scale = self.setup.loss_factor * layout.averages / (denominator or 1.0)
         loss_sum = self.runner.run(pieces, scale)
         if layout.data_size > 1:
             precision.before_backward(reduces=True)
@@ -91,7 +89,7 @@ class PipelineEngine(PlainEngine):
             return run(), None
         stage_pass = self._stage_pass
         stage_pass.run = run
-        more, _ = self.setup.routing.forward(stage_pass, self._filled[number])
+        more, _ = forward_of(self.setup.routing, stage_pass, self._filled[number])
         out, stage_pass.out = stage_pass.out, None
         assert out is not None  # the pass has run
         return out, more

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.contracts import NoCompression, Wire
-from hasten.core.layout import gradients_of, total_norm
-from hasten.core.setup import Setup, on_device, run_once
+from hasten.core.layout import total_norm
+from hasten.core.setup import NoCompression, Setup, Wire, on_device, run_once
 from hasten.core.state import order_of
 from hasten.errors import InputError
 from hasten.parts.comm.groups import sum_over_ranks
@@ -292,7 +291,7 @@ class Stages(StageWeightsSplit):
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Squares summed over stages; a tied head counts where it embeds."""
         twice = None if self.cut.tied.counts else self.carrier(parameters)
-        own = total_norm(gradients_of([p for p in parameters if p is not twice]))
+        own = total_norm([p for p in parameters if p is not twice])
         squares = own.to(self._device, torch.float64) ** 2
         dist.all_reduce(squares, group=self.cut.group)
         return squares.sqrt().to(own.dtype)

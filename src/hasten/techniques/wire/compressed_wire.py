@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.contracts import Wire
 from hasten.core.facts import Facts
 from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Setup, Wire
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Proof, Technique
 from hasten.errors import InputError
@@ -195,9 +194,10 @@ class Compressed:
 
     def attach(self, module: nn.Module) -> None:
         if isinstance(module, DistributedDataParallel):
-            scale = self._setup.loss_scale
             try:
-                self.compressor.attach(module, loss_scale=lambda: scale.value, confirmed=True)
+                self.compressor.attach(
+                    module, loss_scale=lambda: self._setup.loss_factor, confirmed=True
+                )
             except WireError as error:  # hosts or settings that don't go together
                 raise InputError(f"{self.kind}: {error}") from error
 

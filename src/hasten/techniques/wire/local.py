@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.core.contracts import Traffic, Wire
 from hasten.core.facts import Facts
 from hasten.core.job import WorkCounts
+from hasten.core.layout import Traffic
 from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Setup, Wire
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError

@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hasten.core.contracts import Wire
 from hasten.core.facts import Facts
 from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Setup, Wire
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
@@ -54,7 +53,7 @@ class Hierarchical(Technique):
             route = Route("hierarchical", self.within, self.between)
             backend = "nccl" if setup.facts.on_gpu else "gloo"
             collective = TopoAwareCollective(backend, self.topology, timeout=self.timeout)
-            scale = lambda: setup.loss_scale.value  # noqa: E731
+            scale = lambda: setup.loss_factor  # noqa: E731
             buckets = RoutedBuckets(collective, route, self.feedback, scale)
             setup.wire = RoutedWire(self.name(), buckets, self.check_every)
 

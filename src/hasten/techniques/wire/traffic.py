@@ -7,7 +7,8 @@ from typing import Protocol, runtime_checkable
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.contracts import NoCompression, Traffic, Wire
+from hasten.core.layout import Traffic
+from hasten.core.setup import NoCompression, Wire
 from hasten.core.timing import OPTIMIZER
 from hasten.parts.distributed.ddp import ring_bytes, under_way, watch_reducer
 
