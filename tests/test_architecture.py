@@ -49,7 +49,7 @@ MAY_USE: dict[str, set[str]] = {
     "errors": set(),
     "formatting": set(),
     "progress": {"rich"},
-    "machine": {"torch", "psutil", "numpy", "filelock"},
+    "machine": {"torch", "psutil", "numpy", "filelock", "pynvml"},
     "parts": {
         *("torch", "triton", "numpy", "transformers", "safetensors", "xxhash", "pyarrow"),
         "deepspeed",

@@ -158,9 +158,9 @@ def device_utilisation(device: str) -> float | None:
     """Share of the driver's last sampling period in which a kernel ran; None where it can't say."""
     if not device.startswith("cuda"):
         return None
-    try:  # needs NVML's Python package and permission to ask
+    try:
         return float(torch.cuda.utilization(torch.device(device))) / 100
-    except Exception:  # NVML's errors have no base of their own that is there without its package
+    except Exception:  # NVML's errors, and torch's where the package isn't there
         return None
 
 
