@@ -120,17 +120,13 @@ class RaplCounter:
 
 def _rapl(powercap: Path) -> EnergyMeter:
     """Packages, and memory where it's a zone of its own; ``psys`` would count packages twice."""
-    zones = [z for z in sorted(powercap.glob("intel-rapl:*")) if _is_counted(z)]
+    zones = {zone: _text(zone / "name") for zone in sorted(powercap.glob("intel-rapl:*"))}
+    zones = {z: name for z, name in zones.items() if name.startswith("package") or name == "dram"}
     if not zones:
         raise CounterError(f"no RAPL counter under {powercap}")
     counters = [RaplCounter(zone) for zone in zones]
-    names = ", ".join(_text(zone / "name") for zone in zones)
+    names = ", ".join(zones.values())
     return EnergyMeter(f"RAPL ({names}): all that ran on the processor", counters)
-
-
-def _is_counted(zone: Path) -> bool:
-    name = _text(zone / "name")
-    return name.startswith("package") or name == "dram"
 
 
 def _number(path: Path) -> int:
