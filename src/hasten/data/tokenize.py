@@ -219,9 +219,9 @@ def sweep(folder: Path) -> None:
     Each key's lock tells whether its preparation lives. What can't be removed stays.
     """
     try:
-        left = [path for path in folder.iterdir() if path.suffix in (".parts", ".tmp")]
+        left = [path for path in folder.iterdir() if path.suffix in (".parts", ".part")]
         for path in left:
-            with if_free(folder / f"{path.name.partition('.')[0]}.lock") as free:
+            with if_free(folder / f"{path.name.lstrip('.').partition('.')[0]}.lock") as free:
                 if free and path.suffix == ".parts":
                     shutil.rmtree(path, ignore_errors=True)
                 elif free:
