@@ -70,7 +70,7 @@ def test_a_single_rank_tells_nothing_of_ranks(tmp_path: Path) -> None:
 def test_a_disk_that_fails_does_not_end_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*given: Any) -> None:
+    def fails(*given: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with Recording(tmp_path, {}, ranks=2, parts=[{"data": 1.0}], every=0.0) as found:
