@@ -11,6 +11,7 @@ EXTRAS = {
     "gpu": "'liger-kernel>=0.6'",
     "deepspeed": "'deepspeed>=0.19,<0.20' ninja",
     "monitor": "'starlette>=0.45' 'uvicorn>=0.34'",
+    "tensorboard": "'tensorboard>=2.19'",
     "wandb": "'wandb>=0.19'",
     "mlflow": "'mlflow-skinny>=2.20' 'sqlalchemy>=2' 'alembic>=1.13' 'cryptography>=43'",
 }

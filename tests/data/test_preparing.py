@@ -308,12 +308,12 @@ def test_what_dead_preparations_left_is_swept_and_a_living_one_is_not(
     dead = out / "0123.parts"
     dead.mkdir()
     (dead / "00000000.arrow").write_bytes(b"half")
-    (out / "0123.abc.tmp").write_bytes(b"half")
-    (out / f"{kept.stem}.abc.tmp").write_bytes(b"half")
+    (out / ".0123.arrow.abc.part").write_bytes(b"half")
+    (out / f".{kept.stem}.arrow.abc.part").write_bytes(b"half")
     ready = tokenize(dialogues(5), tokenizer, out, 64).path
     preparing.sweep(out)
     lock = kept.with_suffix(".lock")
-    assert {*out.iterdir()} == {ready, kept, lock, out / f"{kept.stem}.abc.tmp"}
+    assert {*out.iterdir()} == {ready, kept, lock, out / f".{kept.stem}.arrow.abc.part"}
     (tmp_path / "go").touch()
     until(living, "ready")
     assert next(path for path in out.glob("*.arrow") if path != ready).read_bytes() == undisturbed

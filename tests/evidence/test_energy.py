@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.measure import energy
 from hasten.measure.energy import EnergyMeter, RaplCounter, open_meter
 
 
@@ -113,52 +112,3 @@ def test_a_counter_that_only_root_may_read_is_named(
 
     monkeypatch.setattr(Path, "read_text", refused)
     assert "its owner is root" in open_meter("cpu", powercap=tmp_path).source
-
-
-def test_a_gpu_without_a_driver_or_names_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert open_meter("cuda:0").source == "not measured: which GPUs train is not known"
-
-    def absent(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(energy.ctypes, "CDLL", absent)
-    assert "libnvidia-ml" in open_meter("cuda:0", ["GPU-1"]).source
-
-
-def test_a_gpu_s_millijoules_are_counted_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver()
-    monkeypatch.setattr(energy.ctypes, "CDLL", lambda name: driver)
-    meter = open_meter("cuda:0", ["ab", "GPU-cd"])
-    assert driver.asked == [b"GPU-ab", b"GPU-cd"]
-    assert meter.read() == 0
-    driver.millijoules += 2500
-    assert meter.read() == pytest.approx(5.0)
-    driver.code = 3
-    assert meter.read() is None
-    assert "Not Supported" in meter.source
-
-
-class Driver:
-    """NVML as far as the meter asks it; all GPUs show the same count."""
-
-    def __init__(self) -> None:
-        self.millijoules, self.code = 10**9, 0
-        self.asked: list[bytes] = []
-
-    def nvmlInit_v2(self) -> int:  # noqa: N802
-        return 0
-
-    def nvmlDeviceGetHandleByUUID(self, name: bytes, handle: object) -> int:  # noqa: N802
-        self.asked.append(name)
-        return 0
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: object, value: object) -> int:  # noqa: N802
-        value._obj.value = self.millijoules  # type: ignore[attr-defined]
-        return self.code
-
-    @property
-    def nvmlErrorString(self) -> object:  # noqa: N802
-        def text(code: int) -> bytes:
-            return b"Not Supported"
-
-        return text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from hasten.data.statistics import (
 from hasten.data.token_store import inspect as rendered
 from hasten.errors import InputError
 from hasten.formatting import shown
+from hasten.machine.files import replacing
 from hasten.progress import Display
 from hasten.recipe.build import DEFAULT_BATCH, facts_of
 from hasten.recipe.candidates import first_plan_sentence
@@ -107,17 +107,13 @@ def convert(sources: Sequence[Path], output: Path, max_rejected: float) -> None:
     if output.exists():
         raise InputError(f"{output} exists; give another name")
     reading = read_records(sources, max_rejected)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
+        with replacing(output, durable=False) as file:
             for conversation in reading.conversations:
-                file.write(json.dumps(_row(conversation), ensure_ascii=False) + "\n")
-        temporary.rename(output)
+                file.write(f"{json.dumps(_row(conversation), ensure_ascii=False)}\n".encode())
     except OSError as error:
         raise InputError(f"{output} can't be written: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     for file_name, shape in reading.shapes.items():
         unread = unread_words(reading.unread.get(file_name, ()))
         print(shown(f"{file_name}: {shape} records{unread}"))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -21,6 +20,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from hasten.machine.files import replacing, sync
 from hasten.parts.data.collate import TokenRecord
 
 SCHEMA = pa.schema(
@@ -86,24 +86,15 @@ def merge(path: Path, parts: Iterable[Path], summarise: Callable[[list[Any]], An
 
 
 def _write(path: Path, batches: Iterable[Any], summarise: Callable[[], Any], durable: bool) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".tmp")
-    try:
-        with open(handle, "w+b") as file:
-            with pa.ipc.new_stream(pa.PythonFile(file, "w"), SCHEMA) as writer:
-                for batch in batches:
-                    writer.write_batch(batch)
-            summary = json.dumps(summarise()).encode()
-            file.write(summary + len(summary).to_bytes(_SIZE_BYTES, "little"))
-            file.write(_digest(file, file.tell()))
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    if durable:
-        _sync_folder(path.parent)
+    with replacing(path, durable) as file:
+        with pa.ipc.new_stream(pa.PythonFile(file, "w"), SCHEMA) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+        summary = json.dumps(summarise()).encode()
+        file.write(summary + len(summary).to_bytes(_SIZE_BYTES, "little"))
+        file.write(_digest(file, file.tell()))
+    if durable and os.name == "posix":  # not every system can force a folder's names
+        sync(path.parent)
 
 
 def read(path: Path) -> tuple[list[Batch], Any]:
@@ -180,14 +171,3 @@ def _digest(file: IO[bytes], end: int) -> bytes:
         digest.update(chunk)
         end -= len(chunk)
     return bytes(digest.digest())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name itself survive a power cut; not every system can sync a folder."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -15,7 +15,6 @@ positions tell models with flash or SDPA attention where a record begins. Transf
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 
 from hasten.data.token_store import StoredRecords
 from hasten.errors import InputError
+from hasten.machine.files import replacing
 from hasten.parts.data.epoch_order import PackedOrder
 from hasten.parts.data.packing import Efficiency
 
@@ -65,7 +65,9 @@ def write_packed(
     writer = _parquet if output.suffix == ".parquet" else _stream
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        _write(output, writer, _batches(records, rows, on_progress))
+        with replacing(output) as file, writer(file) as sink:
+            for batch in _batches(records, rows, on_progress):
+                sink.write_batch(batch)
     except OSError as error:
         raise InputError(f"{output} can't be written: {error.strerror or error}") from error
     return order.efficiency
@@ -75,20 +77,6 @@ def check_name(output: Path) -> None:
     """Raise InputError where the name doesn't say one of the two formats."""
     if output.suffix not in SUFFIXES:
         raise InputError(f"{output}: give a name that ends in {' or '.join(SUFFIXES)}")
-
-
-def _write(output: Path, writer: Writer, batches: Iterator[Any]) -> None:
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            with writer(file) as sink:
-                for batch in batches:
-                    sink.write_batch(batch)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _batches(

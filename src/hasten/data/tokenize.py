@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hasten.data import arrow_file, renderer
-from hasten.data.file_lock import if_free
 from hasten.data.prompt_formats import ensure_chat_template
 from hasten.data.spool import IndexedConversations, packed
 from hasten.data.worker import RecordChunk, TokenizeWork, write_part
 from hasten.errors import InputError
+from hasten.machine.locks import if_free
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -219,9 +219,9 @@ def sweep(folder: Path) -> None:
     Each key's lock tells whether its preparation lives. What can't be removed stays.
     """
     try:
-        left = [path for path in folder.iterdir() if path.suffix in (".parts", ".tmp")]
+        left = [path for path in folder.iterdir() if path.suffix in (".parts", ".part")]
         for path in left:
-            with if_free(folder / f"{path.name.partition('.')[0]}.lock") as free:
+            with if_free(folder / f"{path.name.lstrip('.').partition('.')[0]}.lock") as free:
                 if free and path.suffix == ".parts":
                     shutil.rmtree(path, ignore_errors=True)
                 elif free:

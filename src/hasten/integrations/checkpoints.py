@@ -22,6 +22,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.errors import InputError
 from hasten.machine import environment, host
+from hasten.machine.files import replacing
 from hasten.parts.checkpoint import SmartCheckpointer, checkpoints
 from hasten.techniques.checkpoint import DYNAMIC, EPOCH, Checkpoints
 
@@ -94,9 +95,8 @@ def keep_wire(setup: Setup, folder: Path) -> None:
     wire: Any = setup.wire
     found = wire.state_dict()  # brings all ranks' together on the first
     if setup.facts.world.is_main:
-        unfinished = folder / f".{WIRE_FILE}.part"
-        torch.save(found, unfinished)
-        unfinished.replace(folder / WIRE_FILE)
+        with replacing(folder / WIRE_FILE) as file:
+            torch.save(found, file)
 
 
 def take_wire(setup: Setup, folder: Path) -> None:

@@ -1,23 +1,24 @@
 """GPUs as NVIDIA's driver sees them: what they are, how they are linked, and how they do just now.
 
-NVML is asked through its C library (NVML API reference, "Device Queries" and "NvLink Methods"), so
-that no package is needed; what a driver or a virtual GPU doesn't tell is None. Utilisation is the
-share of the driver's last sampling period in which any kernel ran: a busy GPU may still do little.
+NVML is asked through NVIDIA's package `nvidia-ml-py`; what a driver or a virtual GPU doesn't tell
+is None. Utilisation is the share of the driver's last sampling period in which any kernel ran: a
+busy GPU may still do little.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-LIBRARY = "libnvidia-ml.so.1"
-MOST_LINKS = 18  # NVML_NVLINK_MAX_LINKS
-SENSOR_GPU = 0  # NVML_TEMPERATURE_GPU
-TEXT = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE and the like
 # nvmlGpuTopologyLevel_t: what lies between two GPUs, and the name that nvidia-smi gives it.
 LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+NO_LIBRARY = "libnvidia-ml.so.1: cannot open shared object file: No such file or directory"
+
+
+class DriverError(OSError):
+    """NVIDIA's driver isn't there, or doesn't answer; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -44,33 +45,50 @@ class Description:
     mig: bool | None
 
 
-class _Utilisation(ctypes.Structure):
-    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+def ask(function: str, *arguments: Any) -> Any:
+    """What a function of NVML answers; raises DriverError."""
+    import pynvml
+
+    try:
+        return getattr(pynvml, function)(*arguments)
+    except pynvml.NVMLError_LibraryNotFound as error:
+        raise DriverError(NO_LIBRARY) from error
+    except pynvml.NVMLError as error:
+        raise DriverError(f"{function}: {error}") from error
 
 
-class _Memory(ctypes.Structure):
-    _fields_ = (
-        ("total", ctypes.c_ulonglong),
-        ("free", ctypes.c_ulonglong),
-        ("used", ctypes.c_ulonglong),
-    )
+def by_uuid(uuid: str) -> Any:
+    """NVML's handle of a GPU, by its UUID with or without ``GPU-`` in front; raises DriverError."""
+    name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+    return ask("nvmlDeviceGetHandleByUUID", name)
+
+
+def by_index(index: int) -> Any:
+    """NVML's handle of a GPU, by its number; raises DriverError."""
+    return ask("nvmlDeviceGetHandleByIndex", index)
+
+
+def _known(function: str, *arguments: Any) -> Any:
+    """The same; None where the driver doesn't say."""
+    try:
+        return ask(function, *arguments)
+    except DriverError:
+        return None
 
 
 class Gpus:
     """The GPUs of this machine, or those with the given UUIDs; none where there is no driver."""
 
-    def __init__(self, uuids: Sequence[str] | None = None, library: Any = None) -> None:
-        self._library = _open() if library is None else library
-        self._handles: list[ctypes.c_void_p] = []
-        if self._library is None or self._library.nvmlInit_v2():
+    def __init__(self, uuids: Sequence[str] | None = None) -> None:
+        self._handles: list[Any] = []
+        try:
+            ask("nvmlInit")
+            count = ask("nvmlDeviceGetCount")
+        except DriverError:
             return
-        if uuids is None:
-            count = self._number("nvmlDeviceGetCount_v2") or 0
-            found = [self._handle("nvmlDeviceGetHandleByIndex_v2", i) for i in range(count)]
-        else:
-            names = [u if u.startswith(("GPU-", "MIG-")) else f"GPU-{u}" for u in uuids]
-            found = [self._handle("nvmlDeviceGetHandleByUUID", n.encode()) for n in names]
-        self._handles = [handle for handle in found if handle is not None]
+        for key in range(count) if uuids is None else uuids:
+            with contextlib.suppress(DriverError):
+                self._handles.append(by_uuid(key) if isinstance(key, str) else by_index(key))
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -78,11 +96,7 @@ class Gpus:
     @property
     def driver(self) -> str | None:
         """The driver's version."""
-        if not self._handles:
-            return None
-        buffer = ctypes.create_string_buffer(TEXT)
-        wrong = self._library.nvmlSystemGetDriverVersion(buffer, TEXT)
-        return None if wrong else buffer.value.decode(errors="replace")
+        return _known("nvmlSystemGetDriverVersion") if self._handles else None
 
     def readings(self) -> list[GpuReading]:
         """All GPUs now."""
@@ -90,90 +104,62 @@ class Gpus:
 
     def descriptions(self) -> list[Description]:
         """What the GPUs are."""
-        return [self._description(handle) for handle in self._handles]
+        return [self._description(number) for number in range(len(self))]
 
     def paths(self) -> list[list[str]]:
         """What lies between each two GPUs, in nvidia-smi's words; empty for a single one."""
         if len(self) < 2:
             return []
-        return [[self._path(one, other) for other in self._handles] for one in self._handles]
 
-    def _reading(self, handle: ctypes.c_void_p) -> GpuReading:
-        use, memory = _Utilisation(), _Memory()
-        used = self._ask("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(use))
-        held = self._ask("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
-        milliwatts = self._number("nvmlDeviceGetPowerUsage", handle)
+        def path(one: Any, other: Any) -> str:
+            level = _known("nvmlDeviceGetTopologyCommonAncestor", one, other)
+            return "-" if one is other else LEVELS.get(level, "?")
+
+        return [[path(one, other) for other in self._handles] for one in self._handles]
+
+    def nvlinks(self, number: int) -> int:
+        """NVLinks of a GPU that are up."""
+        from pynvml import NVML_NVLINK_MAX_LINKS as MOST
+
+        handle = self._handles[number]
+        return sum(_known("nvmlDeviceGetNvLinkState", handle, link) == 1 for link in range(MOST))
+
+    def pcie(self, number: int, which: str = "Max") -> tuple[int | None, int | None]:
+        """Generation and lanes of a GPU's PCIe: at most, or now (``Curr``)."""
+        handle, name = self._handles[number], f"nvmlDeviceGet{which}PcieLink"
+        return _known(f"{name}Generation", handle), _known(f"{name}Width", handle)
+
+    def _reading(self, handle: Any) -> GpuReading:
+        use = _known("nvmlDeviceGetUtilizationRates", handle)
+        memory = _known("nvmlDeviceGetMemoryInfo", handle)
         return GpuReading(
-            use.gpu / 100 if used else None,
-            memory.used if held else None,
-            self._number("nvmlDeviceGetTemperature", handle, SENSOR_GPU),
-            None if milliwatts is None else milliwatts / 1e3,
+            use and use.gpu / 100,
+            memory and memory.used,
+            _known("nvmlDeviceGetTemperature", handle, 0),  # NVML_TEMPERATURE_GPU
+            _watts("nvmlDeviceGetPowerUsage", handle),
         )
 
-    def _description(self, handle: ctypes.c_void_p) -> Description:
-        memory, major, minor = _Memory(), ctypes.c_int(), ctypes.c_int()
-        held = self._ask("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
-        pointers = (ctypes.byref(major), ctypes.byref(minor))
-        capable = self._ask("nvmlDeviceGetCudaComputeCapability", handle, *pointers)
-        states = (self._number("nvmlDeviceGetNvLinkState", handle, k) for k in range(MOST_LINKS))
-        limit = self._number("nvmlDeviceGetEnforcedPowerLimit", handle)
-        mode, pending = ctypes.c_uint(), ctypes.c_uint()
-        pointers = (ctypes.byref(mode), ctypes.byref(pending))
-        split = self._ask("nvmlDeviceGetMigMode", handle, *pointers)
+    def _description(self, number: int) -> Description:
+        handle = self._handles[number]
+        memory = _known("nvmlDeviceGetMemoryInfo", handle)
+        capability = _known("nvmlDeviceGetCudaComputeCapability", handle)
+        split = _known("nvmlDeviceGetMigMode", handle)  # now, and after the next reset
+        now, most = self.pcie(number, "Curr"), self.pcie(number)
+        pcie = f"PCIe {now[0]}.0 x{now[1]}"
+        if now != most:
+            pcie += f" (at most {most[0]}.0 x{most[1]})"
         return Description(
-            name=self._text("nvmlDeviceGetName", handle),
-            uuid=self._text("nvmlDeviceGetUUID", handle),
-            memory_bytes=memory.total if held else None,
-            capability=f"{major.value}.{minor.value}" if capable else None,
-            power_limit_watts=None if limit is None else limit / 1e3,
-            pcie=self._pcie(handle),
-            nvlinks=sum(state == 1 for state in states),
-            mig=bool(mode.value) if split else None,
+            name=_known("nvmlDeviceGetName", handle) or "",
+            uuid=_known("nvmlDeviceGetUUID", handle) or "",
+            memory_bytes=memory and memory.total,
+            capability=capability and "{}.{}".format(*capability),
+            power_limit_watts=_watts("nvmlDeviceGetEnforcedPowerLimit", handle),
+            pcie=None if None in (*now, *most) else pcie,
+            nvlinks=self.nvlinks(number),
+            mig=split and bool(split[0]),
         )
 
-    def _pcie(self, handle: ctypes.c_void_p) -> str | None:
-        now = [
-            self._number(f"nvmlDeviceGetCurrPcieLink{w}", handle) for w in ("Generation", "Width")
-        ]
-        most = [
-            self._number(f"nvmlDeviceGetMaxPcieLink{w}", handle) for w in ("Generation", "Width")
-        ]
-        if None in (*now, *most):
-            return None
-        text = f"PCIe {now[0]}.0 x{now[1]}"
-        return text if now == most else f"{text} (at most {most[0]}.0 x{most[1]})"
 
-    def _path(self, one: ctypes.c_void_p, other: ctypes.c_void_p) -> str:
-        if one is other:
-            return "-"
-        level = self._number("nvmlDeviceGetTopologyCommonAncestor", one, other)
-        return LEVELS.get(level, "?") if level is not None else "?"
-
-    def _handle(self, function: str, key: int | bytes) -> ctypes.c_void_p | None:
-        handle = ctypes.c_void_p()
-        return handle if self._ask(function, key, ctypes.byref(handle)) else None
-
-    def _text(self, function: str, handle: ctypes.c_void_p) -> str:
-        buffer = ctypes.create_string_buffer(TEXT)
-        return (
-            buffer.value.decode(errors="replace")
-            if self._ask(function, handle, buffer, TEXT)
-            else ""
-        )
-
-    def _number(self, function: str, *arguments: Any) -> int | None:
-        """What NVML writes behind the arguments."""
-        value = ctypes.c_uint()
-        return value.value if self._ask(function, *arguments, ctypes.byref(value)) else None
-
-    def _ask(self, function: str, *arguments: Any) -> bool:
-        """Whether the driver knows the function and answered it."""
-        known = getattr(self._library, function, None)
-        return known is not None and known(*arguments) == 0
-
-
-def _open() -> Any:
-    try:
-        return ctypes.CDLL(LIBRARY)
-    except OSError:
-        return None
+def _watts(function: str, handle: Any) -> float | None:
+    milliwatts = _known(function, handle)
+    return None if milliwatts is None else milliwatts / 1e3

@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -17,47 +17,6 @@ import torch
 
 from hasten.machine import processes
 from hasten.machine.environment import world
-
-# The memory that Linux's control groups leave this process (admin-guide/cgroup-v2 and -v1).
-#
-# In a container a process sees its own group as the topmost. Elsewhere, as in a job of Slurm or a
-# service of systemd, its group lies deeper, and each group above limits it too.
-
-NONE = 1 << 62  # bytes: version 1 says a number beyond it where there is no limit
-
-
-def memory_limit(root: Path = Path("/")) -> int | None:
-    """The strictest limit in bytes; None where there is none or nothing says so.
-
-    ``root`` is where the kernel's files are looked for.
-    """
-    texts = [_text(place) for place in _places(root)]
-    limits = [int(text) for text in texts if text.isdigit()]
-    return min((limit for limit in limits if limit < NONE), default=None)
-
-
-def _places(root: Path) -> Iterator[Path]:
-    top = root / "sys/fs/cgroup"
-    yield top / "memory.max"
-    yield top / "memory/memory.limit_in_bytes"
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        number, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if ".." in Path(path).parts:  # of another view of the tree: not under ``top``
-            continue
-        for inside in (group for group in (Path(path), *Path(path).parents) if group.name):
-            below = str(inside).lstrip("/")
-            if number == "0":
-                yield top / below / "memory.max"
-            elif "memory" in controllers.split(","):
-                yield top / "memory" / below / "memory.limit_in_bytes"
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
-
 
 # Hardware, cores and memory as this process has them.
 
@@ -158,9 +117,9 @@ def device_utilisation(device: str) -> float | None:
     """Share of the driver's last sampling period in which a kernel ran; None where it can't say."""
     if not device.startswith("cuda"):
         return None
-    try:  # needs NVML's Python package and permission to ask
+    try:
         return float(torch.cuda.utilization(torch.device(device))) / 100
-    except Exception:  # NVML's errors have no base of their own that is there without its package
+    except Exception:  # NVML's errors, and torch's where the package isn't there
         return None
 
 
@@ -192,22 +151,15 @@ def accelerator_uuids(device: str, count: int) -> list[str]:
     return [str(torch.cuda.get_device_properties(first + index).uuid) for index in known]
 
 
-def _lines(path: str) -> Sequence[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return ()
-
-
 def _cpu_name() -> str:
-    for line in _lines("/proc/cpuinfo"):
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
 
 
 def _instruction_sets() -> tuple[str, ...]:
-    for line in _lines("/proc/cpuinfo"):
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
         if line.startswith(("flags", "Features")):
             flags = set(line.split(":", 1)[1].split())
             return tuple(name for name in INSTRUCTION_SETS if name in flags)
@@ -347,22 +299,33 @@ def cards(root: Path = Path("/")) -> list[NetworkCard]:
 
 def limits(root: Path = Path("/")) -> SystemLimits:
     """What this process may use."""
-    memory = _groups(root, "memory")
     return SystemLimits(
         cpus=_least([_cpus(group) for group in _groups(root, "cpu")]),
-        memory_bytes=_least([_memory(group) for group in memory]),
-        swap_bytes=_least([_integer(_read(group / "memory.swap.max")) for group in memory]),
-        processes=_least([_integer(_read(group / "pids.max")) for group in _groups(root, "pids")]),
+        memory_bytes=memory_limit(root),
+        swap_bytes=_strictest(root, "memory", "memory.swap.max"),
+        processes=_strictest(root, "pids", "pids.max"),
         shared_memory_bytes=_shared_memory(root),
         open_files=_open_files(),
         container=_container(root),
     )
 
 
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """The strictest limit in bytes; None where there is none or nothing says so."""
+    found = (_strictest(root, "memory", f"memory.{name}") for name in ("max", "limit_in_bytes"))
+    return _least([limit for limit in found if limit is not None and limit < HUGE])
+
+
+def _strictest(root: Path, controller: str, file: str) -> int | None:
+    return _least([_integer(_read(group / file)) for group in _groups(root, controller)])
+
+
 def _groups(root: Path, controller: str) -> list[Path]:
     """This process's control group and those above it: each limits what is below.
 
-    In version 1 each controller has a tree of its own.
+    In a container a process sees its own group as the topmost. Elsewhere, as in a job of Slurm or
+    a service of systemd, it lies deeper. In version 1 each controller has a tree of its own. A
+    path with ``..`` is of another view of the tree.
     """
     top = root / "sys/fs/cgroup"
     found = [top, top / controller]
@@ -384,12 +347,6 @@ def _cpus(group: Path) -> float | None:
         quota = [_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
     allowed, period = (_integer(word) for word in (*quota, "", "")[:2])
     return allowed / period if allowed and period and allowed > 0 else None
-
-
-def _memory(group: Path) -> int | None:
-    text = _read(group / "memory.max") or _read(group / "memory.limit_in_bytes")
-    found = _integer(text)
-    return found if found is not None and found < HUGE else None
 
 
 def _least(values: Sequence[Number | None]) -> Number | None:

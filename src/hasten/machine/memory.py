@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import torch
 
-from hasten.machine.host import limits
+from hasten.machine import host
 
 Meter = Callable[[], tuple[float, float]]
 REST = 1.05  # good and ceiling this close: stay (hysteresis)
@@ -181,7 +181,7 @@ def memory_limit() -> int:
         ValueError: the system doesn't say (only Linux does); give a meter of your own.
     """
     whole = _kilobytes("meminfo", "MemTotal")
-    return min(whole, limits().memory_bytes or whole)
+    return min(whole, host.memory_limit() or whole)
 
 
 def _status(field: str) -> int:
@@ -227,6 +227,10 @@ _PLACES = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "
 BLOCK = 48 * 2**20  # bytes of a test block; glibc by itself maps every one above 32 MiB
 
 
+# Python asks the compiler and the linker, and a study asks for every plan.
+_on_loaders_path = functools.cache(ctypes.util.find_library)
+
+
 def keeping() -> dict[str, str]:
     """Variables under which glibc keeps freed memory, for a process to be started (mallopt(3))."""
     return {
@@ -261,16 +265,9 @@ def library(kind: str) -> str | None:
             found = sorted(glob.glob(f"{place}/lib{name}.so*"))
             if found:
                 return found[0]
-        bare = _elsewhere(name)
-        if bare:
+        if bare := _on_loaders_path(name):
             return bare
     return None
-
-
-@functools.cache  # Python asks the compiler and the linker, and a study asks for every plan
-def _elsewhere(name: str) -> str | None:
-    """Bare name of a library on the loader's path."""
-    return ctypes.util.find_library(name)
 
 
 def is_loaded(name: str) -> bool:

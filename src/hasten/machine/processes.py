@@ -26,6 +26,7 @@ import psutil
 
 from hasten.errors import InputError, StoppedError
 from hasten.machine import environment
+from hasten.machine.files import write_atomic
 
 PR_SET_PDEATHSIG = 1  # man 2 prctl
 
@@ -275,9 +276,7 @@ def leave_words(error: BaseException) -> bool:
     path = words_file(folder, environment.world().rank)
     if not path.exists():
         with contextlib.suppress(OSError):  # the disk may be why it ends
-            temporary = path.with_suffix(".part")
-            temporary.write_text(json.dumps(_words(error)))
-            temporary.replace(path)
+            write_atomic(path, json.dumps(_words(error)), durable=False)
     return True
 
 

@@ -12,7 +12,6 @@ machines mostly have none. Both count everything that ran there, not one process
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.core.facts import Facts
-from hasten.machine import environment, host
+from hasten.machine import environment, gpu, host
 
 POWERCAP = Path("/sys/class/powercap")
 MOST_WATTS = 1000.0  # of one package: a counter not read for longer may have turned over twice
@@ -121,17 +120,13 @@ class RaplCounter:
 
 def _rapl(powercap: Path) -> EnergyMeter:
     """Packages, and memory where it's a zone of its own; ``psys`` would count packages twice."""
-    zones = [z for z in sorted(powercap.glob("intel-rapl:*")) if _is_counted(z)]
+    zones = {zone: _text(zone / "name") for zone in sorted(powercap.glob("intel-rapl:*"))}
+    zones = {z: name for z, name in zones.items() if name.startswith("package") or name == "dram"}
     if not zones:
         raise CounterError(f"no RAPL counter under {powercap}")
     counters = [RaplCounter(zone) for zone in zones]
-    names = ", ".join(_text(zone / "name") for zone in zones)
+    names = ", ".join(zones.values())
     return EnergyMeter(f"RAPL ({names}): all that ran on the processor", counters)
-
-
-def _is_counted(zone: Path) -> bool:
-    name = _text(zone / "name")
-    return name.startswith("package") or name == "dram"
 
 
 def _number(path: Path) -> int:
@@ -153,30 +148,15 @@ def _text(path: Path) -> str:
 def _nvml(uuids: Sequence[str]) -> EnergyMeter:
     if not uuids:
         raise CounterError("which GPUs train is not known")
-    library = ctypes.CDLL("libnvidia-ml.so.1")  # OSError where there is none
-    _ask(library, "nvmlInit_v2")
-    counters = [_nvml_counter(library, uuid) for uuid in uuids]
+    gpu.ask("nvmlInit")
+    counters = [_gpu_counter(gpu.by_uuid(uuid)) for uuid in uuids]
     count = f"{len(counters)} GPU" + ("s" if len(counters) > 1 else "")
     return EnergyMeter(f"NVML ({count}): the accelerators alone, all that ran on them", counters)
 
 
-def _nvml_counter(library: ctypes.CDLL, uuid: str) -> Joules:
-    name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-    handle = ctypes.c_void_p()
-    _ask(library, "nvmlDeviceGetHandleByUUID", name.encode(), ctypes.byref(handle))
-
+def _gpu_counter(handle: Any) -> Joules:
     def joules() -> float:
-        value = ctypes.c_ulonglong()
-        _ask(library, "nvmlDeviceGetTotalEnergyConsumption", handle, ctypes.byref(value))
-        return value.value / 1e3
+        return float(gpu.ask("nvmlDeviceGetTotalEnergyConsumption", handle)) / 1e3
 
     first = joules()
     return lambda: joules() - first
-
-
-def _ask(library: ctypes.CDLL, function: str, *arguments: object) -> None:
-    code = getattr(library, function)(*arguments)
-    if code:
-        text = library.nvmlErrorString
-        text.restype = ctypes.c_char_p
-        raise CounterError(f"{function}: {(text(code) or b'').decode(errors='replace')}")

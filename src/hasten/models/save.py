@@ -14,7 +14,6 @@ llama.cpp's converter) know keys by other names than transformers 5 does. Both a
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from hasten.errors import InputError
+from hasten.machine.files import sync
 from hasten.models.load import quiet
 from hasten.models.weights import ADAPTER, NumberFormats
 
@@ -245,7 +245,7 @@ def appearing_at_once(folder: Path) -> Iterator[Path]:
         yield partial
         # Without this a power cut soon after could leave the name with empty files.
         for entry in [*partial.rglob("*"), partial]:
-            _force(entry)
+            sync(entry)
         _take_place(partial, final, final.with_name(f".{final.name}.replaced-{token}"))
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -270,7 +270,7 @@ def _check_replaceable(final: Path) -> None:
 def _take_place(partial: Path, final: Path, aside: Path) -> None:
     if not final.exists():
         partial.rename(final)
-        _force(final.parent)
+        sync(final.parent)
         return
     final.rename(aside)
     try:
@@ -278,13 +278,5 @@ def _take_place(partial: Path, final: Path, aside: Path) -> None:
     except OSError:
         aside.rename(final)
         raise
-    _force(final.parent)
+    sync(final.parent)
     shutil.rmtree(aside)
-
-
-def _force(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

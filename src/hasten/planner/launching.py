@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from hasten.launch.cluster import CloudConfig
 from hasten.launch.targets.job import MARK
 from hasten.launch.targets.megatron import arguments
 from hasten.machine import host
+from hasten.machine.benchmark import core_flops
 from hasten.models.presets import PRESETS
 from hasten.recipe.schema import Recipe, recipe_from
 
@@ -94,26 +94,8 @@ def scaled_rate(cloud: CloudConfig, gpu: str) -> float | None:
         return None
     node = 8 * cluster.inter * cloud.gpus_per_node
     cores = max(1, host.usable_cores())
-    mine = _flops() * min(1.0, cores / cloud.devices)
+    mine = core_flops() * min(1.0, cores / cloud.devices)
     return max(SLOWEST, node * mine / (REACHED * cluster.device.peak16))
-
-
-def _flops() -> float:
-    """FLOP/s of one core, from a matrix product of some milliseconds."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        side = 512
-        one = torch.ones(side, side)
-        one @ one
-        began = time.perf_counter()
-        for _ in range(5):
-            one @ one
-        return 5 * 2 * side**3 / (time.perf_counter() - began)
-    finally:
-        torch.set_num_threads(before)
 
 
 def _from_file(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

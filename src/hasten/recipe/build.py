@@ -35,12 +35,12 @@ from hasten.core.plan import Plan
 from hasten.core.setup import obstacles, prepare
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
-from hasten.data.file_lock import only_run_in
 from hasten.errors import InputError
 from hasten.launch.ranks import backend_for
 from hasten.launch.supervisor import RankTimeouts, Supervision
 from hasten.machine import environment
 from hasten.machine.environment import World
+from hasten.machine.locks import only_run_in
 from hasten.machine.processes import started_by_hasten
 from hasten.models.load import (
     check_rows,

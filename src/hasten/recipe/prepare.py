@@ -8,7 +8,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -134,22 +134,13 @@ def _rows(file: Path, last: int) -> list[list[float]]:
     return rows
 
 
-# Name in the recipe -> the package that it needs, and the extra that brings it; None: none.
-PACKAGES: Mapping[str, tuple[str, str] | None] = {
-    "tensorboard": None,
-    "wandb": ("wandb", "wandb"),
-    "mlflow": ("mlflow", "mlflow"),
-}
-
-
 def check_writers(names: Iterable[str]) -> None:
     """Raise InputError where a writer's package isn't installed."""
-    for name in names:
-        needed = PACKAGES[name]
-        if needed is not None and importlib.util.find_spec(needed[0]) is None:
+    for name in names:  # of the package, and of the extra that brings it, too
+        if importlib.util.find_spec(name) is None:
             raise InputError(
-                f"log_to: {name} needs the package {needed[0]}, which isn't installed: "
-                f"{pip_install(needed[1])}, or leave {name} out"
+                f"log_to: {name} needs the package {name}, which isn't installed: "
+                f"{pip_install(name)}, or leave {name} out"
             )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from hasten.core.session import Session
+from hasten.machine.files import TEMPORARY, write_atomic
 from hasten.models.adapters import adapted_table
 from hasten.models.save import save_adapter, save_model
 from hasten.models.weights import NumberFormats
@@ -29,7 +30,6 @@ FAULT_LINES = ("quarantined.jsonl", "spikes.jsonl", "restarts.jsonl")
 ADJUSTMENTS = "adjustments.jsonl"  # settings that were tried while training
 WATCHED = ("run.json", ADJUSTMENTS, "machine.jsonl", "ranks", "tensorboard", "wandb", "mlflow")
 RESULTS = (*STEP_LINES, *FAULT_LINES, *WATCHED, "summary.json", "rejected.jsonl", "recipe.yaml")
-TEMPORARIES = (".summary.json", ".run.json.part", *(f".{name}" for name in STEP_LINES))
 MODELS = ("model", "adapter", "model_average", "adapter_average", "merged")
 
 
@@ -44,8 +44,8 @@ def clear_the_way(output: Path, keep_checkpoints: bool) -> str:
     names = [*RESULTS, *MODELS, "best"]
     if not keep_checkpoints:
         names.append("checkpoints")
-    for name in TEMPORARIES:  # a killed run's; a link would lead what is written elsewhere
-        (output / name).unlink(missing_ok=True)
+    for path in output.glob(TEMPORARY):  # a killed run's
+        path.unlink()
     # lexists: a link to nothing is one that writing would follow.
     earlier = [output / name for name in names if os.path.lexists(output / name)]
     if not earlier:
@@ -74,9 +74,7 @@ def keep_lines_until(output: Path, step: int) -> None:
             continue
         lines = path.read_text(errors="replace").splitlines(keepends=True)
         kept = "".join(line for line in lines if _step_of(line) <= step)
-        temporary = output / f".{name}"
-        temporary.write_text(kept)
-        temporary.replace(path)
+        write_atomic(path, kept)
 
 
 def _step_of(line: str) -> float:

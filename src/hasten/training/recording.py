@@ -19,6 +19,7 @@ import psutil
 from hasten.core.loop import Watch
 from hasten.core.session import Session
 from hasten.machine import environment, host
+from hasten.machine.files import write_atomic
 from hasten.machine.gpu import GpuReading, Gpus
 from hasten.recipe.schema import Recipe
 from hasten.training.metric_writers import Writers
@@ -76,7 +77,9 @@ class Recording:
             return self
         process = {"host": platform.node(), "pid": os.getpid(), "began": time.time()}
         with contextlib.suppress(OSError):  # to be watched isn't worth a training
-            write_json(self._folder / "run.json", {**process, **self._start})
+            write_atomic(
+                self._folder / "run.json", json.dumps({**process, **self._start}, default=str)
+            )
         self._writers = Writers(self._names, self._folder, self._start)
         self._thread = threading.Thread(target=self._sample, daemon=True, name="recording")
         self._thread.start()
@@ -114,7 +117,8 @@ class Recording:
         with contextlib.suppress(OSError):
             folder = self._folder / "ranks"
             folder.mkdir(exist_ok=True)
-            write_json(folder / f"{self._rank}.json", {**line, "host": platform.node()})
+            text = json.dumps({**line, "host": platform.node()})
+            write_atomic(folder / f"{self._rank}.json", text, durable=False)
 
     def _sample(self) -> None:
         gpus = Gpus(self._uuids) if self._uuids else None
@@ -176,13 +180,6 @@ def _processor_temperature() -> float | None:
         if values:
             return float(max(values))
     return None
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """The file appears whole or not at all."""
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text(json.dumps(value, default=str))
-    temporary.replace(path)
 
 
 @contextmanager

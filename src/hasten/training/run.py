@@ -43,6 +43,7 @@ from hasten.core.setup import prepare
 from hasten.core.timing import StepMetrics, clock_on
 from hasten.launch.ranks import check_agreement, naming_ranks, process_group
 from hasten.machine import environment, host
+from hasten.machine.files import write_atomic
 from hasten.machine.processes import Heartbeat, attempt_folder, attempt_number, reporting_errors
 from hasten.measure.energy import meter_of_run
 from hasten.measure.paper.comparison import comparison_of
@@ -346,9 +347,7 @@ def _leave(
             write_card(folder, recipe.model_dump(mode="json"), summary)
         except Exception as error:  # a card isn't worth a finished training's summary
             unsaved.append(f"{folder / CARD} couldn't be written: {error}")
-    temporary = output / ".summary.json"
-    temporary.write_text(json.dumps(summary, indent=1))
-    temporary.replace(output / "summary.json")
+    write_atomic(output / "summary.json", json.dumps(summary, indent=1))
     return summary
 
 

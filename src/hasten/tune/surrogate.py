@@ -188,7 +188,9 @@ def expected_improvement(found: Posterior, best: float) -> Array:
 
 def normal_cdf(z: Array) -> Array:
     """The normal distribution function."""
-    found: Array = 0.5 * (1 + np.vectorize(math.erf, otypes=[np.float64])(z / math.sqrt(2)))
+    from scipy.special import ndtr
+
+    found: Array = ndtr(z)
     return found
 
 

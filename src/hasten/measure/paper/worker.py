@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import InputError
+from hasten.machine.files import write_atomic
 from hasten.measure.paper.pretended import pretend_devices
 from hasten.measure.paper.roofline import PaperDevice, paper_device
 
@@ -92,8 +93,7 @@ def _forked(
         traceback.print_exc()
         lines = str(error).strip().splitlines() or [""]
         found = {"failed": f"{type(error).__name__}: {lines[0][:300]}"}
-    (place / f"{rank}.part").write_text(json.dumps(found))
-    (place / f"{rank}.part").rename(place / f"{rank}.json")
+    write_atomic(place / f"{rank}.json", json.dumps(found), durable=False)
     sys.stderr.flush()
     os._exit(0)
 

@@ -28,6 +28,8 @@ from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.errors import InputError
+from hasten.machine.cache import key_of, source_digest
+from hasten.machine.files import write_atomic
 from hasten.measure.quality.requirements import (
     Gradients,
     GuardRow,
@@ -37,7 +39,6 @@ from hasten.measure.quality.requirements import (
 )
 from hasten.measure.quality.runner import Perform, QualityRunner
 from hasten.measure.recipe_experiment import environment
-from hasten.measure.record import key_of, source_digest
 from hasten.recipe.build import batch_of
 from hasten.recipe.schema import Recipe
 
@@ -139,9 +140,7 @@ def guarded(
     try:
         found = guard_report(plan, perform, design, tell, recipe.nproc, lambda: perform.left)
         if not perform.broken:
-            temporary = kept.with_suffix(".new")
-            temporary.write_text(json.dumps(found, indent=1))
-            temporary.replace(kept)
+            write_atomic(kept, json.dumps(found, indent=1))
         return found
     finally:  # gradients and checkpoints are large; orders, answers and logs stay
         for path in folder.glob("*.pt"):

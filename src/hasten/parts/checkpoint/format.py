@@ -19,6 +19,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from hasten.machine.files import sync
+
 # The file-system calls of a commit, in one place: a test can cut the power between two of them.
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -41,11 +43,7 @@ class Disk:
 
     def sync(self, path: Path) -> None:
         """A file's bytes, or a folder's names, survive a loss of power from here on."""
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
 
     def rename(self, old: Path, new: Path) -> None:
         os.rename(old, new)

@@ -15,6 +15,7 @@ from hasten.machine.host import (
     NumaNode,
     SystemLimits,
     cards,
+    hardware,
     limits,
     mounts,
     numa_nodes,
@@ -180,3 +181,8 @@ def test_a_mount_is_listed_once_and_names_with_blanks_are_read(tmp_path: Path) -
     found = mounts(tmp_path)
     assert [(m.path, m.kind) for m in found] == [("/a b", "xfs"), ("/c", "ext4")]
     assert found[0].size_bytes == os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
+
+
+def test_this_machine_is_within_its_memory() -> None:
+    found = hardware()
+    assert 0 < found.memory_limit_bytes <= found.memory_bytes

@@ -1,0 +1,45 @@
+"""Files that are replaced whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+TEMPORARY = ".*.part"  # what a killed process may leave behind
+
+
+@contextmanager
+def replacing(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
+    """A new file that takes the place of ``path`` if the context ends without an error.
+
+    Without ``durable`` a power cut may leave a damaged file behind, never a crash of the process.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        with temporary.open("x+b") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """A file's bytes, or a folder's names, survive a loss of power from here on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, text: str, durable: bool = True) -> None:
+    """Writes a text file whole or not at all, in UTF-8."""
+    with replacing(path, durable) as file:
+        file.write(text.encode())
