@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hasten.errors import InputError
 from hasten.measure.ablation import Design
 from hasten.measure.experiment import design_words
-from hasten.measure.record import ExperimentRecord, key_of, source_digest
+from hasten.measure.record import ExperimentRecord
 from hasten.measure.rounds import Rounds, arms_of
 from pretence import KINDS, NAMES, PLANS, log, pretend
 
@@ -185,24 +185,6 @@ def test_a_full_disk_in_a_turn_loses_that_turn_alone(
         assert [
             len(a.rounds) for a in pretend(tmp_path, DESIGN, plans=TWO, record=record).arms
         ] == [*(4, 4)]
-
-
-def test_a_key_stands_for_all_its_parts_in_any_order() -> None:
-    one = key_of({"a": 1, "b": {"c": 2.5, "d": None}})
-    assert one == key_of({"b": {"d": None, "c": 2.5}, "a": 1})
-    assert one != key_of({"a": 1, "b": {"c": 2.5, "d": 0}})
-
-
-def test_a_changed_source_is_another_program(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("x = 1\n")
-    before = source_digest(tmp_path)
-    (tmp_path / "notes.txt").write_text("not a source")
-    assert source_digest(tmp_path) == before
-    (tmp_path / "a.py").write_text("x = 2\n")
-    assert source_digest(tmp_path) != before
-    (tmp_path / "a.py").write_text("x = 1\n")
-    (tmp_path / "b.cpp").write_text("")
-    assert source_digest(tmp_path) != before
 
 
 def test_an_experiment_needs_no_file(tmp_path: Path) -> None:

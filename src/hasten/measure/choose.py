@@ -22,6 +22,7 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,9 +31,10 @@ from hasten.core.plan import Plan
 from hasten.core.setup import prepare
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
-from hasten.data.file_lock import one_measurement, replace_file
+from hasten.data.file_lock import one_measurement
 from hasten.errors import InputError
 from hasten.formatting import duration
+from hasten.machine import cache
 from hasten.measure.ablation import Arm, Design, Kind
 from hasten.measure.budget import GRACE
 from hasten.measure.recipe_experiment import (
@@ -41,7 +43,6 @@ from hasten.measure.recipe_experiment import (
     prepared,
     recipe_worker,
 )
-from hasten.measure.record import key_of, source_digest
 from hasten.measure.significance import judge_effects, ratio_of_rounds
 from hasten.measure.statistics import Interval, is_likely, paired_ratio
 from hasten.measure.workers import WorkerError, WorkerPool
@@ -192,19 +193,18 @@ def kept_choices(known: Facts, folder: Path | None = None) -> list[KeptChoice]:
         known: the model, the device and the machine; its records don't matter.
         folder: where choices are kept; in the user's cache if left out.
     """
-    about, found = _about_job(known), []
-    for path in sorted(_home(folder or FOLDER).glob("*.json")):
-        try:
-            kept = json.loads(path.read_text())
-            told = kept["about"]
-            if kept["fidelity"] == "lossy":
-                continue
-            if {**told, "records": None} == {**about, "records": None}:
-                records = RecordFacts(**told["records"])
-                choice = Choice.from_dict(kept["choice"])
-                found.append(KeptChoice(choice, str(kept["date"]), path, records))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            _LOG.warning("%s can't be read (%s) and isn't used", path, type(error).__name__)
+    about = _about_job(known)
+
+    def build(path: Path, kept: Any) -> KeptChoice | None:
+        told = kept["about"]
+        if kept["fidelity"] == "lossy" or {**told, "records": None} != {**about, "records": None}:
+            return None
+        choice, records = Choice.from_dict(kept["choice"]), RecordFacts(**told["records"])
+        return KeptChoice(choice, str(kept["date"]), path, records)
+
+    paths = sorted(cache.at_home(folder or FOLDER).glob("*.json"))
+    read = [cache.read(path, partial(build, path), "it isn't used") for path in paths]
+    found = [kept for kept in read if kept is not None]
     return sorted(found, key=lambda kept: kept.date, reverse=True)
 
 
@@ -600,25 +600,17 @@ def _path(subject: ExperimentSubject, asked: AutoPlan, folder: Path) -> Path:
     """The file of a job's choice: another model, data, setting, machine or version has another."""
     recipe, known = subject.recipe, subject.known
     about = ("price", "output", "auto_budget", "max_steps", "epochs", "max_tokens", "seed")
-    key = key_of(
-        {
-            "recipe": recipe.model_dump(mode="json", exclude={*about, "dataset", "resume"}),
-            "asked": asked.model_dump(),
-            "records": asdict(known.records),
-            "model": asdict(known.model),
-            "hardware": {**asdict(known.hardware), "device": known.device},
-            "ranks": known.world.size,
-            "versions": dict(known.versions),
-            "source": source_digest(),
-        }
-    )
-    return _home(folder) / f"{key}.json"
-
-
-def _home(folder: Path) -> Path:
-    with contextlib.suppress(RuntimeError):  # the user has no home
-        return folder.expanduser()
-    return folder
+    parts = {
+        "recipe": recipe.model_dump(mode="json", exclude={*about, "dataset", "resume"}),
+        "asked": asked.model_dump(),
+        "records": asdict(known.records),
+        "model": asdict(known.model),
+        "hardware": {**asdict(known.hardware), "device": known.device},
+        "ranks": known.world.size,
+        "versions": dict(known.versions),
+        "source": cache.source_digest(),
+    }
+    return cache.path_of(folder, parts)
 
 
 def _about_job(known: Facts) -> dict[str, Any]:
@@ -638,27 +630,19 @@ def _about_job(known: Facts) -> dict[str, Any]:
 
 
 def _remembered(path: Path) -> Choice | None:
-    """What was chosen before; None where nothing is kept, or nothing that can be read."""
-    try:
-        kept = json.loads(path.read_text())
+    def build(kept: Any) -> Choice:
         choice = Choice.from_dict(kept["choice"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        _LOG.warning("%s can't be read (%s): plans are raced again", path, type(error).__name__)
-        return None
-    why = f"{choice.why}, on {kept['date']} ({path}; --fresh races again)"
-    return replace(choice, source="remembered", why=why)
+        why = f"{choice.why}, on {kept['date']} ({path}; --fresh races again)"
+        return replace(choice, source="remembered", why=why)
+
+    return cache.read(path, build, "plans are raced again")
 
 
 def _remember(path: Path, choice: Choice, known: Facts, asked: AutoPlan) -> None:
-    """Keep it where that is possible."""
     kept = {
         "date": time.strftime("%Y-%m-%d"),
         "choice": choice.to_dict(),
         "fidelity": asked.fidelity,
         "about": _about_job(known),
     }
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(kept, indent=1))
+    cache.write(path, kept)

@@ -22,12 +22,13 @@ from hasten.core.plan import Plan
 from hasten.data.file_lock import alone_in, one_measurement
 from hasten.errors import InputError
 from hasten.machine import environment as environment_
+from hasten.machine.cache import key_of, source_digest
 from hasten.machine.environment import World
 from hasten.measure.ablation import Design, Kind, check_turns
 from hasten.measure.budget import expected_gain
 from hasten.measure.energy import EnergyMeter, meter_of_run
 from hasten.measure.experiment import Measured, experiment_context, measure_arms
-from hasten.measure.record import ExperimentRecord, key_of, source_digest
+from hasten.measure.record import ExperimentRecord
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.progress import Audience
 from hasten.recipe.build import plan_of

@@ -26,12 +26,11 @@ Version 1 had other words for some of them; its lines are read as if they had th
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,28 +43,12 @@ _EVENTS_1 = {"sitting": "cohort", "sat": "cohort_done", "tried": "trial"}
 _KEYS_1 = {"sitting": "cohort", "load": "background_load"}
 
 
-def key_of(parts: Mapping[str, Any]) -> str:
-    """Sixteen hexadecimal digits that stand for everything that decides an experiment's numbers."""
-    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def source_digest(package: Path = Path(__file__).parents[1]) -> str:
-    """One value for the sources of a package: a changed line is another program."""
-    found = hashlib.sha256()
-    for path in sorted(package.rglob("*")):
-        if path.suffix in (".py", ".cpp", ".h", ".cu") and path.is_file():
-            found.update(path.relative_to(package).as_posix().encode() + b"\0")
-            found.update(hashlib.sha256(path.read_bytes()).digest())
-    return found.hexdigest()[:16]
-
-
 class ExperimentRecord:
     """A record in a file, or in memory alone where there is no path.
 
     Args:
         path: the file; made if it isn't there.
-        key: of the experiment, see `key_of`.
+        key: of the experiment, see `hasten.machine.cache.key_of`.
         began: the moment (of the clock) from which its seconds count, if not this one.
         clock: tells the time, in seconds.
 

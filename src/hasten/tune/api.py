@@ -12,10 +12,11 @@ from typing import Any
 from hasten.data.file_lock import one_measurement
 from hasten.errors import InputError
 from hasten.machine import host
+from hasten.machine.cache import key_of
 from hasten.measure.choose import kept_choice
 from hasten.measure.loops import Job, loop_reference
 from hasten.measure.recipe_experiment import prepared
-from hasten.measure.record import ExperimentRecord, key_of
+from hasten.measure.record import ExperimentRecord
 from hasten.progress import Audience, SilentProgress
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.yaml_reader import read_duration

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import InputError
+from hasten.machine.cache import key_of
 from hasten.measure.recipe_experiment import prepared
-from hasten.measure.record import key_of
 from hasten.progress import Audience, SilentProgress
 from hasten.recipe.schema import Recipe
 from hasten.recipe.suggest import recipe_text

@@ -28,6 +28,7 @@ from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.errors import InputError
+from hasten.machine.cache import key_of, source_digest
 from hasten.measure.quality.requirements import (
     Gradients,
     GuardRow,
@@ -37,7 +38,6 @@ from hasten.measure.quality.requirements import (
 )
 from hasten.measure.quality.runner import Perform, QualityRunner
 from hasten.measure.recipe_experiment import environment
-from hasten.measure.record import key_of, source_digest
 from hasten.recipe.build import batch_of
 from hasten.recipe.schema import Recipe
 

@@ -1,0 +1,74 @@
+"""Results that are kept for a user, one JSON file each, under a key of all that decides them.
+
+A file is read if it is there and right, and written where that is possible: without a home, on a
+full disk or with a damaged file a result is only computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hasten.machine.files import write_atomic
+
+HOME = Path("~/.cache/hasten")
+PACKAGE = Path(__file__).parents[1]
+SOURCES = {".py", ".cpp", ".h", ".cu"}
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def key_of(parts: Mapping[str, Any]) -> str:
+    """Sixteen hexadecimal digits that stand for everything that decides a result."""
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def source_digest(package: Path = PACKAGE, *patterns: str) -> str:
+    """One value for the sources of a package, or for those that the patterns name in it."""
+    found = hashlib.sha256()
+    for path in sorted({path for each in patterns or ("**/*",) for path in package.glob(each)}):
+        if path.suffix in SOURCES and path.is_file():
+            found.update(path.relative_to(package).as_posix().encode() + b"\0")
+            found.update(hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:16]
+
+
+def at_home(folder: Path) -> Path:
+    """The folder with the user's home in place of ``~``; as it is for a user who has none."""
+    with contextlib.suppress(RuntimeError):
+        return folder.expanduser()
+    return folder
+
+
+def path_of(folder: Path, parts: Mapping[str, Any], stem: str = "") -> Path:
+    """The file of a result in a folder, by its key."""
+    return at_home(folder) / f"{stem}{key_of(parts)}.json"
+
+
+def read(path: Path, build: Callable[[Any], T], instead: str) -> T | None:
+    """A result that was kept; None where there is none, or none that can be used.
+
+    Args:
+        build: makes the result of what JSON gives; what it raises counts as damage.
+        instead: what is done without the file, for the warning where it is damaged.
+    """
+    try:
+        return build(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        _LOG.warning("%s can't be read (%s): %s", path, type(error).__name__, instead)
+        return None
+
+
+def write(path: Path, content: Any) -> None:
+    """Keeps a result where that is possible; another process may do the same at the same time."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(content, indent=1))
