@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.core.plan import Plan
-from hasten.data.file_lock import one_measurement
+from hasten.machine.locks import one_measurement
 from hasten.measure.ablation import Design
 from hasten.measure.choose import choose
 from hasten.measure.recipe_experiment import measured, prepared

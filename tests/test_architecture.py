@@ -49,17 +49,17 @@ MAY_USE: dict[str, set[str]] = {
     "errors": set(),
     "formatting": set(),
     "progress": {"rich"},
-    "machine": {"torch", "psutil", "numpy"},
+    "machine": {"torch", "psutil", "numpy", "filelock"},
     "parts": {
         *("torch", "triton", "numpy", "transformers", "safetensors", "xxhash", "pyarrow"),
         "deepspeed",
     },
     "core": {"torch"},
     "techniques": {"torch"},
-    "measure": {"numpy", "torch"},
+    "measure": {"numpy", "torch", "scipy"},
     "report": {"numpy", "jinja2", "yaml"},
     "planner": {"numpy", "torch"},
-    "tune": {"numpy", "optuna"},
+    "tune": {"numpy", "optuna", "scipy"},
     "monitor": {"psutil", "rich", "starlette", "uvicorn"},
 }
 LISTED_LINES = 600  # a longer module is listed in the log of the tests, not refused

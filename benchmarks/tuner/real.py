@@ -31,8 +31,8 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
-from hasten.data.file_lock import replace_file
 from hasten.machine import host
+from hasten.machine.files import write_atomic
 from hasten.measure.ablation import AGAIN, BASELINE, Arm, Design
 from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared, recipe_worker
 from hasten.measure.statistics import hodges_lehmann
@@ -133,7 +133,7 @@ def _tuned(
     options = TuneOptions(seed=number, only=only)
     result = tune(_recipe(values, output), asked.budget, options, audience=told)
     path = output / "tuned.yaml"
-    replace_file(path, result.text)
+    write_atomic(path, result.text)
     told.tell(str(result))
     return _row(result, number), requested_plan(load_recipe(path))
 
@@ -336,4 +336,4 @@ def _span(ratio: Mapping[str, Any] | None) -> str:
 def _keep(path: Path | None, found: Mapping[str, Any]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(Path(os.path.abspath(path)), json.dumps(found, indent=1))
+        write_atomic(Path(os.path.abspath(path)), json.dumps(found, indent=1))

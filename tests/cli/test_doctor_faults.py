@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hasten.data.file_lock import only_run_in
 from hasten.errors import FAILED, InputError
+from hasten.machine.locks import only_run_in
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.training import fault_test as module
 from hasten.training.fault_test import CheckFailedError, SelfTest, doctor_faults

@@ -22,7 +22,7 @@ from hasten.cli import train
 from hasten.cli.main import app
 from hasten.cli.train import StepLine
 from hasten.core.plan import Plan
-from hasten.data.file_lock import only_run_in
+from hasten.machine.locks import only_run_in
 from hasten.models.load import load_model, load_tokenizer
 from hasten.models.save import save_model
 from hasten.models.weights import NumberFormats

@@ -18,9 +18,9 @@ from hasten.core import facts
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
-from hasten.data import file_lock
 from hasten.errors import InputError
 from hasten.integrations.adapt import facts_of
+from hasten.machine import locks
 from hasten.machine.host import Accelerator
 from hasten.measure import choose as module
 from hasten.measure.ablation import Arm
@@ -269,13 +269,13 @@ def test_the_machine_is_held_over_all_races(sums: dict[str, Any], tmp_path: Path
     fake = race({}, steady(0.02, 1))
 
     def measured(*args: Any, **more: Any) -> Measured:
-        held.append(file_lock._measuring)
+        held.append(locks._measuring)
         return fake(*args, **more)
 
     chosen(sums, tmp_path, measured)
     assert len(held) == 2
     assert all(held)
-    assert not file_lock._measuring
+    assert not locks._measuring
 
 
 def test_where_another_measurement_has_the_machine_for_too_long_a_forecast_chooses(

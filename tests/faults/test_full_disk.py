@@ -15,7 +15,7 @@ from torch import nn
 
 from fault_kit import CountedDisk, FullDisk, Tell, killed, train
 from hasten.parts.checkpoint import FolderInUseError, SmartCheckpointer, checkpoints, load
-from hasten.parts.checkpoint.commit import FolderLock
+from hasten.parts.checkpoint.commit import only_writer
 from hasten.parts.checkpoint.saver import Saver
 
 CALLS = 18  # of a save before its rename, at which the disk may be full
@@ -125,7 +125,7 @@ def test_a_folder_has_one_writer_at_a_time(tmp_path: Path) -> None:
 
     def ask(tell: Tell) -> None:
         try:
-            FolderLock(tmp_path).acquire()
+            only_writer(tmp_path).close()
             tell("taken")
         except FolderInUseError as error:
             tell(str(error))
@@ -138,24 +138,3 @@ def test_a_folder_has_one_writer_at_a_time(tmp_path: Path) -> None:
         SmartCheckpointer(1, folder=tmp_path).protect(model=model).restore()
     first.close()
     assert killed(ask, None)[0] == [["taken"]]
-
-
-def test_a_data_worker_that_outlives_its_run_does_not_keep_the_folder(tmp_path: Path) -> None:
-    first = SmartCheckpointer(1, folder=tmp_path)
-    first.open()
-    (born, here), (closing, end) = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(end)
-        os.write(here, b"!")
-        os.read(closing, 1)  # until the parent closes its end
-        os._exit(0)
-    os.read(born, 1)
-    with pytest.raises(FolderInUseError):
-        SmartCheckpointer(1, folder=tmp_path).open()
-    os.close(first.saver._lock._descriptor)  # type: ignore[arg-type]  # as a killed parent does
-    SmartCheckpointer(1, folder=tmp_path).open()
-    for descriptor in (born, here, closing, end):
-        os.close(descriptor)
-    os.waitpid(child, 0)
-    first.saver._lock._descriptor = None

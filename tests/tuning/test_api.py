@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import pytest
 
-from hasten.data.file_lock import replace_file
 from hasten.errors import InputError
+from hasten.machine.files import write_atomic
 from hasten.planner import tune
 from hasten.tune.api import _Tuning
 from hasten.tune.subjects import TuneOptions
@@ -152,13 +152,13 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "best.yaml"
-    replace_file(path, "old")
+    write_atomic(path, "old")
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        replace_file(path, "new")
+        write_atomic(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["best.yaml"]

@@ -30,10 +30,10 @@ from hasten.core.loop import ask_to_leave
 from hasten.core.plan import Plan
 from hasten.core.session import Session
 from hasten.core.timing import StepMetrics
-from hasten.data.file_lock import one_measurement
 from hasten.errors import InputError
 from hasten.formatting import duration, span
 from hasten.machine import environment, host
+from hasten.machine.locks import one_measurement
 from hasten.machine.processes import LoadMeter
 from hasten.machine.threads import with_threads
 from hasten.measure.ablation import Design, plans_of

@@ -12,8 +12,8 @@ from typing import Any
 from hasten.cli.arguments import WriteBack, copied, writable
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
-from hasten.data.file_lock import replace_file
 from hasten.formatting import duration, size
+from hasten.machine.files import write_atomic
 from hasten.measure.quality.guard import GuardDesign, Rows, guarded
 from hasten.measure.quality.requirements import failures
 from hasten.measure.recipe_experiment import ExperimentSubject
@@ -85,7 +85,7 @@ def tune(
 
         found = tune_job(recipe, asked.budget, options, audience=display, prove=prove)
     target = output or Path(recipe.output) / "tuned.yaml"
-    replace_file(target, found.text)
+    write_atomic(target, found.text)
     copied(found.folder / "study.json", json_out)
     show(found, recipe.price, recipe.nproc)
     print(f"\nrecipe: {target}\nstudy: {found.folder / 'study.html'}")
@@ -176,7 +176,7 @@ def learn(
     with Display() as display:
         found = learn_job(recipe, budget, options, audience=display)
     target = output or Path(recipe.output) / "learnt.yaml"
-    replace_file(target, found.text)
+    write_atomic(target, found.text)
     copied(found.folder / "study.json", json_out)
     show_learning(found)
     print(f"\nrecipe: {target}\nstudy: {found.folder / 'study.html'}")

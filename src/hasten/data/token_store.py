@@ -3,7 +3,7 @@
 (1) the key is a hash of all that decides the tokens: conversations, tokenizer with its chat
     template, cutoff_len, format; the file `<key>.arrow` is the answer to exactly this question
 (2) a whole file of that name is mapped and used; a missing or damaged one is written anew, by
-    one process at a time (`file_lock`), in chunks that survive it (`tokenize`)
+    one process at a time (`hasten.machine.locks`), in chunks that survive it (`tokenize`)
 (3) lengths and counts of trained tokens are computed once; a record is a view of the mapping
 """
 
@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from hasten.data import arrow_file
 from hasten.data.chat_template import NOT_THE_RECORDS_FAULT, LossOn, TooLong
-from hasten.data.file_lock import one_writer
 from hasten.data.readers import Rejected, check_rejected
 from hasten.data.spool import IndexedConversations, packed
 from hasten.data.tokenize import prepare
 from hasten.data.worker import TokenizeWork
 from hasten.errors import InputError
 from hasten.formatting import shown
+from hasten.machine.locks import one_writer
 from hasten.parts.data.collate import TokenRecord
 
 if TYPE_CHECKING:

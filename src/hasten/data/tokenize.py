@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hasten.data import arrow_file, renderer
-from hasten.data.file_lock import if_free
 from hasten.data.prompt_formats import ensure_chat_template
 from hasten.data.spool import IndexedConversations, packed
 from hasten.data.worker import RecordChunk, TokenizeWork, write_part
 from hasten.errors import InputError
+from hasten.machine.locks import if_free
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

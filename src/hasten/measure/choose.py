@@ -31,10 +31,10 @@ from hasten.core.plan import Plan
 from hasten.core.setup import prepare
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
-from hasten.data.file_lock import one_measurement
 from hasten.errors import InputError
 from hasten.formatting import duration
 from hasten.machine import cache
+from hasten.machine.locks import one_measurement
 from hasten.measure.ablation import Arm, Design, Kind
 from hasten.measure.budget import GRACE
 from hasten.measure.recipe_experiment import (

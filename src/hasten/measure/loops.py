@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from hasten.core.plan import Plan
-from hasten.data.file_lock import one_measurement
 from hasten.errors import InputError
 from hasten.formatting import aligned, span, words
+from hasten.machine.locks import one_measurement
 from hasten.measure.ablation import Arm, Design
 from hasten.measure.experiment import ExperimentContext, measure_arms
 from hasten.measure.record import ExperimentRecord

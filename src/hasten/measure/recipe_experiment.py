@@ -19,11 +19,11 @@ from typing import Any
 
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
-from hasten.data.file_lock import alone_in, one_measurement
 from hasten.errors import InputError
 from hasten.machine import environment as environment_
 from hasten.machine.cache import key_of, source_digest
 from hasten.machine.environment import World
+from hasten.machine.locks import alone_in, one_measurement
 from hasten.measure.ablation import Design, Kind, check_turns
 from hasten.measure.budget import expected_gain
 from hasten.measure.energy import EnergyMeter, meter_of_run

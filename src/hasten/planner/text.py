@@ -9,9 +9,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from hasten.data.file_lock import replace_file
 from hasten.errors import InputError
 from hasten.formatting import fitted
+from hasten.machine.files import write_atomic
 from hasten.models.architecture import Architecture
 from hasten.planner.advice import HardwareOption, LayoutChange, Shape
 from hasten.planner.candidate import JobCost, PlanCandidate, Span, spending, words
@@ -350,7 +350,7 @@ def write(path: Path, content: str) -> None:
         InputError: the folder doesn't exist, or nothing can be written there.
     """
     try:
-        replace_file(path, content)
+        write_atomic(path, content)
     except OSError as error:
         raise InputError(f"{path} can't be written: {error.strerror or error}") from error
 

@@ -31,11 +31,11 @@ import torch
 import torch.distributed as dist
 
 from hasten.core.facts import Facts, ModelFacts
-from hasten.data.file_lock import one_writer
 from hasten.errors import InputError
 from hasten.machine import host
 from hasten.machine.environment import World
 from hasten.machine.gpu import Gpus
+from hasten.machine.locks import one_writer
 from hasten.parts.comm.topology import host_name
 from hasten.parts.kernels import refused
 from hasten.parts.nn import gpu_kernels

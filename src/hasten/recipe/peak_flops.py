@@ -17,10 +17,10 @@ from torch import nn
 
 from hasten.core.facts import Facts
 from hasten.core.timing import Meter
-from hasten.data.file_lock import replace_file
 from hasten.errors import InputError
 from hasten.machine.accelerators import datasheet
 from hasten.machine.benchmark import MachineRates, measure
+from hasten.machine.files import write_atomic
 from hasten.models.flops import CONVENTION, model_flops
 from hasten.recipe.schema import Recipe
 
@@ -151,7 +151,7 @@ def write_rates(rates: MachineRates, path: Path) -> None:
     """The file appears complete or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(rates.to_dict(), indent=1) + "\n")
+        write_atomic(path, json.dumps(rates.to_dict(), indent=1) + "\n")
     except OSError as error:
         raise InputError(
             f"{path} can't be written: {error.strerror or error}; name another file"

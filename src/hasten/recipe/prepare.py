@@ -22,12 +22,12 @@ from hasten.core.loop import Evaluation
 from hasten.core.plan import Plan
 from hasten.core.session import Session
 from hasten.core.timing import StepMetrics
-from hasten.data.file_lock import only_run_in
 from hasten.data.token_store import inspect
 from hasten.errors import InputError, pip_install
 from hasten.launch.ranks import backend_for
 from hasten.machine import environment
 from hasten.machine.environment import World
+from hasten.machine.locks import only_run_in
 from hasten.machine.processes import started_by_hasten
 from hasten.models.adapters import adapted_table, parameter_counts
 from hasten.models.load import check_weights, read_config

@@ -25,7 +25,6 @@ from hasten.core.facts import RecordFacts
 from hasten.data.chat_template import AnswerEnd, answer_end
 from hasten.data.conversation import Conversation, columns_of
 from hasten.data.corpus import stdlib_corpus
-from hasten.data.file_lock import one_writer, replace_file
 from hasten.data.prompt_formats import choose_chat_template, missing_tokens
 from hasten.data.readers import ReadRecords, read_sources, unread_words
 from hasten.data.sources import Source, entry_of, source_of, weighted
@@ -35,6 +34,8 @@ from hasten.data.tokenize import sweep, train_bpe
 from hasten.errors import InputError
 from hasten.formatting import shown
 from hasten.machine import host
+from hasten.machine.files import write_atomic
+from hasten.machine.locks import one_writer
 from hasten.models.load import check_rows, load_tokenizer, read_config, stop_tokens
 from hasten.models.presets import PRESETS
 from hasten.recipe.schema import DataSource, Recipe
@@ -377,7 +378,7 @@ def _prepared(
         end_text=end.text if end else None,
         stop_token=stop_token(tokenizer, end),
     )
-    replace_file(folder / "index.json", json.dumps(asdict(note), indent=1))
+    write_atomic(folder / "index.json", json.dumps(asdict(note), indent=1))
     sweep(folder)
     return _fitted(recipe, note, tokenizer, train, held_out)
 
@@ -395,7 +396,7 @@ def rejected_words(note: PreparedDataIndex) -> str:
 def write_rejected(note: PreparedDataIndex, path: Path) -> None:
     """One line of JSON for each record that was left out: file, line, reason."""
     lines = [json.dumps({"file": f, "line": n, "reason": r}) for f, n, r in note.rejected]
-    replace_file(path, "\n".join(lines) + "\n")
+    write_atomic(path, "\n".join(lines) + "\n")
 
 
 def _fitted(

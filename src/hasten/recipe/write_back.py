@@ -13,8 +13,8 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import YAMLError
 
 from hasten.core.plan import Plan, name_of
-from hasten.data.file_lock import replace_file
 from hasten.errors import InputError
+from hasten.machine.files import write_atomic
 from hasten.recipe.shorthands import catalogue
 from hasten.recipe.suggest import entry_of
 
@@ -44,7 +44,7 @@ def write_back(path: Path, changes: Mapping[str, Any], target: Path | None = Non
         text = io.StringIO()
         yaml.dump(recipe, text)
         after = text.getvalue()
-        replace_file(target or path, after)
+        write_atomic(target or path, after)
     except YAMLError as error:
         raise InputError(f"{path} can't be changed: {' '.join(str(error).split())}") from error
     except OSError as error:

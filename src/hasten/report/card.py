@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from hasten.data.file_lock import replace_file
+from hasten.machine.files import write_atomic
 from hasten.models.presets import PRESETS
 from hasten.report.gains import table_of
 from hasten.report.schema import read_report
@@ -37,7 +37,7 @@ def write_card(folder: Path, recipe: Facts, summary: Facts, report: Facts | None
     if place.exists() and MARK not in place.read_text(encoding="utf-8", errors="replace"):
         return False
     adapter = (folder / "adapter_config.json").is_file()
-    replace_file(place, card_text(recipe, summary, report, adapter))
+    write_atomic(place, card_text(recipe, summary, report, adapter))
     return True
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from jinja2 import Environment
 
-from hasten.data.file_lock import replace_file
 from hasten.data.statistics import BatchLayout, DataStatistics
 from hasten.errors import InputError
+from hasten.machine.files import write_atomic
 from hasten.report.svg import Bar, bar_chart, visible
 
 WIDTHS = (800, 360)  # pixels: a wide drawing and one for telephones
@@ -56,7 +56,7 @@ def write_page(
     """Write the page, whole or not at all; a page that stands there is replaced."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, page(title, found, ways, advice))
+        write_atomic(path, page(title, found, ways, advice))
     except OSError as error:
         raise InputError(f"{path} can't be written: {error.strerror or error}") from error
 

@@ -24,9 +24,9 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hasten.core.plan import name_of
-from hasten.data.file_lock import replace_file
 from hasten.errors import InputError
 from hasten.formatting import measure, outline, span, words
+from hasten.machine.files import write_atomic
 from hasten.recipe.write_back import plain_entry
 from hasten.report.gains import (
     GUILTY,
@@ -367,8 +367,8 @@ def write_report(report: Mapping[str, Any], folder: Path) -> Path:
     page = page_of(plain, read)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / "report.json", json.dumps(plain) + "\n")
-        replace_file(folder / "report.html", page)
+        write_atomic(folder / "report.json", json.dumps(plain) + "\n")
+        write_atomic(folder / "report.html", page)
     except OSError as error:
         why = error.strerror or error
         raise InputError(

@@ -10,8 +10,8 @@ from textwrap import indent
 from typing import Any
 
 from hasten.core.timing import PARTS, step_total
-from hasten.data.file_lock import replace_file
 from hasten.formatting import aligned
+from hasten.machine.files import write_atomic
 
 # A profile in words and aligned tables, for the terminal and the page alike.
 #
@@ -235,8 +235,8 @@ STYLE = (
 
 def write_profile(profile: Mapping[str, Any], folder: Path) -> Path:
     """``profile.json`` and ``profile.html``, each complete or not there; the page's path."""
-    replace_file(folder / "profile.json", json.dumps(profile, indent=1, allow_nan=False) + "\n")
-    replace_file(folder / "profile.html", render_page(profile))
+    write_atomic(folder / "profile.json", json.dumps(profile, indent=1, allow_nan=False) + "\n")
+    write_atomic(folder / "profile.html", render_page(profile))
     return folder / "profile.html"
 
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from hasten.core.facts import Facts
 from hasten.core.plan import name_of
 from hasten.core.timing import StepMetrics
-from hasten.data.file_lock import replace_file
 from hasten.machine import host
 from hasten.machine.environment import World
+from hasten.machine.files import write_atomic
 from hasten.machine.processes import LoadMeter
 from hasten.measure.choose import LONGEST_SECONDS, Choice, choose, choose_by_forecast
 from hasten.measure.quality.guard import GuardDesign, guarded
@@ -67,7 +67,7 @@ def with_chosen_plan(
     audience.tell(choice.sentence)
     folder = Path(recipe.output)
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / CHOICE, json.dumps(choice.to_dict(), indent=1))
+    write_atomic(folder / CHOICE, json.dumps(choice.to_dict(), indent=1))
     return _settled(recipe, choice.entries), choice
 
 

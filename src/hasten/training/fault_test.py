@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from hasten.core.plan import name_of
-from hasten.data.file_lock import only_run_in
 from hasten.errors import FAILED, InputError
 from hasten.machine import environment
+from hasten.machine.locks import only_run_in
 from hasten.parts.checkpoint import checkpoints
 from hasten.recipe.prepare import check_folder
 from hasten.recipe.schema import Recipe, load_recipe

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hasten.data.file_lock import one_measurement
 from hasten.errors import InputError
 from hasten.machine import host
 from hasten.machine.cache import key_of
+from hasten.machine.locks import one_measurement
 from hasten.measure.choose import kept_choice
 from hasten.measure.loops import Job, loop_reference
 from hasten.measure.recipe_experiment import prepared

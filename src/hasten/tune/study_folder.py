@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.data.file_lock import one_writer, replace_file
 from hasten.errors import InputError
+from hasten.machine.files import write_atomic
+from hasten.machine.locks import one_writer
 from hasten.measure.record import ExperimentRecord
 from hasten.progress import Audience
 from hasten.tune.report import page
@@ -90,9 +91,9 @@ class StudyFolder:
 
     def keep_best(self, text: str) -> None:
         """``text`` as the best recipe so far."""
-        replace_file(self.path / "best.yaml", text)
+        write_atomic(self.path / "best.yaml", text)
 
     def keep(self, found: dict[str, Any]) -> None:
         """The study as JSON and as a page."""
-        replace_file(self.path / "study.json", json.dumps(found, indent=1))
-        replace_file(self.path / "study.html", page(found, found["title"], found["said"]))
+        write_atomic(self.path / "study.json", json.dumps(found, indent=1))
+        write_atomic(self.path / "study.html", page(found, found["title"], found["said"]))

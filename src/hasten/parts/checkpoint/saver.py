@@ -22,7 +22,16 @@ import torch
 from torch import Tensor
 
 from hasten.machine import host
-from hasten.parts.checkpoint.commit import LOCAL, FolderLock, Known, force_names, prune, save, sweep
+from hasten.machine.locks import HeldLock
+from hasten.parts.checkpoint.commit import (
+    LOCAL,
+    Known,
+    force_names,
+    only_writer,
+    prune,
+    save,
+    sweep,
+)
 from hasten.parts.checkpoint.delta import DIFFERENCE, PLAIN, SHUFFLE, DeltaChoice, choose, encode
 from hasten.parts.checkpoint.format import (
     DamagedCheckpointError,
@@ -184,7 +193,8 @@ class Saver:
         self.alarms: list[str] = []
         self.saved = 0  # committed by this object
         self.writing_seconds = 0.0
-        self._disk, self._lock = disk, FolderLock(self.folder)
+        self._disk = disk
+        self._lock: HeldLock | None = None
         self._staging, self._writer = Staging(), CheckpointWriter()
         self._slowness = Slowness(self.address)
         self._known: Known = {}
@@ -201,8 +211,8 @@ class Saver:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not self._lock.held:
-                self._lock.acquire()
+            if self._lock is None:
+                self._lock = only_writer(self.folder)
                 sweep(self.folder)  # it takes room that is looked for below
             force_names(self.folder, self._disk)
             with tempfile.TemporaryFile(dir=self.folder):
@@ -223,7 +233,7 @@ class Saver:
     @property
     def is_open(self) -> bool:
         """Whether the folder is ours."""
-        return self._lock.held
+        return self._lock is not None
 
     @property
     def busy(self) -> bool:
@@ -265,7 +275,9 @@ class Saver:
         try:
             self.settle()
         finally:
-            self._lock.release()
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
 
     def latest(self, path: Path | None = None) -> Found | None:
         """The newest state that verifies, or the one of ``path``; None where there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -11,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from hasten.data.file_lock import RUN_LOCK, only_run_in
 from hasten.errors import InputError
+from hasten.machine.locks import RUN_LOCK, if_free, one_writer, only_run_in
 
 FORKS_AND_DIES = """
 import os, signal, sys, time
 from pathlib import Path
-from hasten.data.file_lock import only_run_in
+from hasten.machine.locks import only_run_in
 with only_run_in(Path(sys.argv[1])):
     child = os.fork()
     if not child:
@@ -92,3 +93,17 @@ def test_a_link_in_the_lock_s_place_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"run\.lock can't be locked"), only_run_in(tmp_path):
         pass
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_without_locks_in_the_file_system_everybody_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", none)
+    with only_run_in(tmp_path), only_run_in(tmp_path), one_writer(tmp_path / "lock"):
+        pass
+    with if_free(tmp_path / "other") as free:
+        assert not free
+    assert not list(tmp_path.iterdir())

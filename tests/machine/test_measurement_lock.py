@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from hasten.data.file_lock import one_measurement
 from hasten.errors import InputError
+from hasten.machine.locks import one_measurement
 
 HOLDS = """
 import sys
-from hasten.data.file_lock import one_measurement
+from hasten.machine.locks import one_measurement
 with one_measurement(print):
     print("has it", flush=True)
     sys.stdin.readline()

@@ -1,0 +1,228 @@
+"""One process at a time: locks on files, which are gone the moment their holder is dead.
+
+Who prepares data holds a lock, and others wait; who trains refuses others. The lock is the
+kernel's, taken by `filelock`, which also takes it from a forked child. The file carries the
+holder's process id and start for the messages alone; a file that lies there without its lock
+blocks nobody. The holder removes it while it still has the lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from hasten.errors import InputError
+from hasten.machine import environment
+
+# What a file system without locks answers. Writing is atomic without them too, only done twice.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+RUN_LOCK = "run.lock"
+_POLL_SECONDS = 0.05
+_TRIES, _PAUSE_SECONDS = 20, 0.025  # before a lock counts as another run's
+_measuring = False  # whether this process has the machine's lock
+_LOG = logging.getLogger(__name__)
+
+
+class LockedError(Exception):
+    """Another process, or another user of the file in this one, has the lock."""
+
+
+class HeldLock:
+    """The lock file `path`, held from here on until `close`; `exists` is false without locks.
+
+    Args:
+        path: made if it isn't there; its folder must be.
+        seconds: to wait for the lock at most; None: as long as it takes.
+        start: noted for who looks at the lock.
+
+    Raises:
+        LockedError: somebody else has it.
+        OSError: the file can't be opened.
+    """
+
+    def __init__(self, path: Path, seconds: float | None = 0.0, start: str = "") -> None:
+        import filelock
+
+        self._path = path
+        lock = filelock.FileLock(path, thread_local=False, fallback_to_soft=False)
+        try:
+            lock.acquire(timeout=-1 if seconds is None else seconds, poll_interval=_POLL_SECONDS)
+        except filelock.Timeout as error:
+            raise LockedError from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            path.unlink(missing_ok=True)  # filelock has made it
+        self._lock, self.exists = lock, lock.is_locked
+        if self.exists:
+            note = {"pid": os.getpid(), "host": socket.gethostname(), "start": start}
+            path.write_text(json.dumps({**note, "since": time.strftime("%Y-%m-%d %H:%M:%S")}))
+
+    def close(self) -> None:
+        """Give the lock back; in a forked child, which doesn't have it, nothing happens."""
+        if self._lock.is_locked:
+            with suppress(OSError):
+                self._path.unlink()
+            self._lock.release()
+
+
+def _note(path: Path) -> dict[str, Any]:
+    """What the holder wrote of itself; empty where it hasn't yet."""
+    with suppress(OSError, ValueError):
+        note = json.loads(path.read_text())
+        return note if isinstance(note, dict) else {}
+    return {}
+
+
+def _holder(path: Path) -> str:
+    note = _note(path)
+    if "pid" not in note or "since" not in note:
+        return "another process"
+    return f"process {note['pid']} (since {note['since']}, on {note.get('host')})"
+
+
+@contextmanager
+def one_writer(path: Path, tell: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+    """Hold the lock file `path` for as long as the context lasts; may raise OSError."""
+    try:
+        lock = HeldLock(path)
+    except LockedError:
+        tell(f"waiting for {_holder(path)}, which prepares the same data")
+        lock = HeldLock(path, None)
+    with closing(lock):
+        yield
+
+
+@contextmanager
+def only_run_in(folder: Path, start: str = "", leads: bool = True) -> Iterator[None]:
+    """Hold a run's folder for as long as the context lasts, at once or not at all.
+
+    `start` is known to all ranks of one start and to no others. A rank that doesn't lead holds
+    nothing: it is refused as its leader is, where a run of another start has the folder.
+
+    Raises:
+        InputError: another run writes into it, or it can't be written.
+    """
+    path, lock = folder / RUN_LOCK, None
+    try:
+        if leads:  # a rank may be looking, or a killed run be on its way out
+            lock = HeldLock(path, _TRIES * _PAUSE_SECONDS, start)
+        elif _is_of_others(path, start):
+            raise InputError(f"output: {folder} is in use by another run; choose another")
+    except LockedError:
+        raise InputError(
+            f"output: {folder} is in use by {_holder(path)}, which trains in it; wait until that "
+            "run has ended, or choose another output"
+        ) from None
+    except OSError as error:
+        raise InputError(
+            f"output: {path} can't be locked: {error.strerror or error}; remove it, or choose "
+            "another output"
+        ) from error
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def _is_of_others(path: Path, start: str) -> bool:
+    """Whether the lock is held, and its holder's note goes on naming another start."""
+    for _ in range(_TRIES):  # the leader may have the lock and not yet its note in it
+        if not path.exists():
+            return False
+        try:
+            HeldLock(path).close()
+            return False
+        except LockedError:
+            if _note(path).get("start") == start:
+                return False
+        time.sleep(_PAUSE_SECONDS)
+    return True
+
+
+@contextmanager
+def alone_in(folder: Path, tell: Callable[[str], None]) -> Iterator[None]:
+    """Hold the folder of an experiment: two at once would disturb each other and mix their lines.
+
+    Raises:
+        InputError: it can't be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with one_writer(folder / "lock", tell):
+            yield
+    except OSError as error:
+        raise InputError(
+            f"output: can't write into {folder}: {error.strerror or error}; choose another folder"
+        ) from error
+
+
+@contextmanager
+def one_measurement(
+    tell: Callable[[str], None], budget_seconds: float | None = None
+) -> Iterator[None]:
+    """Measure alone on this machine: what other processes of this user measure is waited for.
+
+    Two measurements at once would disturb each other. Within one process they may be nested. Where
+    no lock can be had, nobody waits; the background load that is measured still shows the other.
+
+    Args:
+        tell: is told that and for whom this process waits.
+        budget_seconds: how long it waits at most.
+
+    Raises:
+        InputError: the other one hasn't ended within the budget.
+    """
+    global _measuring
+    if _measuring:
+        yield
+        return
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    folder = Path(environment.variable("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    path, lock = folder / f"hasten-{user}" / "measuring.lock", None
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            lock = HeldLock(path)
+        except LockedError:
+            other = f"{_holder(path)}, which measures on this machine"
+            tell(f"waiting for {other}")
+            try:
+                lock = HeldLock(path, budget_seconds)
+            except LockedError:
+                words = f"budget: waiting for {other} took all of it; start again"
+                raise InputError(words) from None
+    except OSError as error:
+        _LOG.debug("no lock for measurements in %s: %s", path.parent, error)
+    _measuring = True
+    try:
+        yield
+    finally:
+        _measuring = False
+        if lock is not None:
+            lock.close()
+
+
+@contextmanager
+def if_free(path: Path) -> Iterator[bool]:
+    """Hold the lock file `path` if nobody has it, without waiting; tells whether it is held.
+
+    Where there are no locks it can't be known, so the answer is no.
+    """
+    try:
+        lock = HeldLock(path)
+    except LockedError:
+        yield False
+        return
+    with closing(lock):
+        yield lock.exists
