@@ -19,7 +19,7 @@ from hasten.core.slot import Slot
 
 if TYPE_CHECKING:
     from hasten.core.facts import Facts
-    from hasten.machine.ways import Gain  # loads torch
+    from hasten.machine.gain import Gain
 
 # Settings that may change while a run goes on, between two steps, and who changes them.
 #
