@@ -68,6 +68,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "hasten.evidence.record:source_digest",
     ),
     "bf16_gain": (
+        "hasten.parts.nn.kernel_variants:bf16_gain",
         "hasten.techniques.kernel_figures:bf16_gain",
         "hasten.parts.nn.bf16_gain:bf16_gain",
         "hasten.machine.benchmark:bf16_gain",

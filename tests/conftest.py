@@ -23,23 +23,27 @@ import interpreted_triton  # noqa: F401  # before all that may import Triton
 import sample_data
 import suite_report
 import warm
-from hasten.machine import host, ways
-from hasten.parts.nn import kernel_ways
+from hasten.machine import host
+from hasten.parts.kernels import registry
+from hasten.parts.nn import kernel_variants
 
 SECONDS = {
-    kernel_ways.PASS_PLAIN: 0.24,
-    kernel_ways.PASS_FUSED: 0.20,
-    kernel_ways.PASS_HALF: 0.14,
-    kernel_ways.PASS_FUSED_HALF: 0.10,
-    kernel_ways.PLAIN_UPDATE: 0.02,
-    kernel_ways.OWN_UPDATE: 0.01,
+    kernel_variants.PASS_PLAIN: 0.24,
+    kernel_variants.PASS_FUSED: 0.20,
+    kernel_variants.PASS_HALF: 0.14,
+    kernel_variants.PASS_FUSED_HALF: 0.10,
+    kernel_variants.PLAIN_UPDATE: 0.02,
+    kernel_variants.OWN_UPDATE: 0.01,
 }
-FIGURES = ways.DeviceFigures(
+FIGURES = registry.DeviceFigures(
     "a processor",
     "2026-11-24T12:00:00+00:00",
     4.2,
-    {way.key: ways.WayProof(1e-6, way.bound) for way in SECONDS},
-    {way.key: ways.WayTimes((seconds,) * 6, 1e9 / seconds) for way, seconds in SECONDS.items()},
+    {each.key: registry.Verdict(1e-6, each.bound) for each in SECONDS},
+    {
+        each.key: registry.VariantTimes((seconds,) * 6, 1e9 / seconds)
+        for each, seconds in SECONDS.items()
+    },
 )
 
 # The same draws in every run, and no example has a time limit.
@@ -160,7 +164,7 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True)
 def _measured_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     """What kernels gain here is no test's business: a measurement takes four seconds."""
-    monkeypatch.setattr(ways, "figures_here", lambda device="cpu", fresh=False: FIGURES)
+    monkeypatch.setattr(registry, "figures_here", lambda device="cpu", fresh=False: FIGURES)
 
 
 @pytest.fixture

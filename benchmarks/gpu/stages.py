@@ -28,7 +28,8 @@ from gpu.rows import KERNELS, NAMES, ROWS, TESTS, Row, row_named
 from hasten.errors import InputError
 from hasten.machine import benchmark, host
 from hasten.machine.accelerators import datasheet
-from hasten.parts.nn.gpu_kernels import Verdict, names_on
+from hasten.parts.kernels import registry
+from hasten.parts.kernels.registry import Verdict
 from hasten.recipe import gpu_check
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -138,7 +139,7 @@ def _stage(
     seconds = min(CEILING_SECONDS, SHARE_FOR_CEILING * (until - time.monotonic()))
     found["machine"] = machine(device, seconds if row is not None and not rehearsal else 0.5)
     if name == KERNELS:
-        found |= kernels(device, path, rehearsal)
+        found |= kernels(device, rehearsal)
     elif row is None:
         found |= gpu_tests(until, rehearsal)
     else:
@@ -186,30 +187,30 @@ def machine(device: str, seconds: float) -> Found:
     }
 
 
-def kernels(device: str, path: Path | None, rehearsal: bool) -> Found:
+def kernels(device: str, rehearsal: bool) -> Found:
     """Each kernel on small inputs against float64, at the widths of the first row's model."""
-    names = names_on(device)
+    there = gpu_check.kernels_on(device)
     if rehearsal:  # a pretended device gives no numbers
-        return {"status": "complete", "said": f"{len(names)} kernels to try", "verdicts": []}
+        return {"status": "complete", "said": f"{len(there)} kernels to try", "verdicts": []}
     sizes = gpu_check.sizes_of(facts_of(ROWS[0], device, [1]).model)
-    where = path.parent if path else gpu_check.FOLDER
-    gpu = host.accelerator_words(device)
-    verdicts = gpu_check.kept_or_tried(names, sizes, device, gpu, folder=where, again=True)
-    good = sum(verdict.good for verdict in verdicts)
+    verdicts = registry.figures_of(there, device, sizes, fresh=True).proofs
+    good = sum(not verdict.failed for verdict in verdicts.values())
     return {
-        "status": "complete" if good == len(names) else "failed",
-        "said": f"{good} of {len(names)} are right",
-        "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
-        "silent": sorted(set(names) - {verdict.kernel for verdict in verdicts}),
+        "status": "complete" if good == len(there) else "failed",
+        "said": f"{good} of {len(there)} are right",
+        "verdicts": [
+            {"kernel": name, "why": verdict.failed, "repeats": verdict.repeats}
+            for name, verdict in verdicts.items()
+        ],
+        "silent": sorted({kernel.key for kernel in there} - set(verdicts)),
     }
 
 
-def kept_verdicts(path: Path | None) -> list[Verdict]:
+def kept_verdicts(path: Path | None) -> dict[str, Verdict]:
     """What the stage of kernels found, if it has run; rows go without those that failed."""
     file = path.with_name(f"{KERNELS}.json") if path else None
-    if file is None or not file.exists():
-        return []
-    return [Verdict(**verdict) for verdict in json.loads(file.read_text()).get("verdicts", [])]
+    rows = json.loads(file.read_text()).get("verdicts", []) if file and file.exists() else []
+    return {row["kernel"]: Verdict(failed=row["why"], repeats=row["repeats"]) for row in rows}
 
 
 def gpu_tests(until: float, rehearsal: bool) -> Found:

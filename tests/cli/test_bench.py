@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hasten.machine import ways
-from hasten.parts.nn import kernel_ways
+from hasten.parts.kernels import registry
+from hasten.parts.nn import kernel_variants
 from sample_data import small
 
 Hasten = Callable[..., tuple[int, str, str]]
@@ -61,14 +61,14 @@ def test_bench_shows_what_kernels_gain_and_what_is_wrong_and_measures_again_when
     hasten: Hasten, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
-    usual = ways.figures_here()
-    wrong = {kernel_ways.PASS_HALF.key: ways.WayProof(0.5, 0.2)}
+    usual = registry.figures_here()
+    wrong = {kernel_variants.PASS_HALF.key: registry.Verdict(0.5, 0.2)}
 
-    def figures(device: str, fresh: bool) -> ways.DeviceFigures:
+    def figures(device: str, fresh: bool) -> registry.DeviceFigures:
         asked.append(fresh)
         return replace(usual, proofs={**usual.proofs, **wrong})
 
-    monkeypatch.setattr(ways, "figures_here", figures)
+    monkeypatch.setattr(registry, "figures_here", figures)
     code, out, err = hasten("bench", "--device", "cpu", "--seconds", 0)
     assert (code, err) == (0, "")
     assert "2.40× [2.40, 2.40]" in out

@@ -25,11 +25,12 @@ from hasten.integrations.batches import row_sizes
 from hasten.integrations.speed_up import WATCHED_STEPS, SpeedNote
 from hasten.integrations.transformers import TrainerTechniques
 from hasten.machine.environment import World
-from hasten.machine.ways import Gain
+from hasten.machine.gain import Gain
 from hasten.measure import choose
 from hasten.measure.choose import Choice, ChoiceRow, _remember
+from hasten.parts.nn import kernel_variants
 from hasten.recipe.schema import AutoPlan
-from hasten.techniques import kernel_figures, precision
+from hasten.techniques import precision
 from hasten.techniques.collate import Packed
 from hosts.test_techniques_in_the_trainer import as_others_have_them, collate, compiles
 from tiny import tiny_model
@@ -213,7 +214,7 @@ def test_without_a_race_the_figures_of_the_machine_decide_and_the_speed_is_compa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slower = Gain(0.8, 0.7, 0.9, 6)
-    monkeypatch.setattr(kernel_figures, "layers_gain", lambda device: slower)
+    monkeypatch.setattr(kernel_variants, "layers_gain", lambda device: slower)
     monkeypatch.setattr(precision, "_slow_bf16", lambda facts: ())  # as if this one had bf16
     trainer = trainer_of(tmp_path)
     hasten.speed_up(trainer)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten.parts.kernels import adamw, adamw_reference, low_bit, refused
+from hasten.parts.kernels import adamw, adamw_reference, low_bit, registry
 from hasten.parts.kernels.adamw import TensorUpdate, dice_key, rule_of
 from hasten.parts.optim import compact_adamw, fused_adamw
 from hasten.parts.optim.compact_adamw import CompactAdamW
@@ -46,7 +46,7 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Processors take the kernel, too."""
     monkeypatch.setattr(adamw, "_why_no_triton", lambda device: "")
     yield monkeypatch
-    refused.allow_all()
+    registry.allow_all()
 
 
 def drawn(count: int, seed: int = 0) -> Tensor:
@@ -262,8 +262,8 @@ def test_a_run_goes_on_where_the_kernel_is_missing(moments: str) -> None:
     optimizer = CompactAdamW(weights, moments=moments, **SETTINGS)
     steps(optimizer, weights, 2)
     before = {k: (v.shape, v.dtype) for k, v in optimizer.state[weights[0]].items() if k != "step"}
-    refused.refuse(adamw.COMPACT, "wrong")
-    refused.refuse(adamw.PLAIN, "wrong")
+    registry.refuse(adamw.COMPACT, "wrong")
+    registry.refuse(adamw.PLAIN, "wrong")
     found = steps(optimizer, weights, 2, first=2)
     after = {k: (v.shape, v.dtype) for k, v in optimizer.state[weights[0]].items() if k != "step"}
     assert before == after
@@ -342,7 +342,7 @@ def test_one_pass_moves_as_torch_does_and_divides_once() -> None:
 def test_one_pass_goes_on_where_its_kernel_is_refused() -> None:
     start = some_weights()
     expected = steps(FusedAdamW(start, **SETTINGS), start, 2)
-    refused.refuse(adamw.PLAIN, "wrong")
+    registry.refuse(adamw.PLAIN, "wrong")
     again = some_weights()
     found = steps(FusedAdamW(again, **SETTINGS), again, 2)
     for one, other in zip(found, expected, strict=True):

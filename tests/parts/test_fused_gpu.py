@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hasten.parts.data.collate import packed
-from hasten.parts.kernels import refused, rowwise
+from hasten.parts.kernels import registry, rowwise
 from hasten.parts.nn import fused_functions, fused_gpu
 from hasten.parts.nn.fused_layers import ARCHITECTURES, fuse_layers
 from triton_marks import DEVICE, needs_triton, on_gpu
@@ -244,11 +244,11 @@ def test_a_model_trains_the_same_without_a_refused_kernel(
     expected = outcome(plain, batch)
     for name in OPERATORS[kernel]:
         monkeypatch.setattr(fused_gpu, name, lambda *given: pytest.fail("it was refused"))
-    refused.refuse(kernel, "wrong")
+    registry.refuse(kernel, "wrong")
     try:
         found = distance(outcome(other, batch), expected)
     finally:
-        refused.allow_all()
+        registry.allow_all()
     assert {n: e for n, e in found.items() if e > 2e-5} == {}
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hasten.parts.comm import codecs
-from hasten.parts.kernels import refused
+from hasten.parts.kernels import registry
 from hasten.parts.nn import attention, fused_functions, fused_gpu
 from hasten.parts.nn.fused_layers import why_not
 from hasten.techniques.layers import FusedLayers
@@ -98,12 +98,12 @@ def test_a_refused_kernel_leaves_its_layer_to_torch(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fused_functions, "backend", lambda x: fused_gpu)
     monkeypatch.setattr(fused_gpu, "fits", lambda *tensors: True)
     x = torch.randn(2, 8)
-    refused.refuse("swiglu", "wrong by 3 %")
+    registry.refuse("swiglu", "wrong by 3 %")
     try:
         assert not fused_functions.fits("swiglu", x, x)
         assert fused_functions.fits("rms_norm", x, x)
     finally:
-        refused.allow_all()
+        registry.allow_all()
     assert fused_functions.fits("swiglu", x, x)
 
 

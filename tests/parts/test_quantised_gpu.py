@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
-from hasten.parts.kernels import refused
+from hasten.parts.kernels import registry
 from hasten.parts.nn import quantised, quantised_gpu
 from hasten.parts.nn.quantised import (
     E4M3,
@@ -58,7 +58,7 @@ def _rounds_as_a_gpu() -> Iterator[None]:
 def on_gpu_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor's tensors go the GPU's way."""
     if DEVICE == "cpu":
-        runs = lambda kernel, x: not refused.is_refused(kernel)  # noqa: E731
+        runs = lambda kernel, x: not registry.is_refused(kernel)  # noqa: E731
         monkeypatch.setattr(quantised_gpu, "_runs", runs)
 
 
@@ -196,13 +196,13 @@ def test_a_layer_and_its_gradients_are_those_of_the_eager_way(
     found = []
     for refuses in (True, False):
         if refuses:
-            refused.refuse(quantised_gpu.FLOAT8, "wrong")
+            registry.refuse(quantised_gpu.FLOAT8, "wrong")
         try:
             x, weight = (t.clone().requires_grad_() for t in given)
             y = linear(x, weight, None, HARDWARE)
             found.append((y, *torch.autograd.grad(y, (x, weight), dy)))
         finally:
-            refused.allow_all()
+            registry.allow_all()
         if refuses:
             assert not calls, "what is refused isn't run"
     for one, other in zip(*found, strict=True):
@@ -431,11 +431,11 @@ def test_a_quantised_layer_widens_in_one_pass_unless_that_is_refused(
     dy = draw(5, 33, dtype=torch.bfloat16)
     (dx,) = torch.autograd.grad(y, x, dy)
     assert calls == {f"widen_{kind}": 2}
-    refused.refuse(quantised_gpu.WIDENING, "wrong")
+    registry.refuse(quantised_gpu.WIDENING, "wrong")
     try:
         eager = layer(x)
         same(eager, y)
         same(torch.autograd.grad(eager, x, dy)[0], dx)
     finally:
-        refused.allow_all()
+        registry.allow_all()
     assert calls == {f"widen_{kind}": 2}

@@ -10,15 +10,16 @@ import pytest
 from hasten.core.facts import Facts, RecordFacts
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
-from hasten.machine import ways
 from hasten.machine.environment import World
+from hasten.machine.gain import Gain
 from hasten.machine.host import Accelerator
-from hasten.machine.ways import Gain, WayProof
-from hasten.parts.nn import fused_layers
+from hasten.parts.kernels import registry
+from hasten.parts.kernels.registry import Verdict
+from hasten.parts.nn import fused_layers, kernel_variants
 from hasten.recipe.build import facts_of
 from hasten.recipe.candidates import candidates, first_plan, fitted_to_memory
 from hasten.recipe.schema import Recipe
-from hasten.techniques import kernel_figures, layers, precision
+from hasten.techniques import layers, precision
 from hasten.techniques.loss import LabelledTokenLoss
 
 
@@ -117,14 +118,14 @@ def test_what_memory_needs_joins_and_is_told() -> None:
 def test_a_technique_whose_kernel_is_wrong_is_left_out_with_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = ways.proofs_here("cpu")
+    right = registry.proofs_here("cpu")
     broken = {
-        key: WayProof(0.3, 1e-5) if key.startswith(("gated SiLU: hasten", "update")) else proof
+        key: Verdict(0.3, 1e-5) if key.startswith(("gated SiLU: hasten", "update")) else proof
         for key, proof in right.items()
     }
     known = facts(60, 400)
     sound = names(first_plan(candidates(recipe(), known, "rounding"), Plan(), known))
-    monkeypatch.setattr(ways, "proofs_here", lambda device: broken)
+    monkeypatch.setattr(registry, "proofs_here", lambda device: broken)
     found = {c.technique.name(): c for c in candidates(recipe(), known, "rounding")}
     for name, kernel in (("fused_layers", "gated SiLU"), ("fused_adamw", "update by AdamW")):
         assert name in sound
@@ -140,7 +141,7 @@ def test_layers_that_were_measured_to_be_slower_are_left_out(
 ) -> None:
     slower = Gain(0.8, 0.7, 0.9, 6)
     for name in ("layers_gain", "update_gain"):
-        monkeypatch.setattr(kernel_figures, name, lambda device: slower)
+        monkeypatch.setattr(kernel_variants, name, lambda device: slower)
     found = {c.technique.name(): c for c in candidates(recipe(), facts(60, 400), "rounding")}
     for name in ("fused_layers", "fused_adamw"):
         assert found[name].refused
@@ -153,17 +154,17 @@ def test_on_a_pretended_gpu_a_kernel_that_fails_its_first_use_is_left_out(
     """The proofs of the GPU that is pretended; how they are made is the same code on any device."""
     asked: list[str] = []
 
-    def proofs(device: str) -> dict[str, WayProof]:
+    def proofs(device: str) -> dict[str, Verdict]:
         asked.append(device)
-        failed = WayProof(failed="no kernel image is available for execution on the device")
-        return {way.key: failed if way.own else WayProof(0, 1) for way in ways.registered()}
+        failed = Verdict(failed="no kernel image is available for execution on the device")
+        return {each.key: failed if each.own else Verdict(0, 1) for each in registry.variants()}
 
     known = facts(60, 400)
     gpu = Accelerator("a GPU", 80 * 10**9, "9.0")
     known = replace(known, device="cuda:0", hardware=replace(known.hardware, accelerators=(gpu,)))
     monkeypatch.setattr(fused_layers, "why_not", lambda device: "")
-    monkeypatch.setattr(kernel_figures, "_is_here", lambda device: True)
-    monkeypatch.setattr(ways, "proofs_here", proofs)
+    monkeypatch.setattr(registry, "is_here", lambda device: True)
+    monkeypatch.setattr(registry, "proofs_here", proofs)
     found = {c.technique.name(): c for c in candidates(recipe(), known, "rounding")}
     assert set(asked) == {"cuda:0"}
     assert found["fused_layers"].refused
@@ -173,8 +174,8 @@ def test_on_a_pretended_gpu_a_kernel_that_fails_its_first_use_is_left_out(
 
 def test_of_a_device_that_is_not_here_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(ways, "proofs_here", lambda device: pytest.fail("it was proven"))
-    monkeypatch.setattr(ways, "figures_here", lambda device: pytest.fail("it was measured"))
+    monkeypatch.setattr(registry, "proofs_here", lambda device: pytest.fail("it was proven"))
+    monkeypatch.setattr(registry, "figures_here", lambda device: pytest.fail("it was measured"))
     known = replace(facts(60, 400), device="cuda:0")
-    assert kernel_figures.faults(known, *layers.KERNELS) == ()
-    assert kernel_figures.bf16_gain("cuda:0") is kernel_figures.layers_gain("cuda:0") is None
+    assert registry.faults(known.device, *layers.KERNELS) == ()
+    assert kernel_variants.bf16_gain("cuda:0") is kernel_variants.layers_gain("cuda:0") is None

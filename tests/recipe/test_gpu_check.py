@@ -18,23 +18,22 @@ import pytest
 import torch
 
 from hasten.cli import doctor
-from hasten.core.facts import ModelFacts
+from hasten.core.facts import Facts, ModelFacts
 from hasten.machine import host
-from hasten.parts.kernels import adamw, refused
-from hasten.parts.nn import attention, gpu_kernels, quantised
-from hasten.parts.nn.gpu_kernels import KERNELS, Sizes, Verdict, checked_kernel, kernel_named
+from hasten.parts.kernels import registry
+from hasten.parts.kernels.registry import Sizes, Verdict, checked, difference, figures_of
+from hasten.parts.nn import attention, gpu_kernels, kernel_variants, quantised  # noqa: F401
 from hasten.recipe import build, gpu_check
-from hasten.recipe.gpu_check import Limits, apply, check_kernels, kept_or_tried, sizes_of
+from hasten.recipe.gpu_check import apply, check_kernels, sizes_of
 from hasten.recipe.schema import Recipe
 from interpreted_triton import round_as_a_gpu
 from ranks import on_ranks
 from sample_data import small
 from tiny import job_facts, language_job
 
-TRITON = ("rms_norm", "swiglu", "rotate", "codec", "float8_rounding", "widening")
-TRITON += (adamw.PLAIN, adamw.COMPACT)
-HERE = [kernel.name for kernel in KERNELS if not kernel.name.startswith("liger")]
-SMALL = Sizes(hidden=40, between=56, heads=4, groups=2, head=16, rows=5)
+KERNELS = {kernel.key: kernel for kernel in registry.gpu_kernels()}
+HERE = [name for name in KERNELS if not name.startswith("liger")]
+SMALL = Sizes(hidden=40, between=56, heads=4, groups=2, head=16, lengths=(2, 3))
 FAULTS = {
     "wrong": r"float32: off by 0\.1 of the largest number, at most 6e-06",
     "nan": "float32: 1 of 280 numbers are infinite or NaN where they shouldn't be",
@@ -50,29 +49,30 @@ needs_triton = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _nothing_refused() -> Any:
     yield
-    refused.allow_all()
+    registry.allow_all()
 
 
 @needs_triton
 @pytest.mark.parametrize("name", HERE)
 def test_a_kernel_agrees_with_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     round_as_a_gpu(monkeypatch)
-    assert checked_kernel(kernel_named(name), SMALL, "cpu") == Verdict(name)
+    found = checked(KERNELS[name], SMALL, "cpu")
+    assert found.fault == found.failed == ""
+    assert found.repeats
 
 
 @pytest.mark.parametrize("wrong", [1.02, float("nan")])
 def test_a_bound_is_met_by_little(wrong: float) -> None:
     """A result that is off by a fiftieth in one number is found in every format."""
-    for kernel in KERNELS:
+    for kernel in KERNELS.values():
         for bound in kernel.bounds.values():
             truth = torch.full((9,), 3.0, dtype=torch.float64)
             found = truth.clone()
             found[4] *= wrong
-            small = gpu_kernels._difference(truth * (1 + bound / 2), truth, bound)
-            assert small == ""
+            assert difference(truth * (1 + bound / 2), truth, of_largest=True)[0] <= bound
             if bound < 0.02 or wrong != wrong:
-                assert gpu_kernels._difference(found, truth, bound)
-    assert "shape" in gpu_kernels._difference(torch.ones(2), torch.ones(3), 0.1)
+                assert difference(found, truth, of_largest=True)[0] > bound
+    assert "shape" in difference(torch.ones(2), torch.ones(3))[1]
 
 
 @pytest.mark.parametrize("name", ["varlen_attention", "grouped_mm"])
@@ -90,7 +90,7 @@ def test_a_kernel_that_mixes_up_its_inputs_is_found(
     monkeypatch.setattr(
         torch.nn.functional, "grouped_mm", lambda x, w, offs: true_product(x, w.flip(0), offs=offs)
     )
-    assert "off by" in checked_kernel(kernel_named(name), SMALL, "cpu").why
+    assert "off by" in checked(KERNELS[name], SMALL, "cpu").failed
 
 
 class TriedError(Exception):
@@ -121,29 +121,28 @@ def test_kernels_are_tried_before_a_job_is_made(
 
 
 class Child:
-    """The command of a child process with planted faults, and how often it was started."""
+    """The registry's child process with planted faults, and how often it was started."""
 
-    def __init__(self, folder: Path, faults: dict[str, str], **more: Any) -> None:
-        self.starts = folder / "starts"
-        plan = folder / "plan.json"
-        plan.write_text(json.dumps({"faults": faults, "starts": str(self.starts), **more}))
-        script = Path(__file__).parents[1] / "planted_kernels.py"
-        self.command = (sys.executable, str(script), str(plan))
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.starts, self._plan = folder / "starts", folder / "plan.json"
         self.folder = folder / "kept"
-        self.kernel_seconds = 6.0 if "hangs" in faults.values() else 100.0
+        script = Path(__file__).parents[1] / "planted_kernels.py"
+        monkeypatch.setattr(registry, "COMMAND", (sys.executable, str(script), str(self._plan)))
+        monkeypatch.setattr(registry, "FOLDER", self.folder)
+        monkeypatch.setattr(registry, "KERNEL_SECONDS", 6.0)
+        self.plan()
 
-    def verdicts(self, names: tuple[str, ...] = ("swiglu", "plain_norm"), **more: Any) -> Any:
-        limits = Limits(120.0, self.kernel_seconds)
-        return kept_or_tried(
-            names,
-            SMALL,
-            "cpu",
-            "a GPU",
-            folder=self.folder,
-            command=self.command,
-            limits=limits,
-            **more,
+    def plan(self, faults: dict[str, str] | None = None, **more: Any) -> None:
+        self._plan.write_text(
+            json.dumps({"faults": faults or {}, "starts": str(self.starts), **more})
         )
+
+    def verdicts(self, *names: str, **more: Any) -> dict[str, Verdict]:
+        """As in a process of its own, of which the child computes on the processor."""
+        registry._MEMORY.clear()
+        kernels = [replace(KERNELS[name], why_not=lambda device: "") for name in names]
+        found = figures_of(kernels, "cpu:0", SMALL, **more).proofs
+        return {name: verdict for name, verdict in found.items() if name in names}
 
     @property
     def asked(self) -> list[list[str]]:
@@ -151,64 +150,77 @@ class Child:
         return [json.loads(line)["kernels"] for line in lines]
 
 
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Child:
+    return Child(tmp_path, monkeypatch)
+
+
+BOTH = ("swiglu", "plain_norm")
+
+
 @needs_triton
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found_and_the_others_are_tried_all_the_same(
-    fault: str, tmp_path: Path
+    fault: str, child: Child, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child = Child(tmp_path, {"swiglu": fault})
-    bad, good = child.verdicts()
-    assert good == Verdict("plain_norm")
-    assert bad.kernel == "swiglu"
-    assert re.match(FAULTS[fault], bad.why), bad.why
+    if fault != "hangs":
+        monkeypatch.setattr(registry, "KERNEL_SECONDS", 100.0)
+    child.plan({"swiglu": fault})
+    found = child.verdicts(*BOTH)
+    assert list(found) == list(BOTH)
+    assert not found["plain_norm"].fault
+    assert re.match(FAULTS[fault], found["swiglu"].failed), found["swiglu"].failed
     lost = fault in ("hangs", "takes its process along")
-    assert child.asked == [["swiglu", "plain_norm"], *([["plain_norm"]] if lost else [])]
+    assert child.asked == [list(BOTH), *([["plain_norm"]] if lost else [])]
 
 
 @needs_triton
 def test_a_verdict_is_kept_until_something_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    child: Child, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child = Child(tmp_path, {"swiglu": "wrong"})
-    first = child.verdicts()
-    assert child.verdicts() == first
+    monkeypatch.setattr(registry, "KERNEL_SECONDS", 100.0)
+    child.plan({"swiglu": "wrong"})
+    first = child.verdicts(*BOTH)
+    assert child.verdicts(*BOTH) == first
     assert len(child.asked) == 1
-    assert child.verdicts(again=True) == first  # what was refused is tried again, and nothing else
+    assert child.verdicts(*BOTH, retry=True) == first  # what failed is tried again, nothing else
     assert child.asked[1:] == [["swiglu"]]
-    monkeypatch.setattr(gpu_check, "_version", lambda package: "another")
-    child.verdicts()
+    (kept,) = child.folder.glob("*.json")
+    kept.write_text("{")  # cut off
+    child.verdicts(*BOTH)
     assert len(child.asked) == 3
-    (newest, *_) = sorted(child.folder.glob("*.json"), key=lambda f: -f.stat().st_mtime_ns)
-    newest.write_text("{")  # cut off
-    child.verdicts()
-    assert len(child.asked) == 4
 
 
 @needs_triton
-def test_a_kernel_that_gives_other_bits_may_be_used_and_is_noted(tmp_path: Path) -> None:
-    (found, _) = Child(tmp_path, {"swiglu": "differs each time"}).verdicts()
-    assert found == Verdict("swiglu", repeats=False)
+def test_a_kernel_that_gives_other_bits_may_be_used_and_is_noted(
+    child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "KERNEL_SECONDS", 100.0)
+    child.plan({"swiglu": "differs each time"})
+    found = child.verdicts("swiglu")["swiglu"]
+    assert not found.fault
+    assert not found.repeats
 
 
-def test_a_child_that_cannot_start_says_nothing_about_kernels(tmp_path: Path) -> None:
-    child = Child(tmp_path, {}, **{"does not start": True})
-    assert child.verdicts() == []
+def test_a_child_that_cannot_start_says_nothing_about_kernels(child: Child) -> None:
+    child.plan(**{"does not start": True})
+    assert child.verdicts(*BOTH) == {}
     assert len(child.asked) == 1
 
 
-def test_nothing_is_kept_where_nothing_can_be_written(tmp_path: Path) -> None:
-    child = Child(tmp_path, {})
+def test_nothing_is_kept_where_nothing_can_be_written(child: Child) -> None:
     child.folder.write_text("a file")
-    assert child.verdicts(("fused_adamw",)) == [Verdict("fused_adamw")]
+    assert not child.verdicts("fused_adamw")["fused_adamw"].fault
 
 
 def test_a_refusal_is_one_sentence_and_something_else_runs() -> None:
-    bad = Verdict("scaled_mm", "bfloat16: off by 0.3 of the largest number, at most 0.0078")
-    assert apply([bad, Verdict("swiglu")], "NVIDIA H100 (9.0)") == [
+    bad = Verdict(failed="bfloat16: off by 0.3 of the largest number, at most 0.0078")
+    assert apply({"scaled_mm": bad, "swiglu": Verdict()}, "NVIDIA H100 (9.0)") == [
         "scaled_mm isn't used on NVIDIA H100 (9.0): bfloat16: off by 0.3 of the largest number, at "
         "most 0.0078; products run in bf16, at half the speed that float8 can have"
     ]
-    assert dict(refused.reasons()) == {"scaled_mm": bad.why}
+    assert registry.is_refused("scaled_mm")
+    assert not registry.is_refused("swiglu")
     layers = quantised.Float8Layers()
     model = torch.nn.Sequential(torch.nn.Linear(32, 16))
     layers.attach(model)
@@ -219,9 +231,9 @@ def test_a_refusal_is_one_sentence_and_something_else_runs() -> None:
 
 
 def test_every_kernel_has_something_in_its_place() -> None:
-    for kernel in KERNELS:
+    for kernel in KERNELS.values():
         assert " run" in kernel.instead or "make" in kernel.instead
-        assert kernel.missing("mps"), "there is nothing to try on other devices"
+        assert kernel.why_not("mps"), "there is nothing to try on other devices"
 
 
 def test_sizes_are_the_models_own() -> None:
@@ -231,47 +243,67 @@ def test_sizes_are_the_models_own() -> None:
 
 
 @pytest.fixture
-def on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Child:
+def on_a_gpu(child: Child, monkeypatch: pytest.MonkeyPatch) -> Facts:
     """As ``check_kernels`` sees a GPU: the child computes on the processor all the same."""
-    child = Child(tmp_path, {"swiglu": "wrong"})
-    monkeypatch.setattr(gpu_check, "COMMAND", child.command)
-    monkeypatch.setattr(gpu_check, "names_on", lambda device: ["swiglu", "fused_adamw"])
+    child.plan({"swiglu": "wrong"})
+    mine = [replace(KERNELS[n], why_not=lambda device: "") for n in ("swiglu", "fused_adamw")]
+    monkeypatch.setattr(registry, "KERNEL_SECONDS", 100.0)
+    monkeypatch.setattr(registry, "gpu_kernels", lambda: mine)
+    monkeypatch.setattr(registry, "_name", lambda device: "NVIDIA H100")
     monkeypatch.setattr(host, "accelerator_words", lambda device: "NVIDIA H100 (9.0)")
-    usual = gpu_check.kept_or_tried
+    usual = registry._in_children
 
-    def here(names: Any, sizes: Any, device: str, gpu: str, tell: Any, *, again: bool) -> Any:
+    def on_the_processor(names: list[str], sizes: Sizes, device: str) -> Any:
         assert device == "cuda:1"
-        more = {"folder": child.folder, "command": child.command}
-        return usual(names, SMALL, "cpu", gpu, tell, again=again, **more)
+        return usual(names, SMALL, "cpu")
 
-    monkeypatch.setattr(gpu_check, "kept_or_tried", here)
-    return child
+    monkeypatch.setattr(registry, "_in_children", on_the_processor)
+    return replace(job_facts(language_job()), device="cuda:1")
 
 
 @needs_triton
-def test_a_run_hears_of_what_is_refused_and_a_processor_of_nothing(on_a_gpu: Child) -> None:
-    known, told = job_facts(language_job()), []
-    assert check_kernels(known, told.append) == []
-    found = check_kernels(replace(known, device="cuda:1"), told.append)
-    assert [v.kernel for v in found if v.good] == ["fused_adamw"]
+def test_a_run_hears_of_what_is_refused_and_a_processor_of_nothing(on_a_gpu: Facts) -> None:
+    told: list[str] = []
+    assert check_kernels(replace(on_a_gpu, device="cpu"), told.append) == {}
+    found = check_kernels(on_a_gpu, told.append)
+    assert [name for name, verdict in found.items() if not verdict.fault] == ["fused_adamw"]
     begins, sentence = told
     assert begins == "trying 2 kernels on NVIDIA H100 (9.0), once for it and these versions"
     assert sentence.startswith("swiglu isn't used on NVIDIA H100 (9.0): float32: off by 0.1 of")
     assert sentence.endswith("torch's silu and product run, which move 5 numbers for 3")
-    assert refused.is_refused("swiglu")
+    assert registry.is_refused("swiglu")
     told.clear()
-    check_kernels(replace(known, device="cuda:1"), told.append)
+    check_kernels(on_a_gpu, told.append)
     assert told == [sentence], "the verdict was kept"
 
 
 @needs_triton
-def test_doctor_tells_of_each_kernel(on_a_gpu: Child, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_tells_of_each_kernel(on_a_gpu: Facts, capsys: pytest.CaptureFixture[str]) -> None:
     checks = doctor._Checks()
-    doctor._gpu(replace(job_facts(language_job()), device="cuda:1"), checks)
+    doctor._gpu(on_a_gpu, checks)
     _, refusal, good = capsys.readouterr().out.splitlines()
     assert refusal.startswith("warn gpu kernels  swiglu isn't used on NVIDIA H100 (9.0): ")
     assert good == "ok   gpu kernels  agree with float64 on NVIDIA H100 (9.0): fused_adamw"
     assert not checks.failed, "a run goes on without the kernel"
+
+
+@needs_triton
+def test_a_variant_on_a_gpu_is_tried_without_what_is_refused_there(
+    child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "variants", lambda: (kernel_variants.PASS_FUSED,))
+    registry.refuse("swiglu", "wrong")
+    assert registry.faults("cpu:0", kernel_variants.PASS) == ()
+    assert json.loads(child.starts.read_text())["refused"] == {"swiglu": "wrong"}
+
+
+def test_a_variant_that_no_process_could_try_is_not_used(
+    child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child.plan(**{"does not start": True})
+    monkeypatch.setattr(registry, "variants", lambda: (kernel_variants.PASS_FUSED,))
+    (fault,) = registry.faults("cpu:0", kernel_variants.PASS)
+    assert "can't be used: it can't run here: no process that tries it could be started" in fault
 
 
 def test_experts_are_taken_one_by_one_where_groups_are_refused() -> None:
@@ -281,7 +313,7 @@ def test_experts_are_taken_one_by_one_where_groups_are_refused() -> None:
     before = model.config._experts_implementation
     gpu_check.without_refused(model)
     assert model.config._experts_implementation == before == "grouped_mm"
-    refused.refuse("grouped_mm", "wrong")
+    registry.refuse("grouped_mm", "wrong")
     gpu_check.without_refused(model)
     assert model.config._experts_implementation == "eager"
 

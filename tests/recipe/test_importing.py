@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from foreign_configs import ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINING_ARGUMENTS
 from hasten.cli.import_ import import_
 from hasten.errors import InputError
-from hasten.machine.ways import Gain
+from hasten.machine.gain import Gain
 from hasten.recipe.importers import FORMATS, ImportedRecipe, read
 from hasten.recipe.schema import load_recipe
 from hasten.recipe.yaml_reader import check_keys

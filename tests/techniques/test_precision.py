@@ -16,8 +16,8 @@ from hasten.core.state import restore, state_of
 from hasten.core.step import NotFiniteError, training
 from hasten.errors import InputError
 from hasten.machine.environment import World
+from hasten.machine.gain import Gain
 from hasten.machine.host import Accelerator
-from hasten.machine.ways import Gain
 from hasten.parts.distributed.local_shards import LocalShards
 from hasten.parts.nn.quantised import Float8Layers, Rounding
 from hasten.techniques import precision

@@ -135,11 +135,11 @@ def _kernels(checks: _Checks) -> None:
 def _gpu(known: Facts, checks: _Checks) -> None:
     """The GPU's kernels, each tried on small inputs; what was refused before is tried again."""
     found = check_kernels(known, lambda text: checks.note("gpu kernels", text, "warn"), again=True)
-    good = [verdict.kernel for verdict in found if verdict.good]
+    good = [name for name, verdict in found.items() if not verdict.fault]
     if good:
         where = host.accelerator_words(known.device)
         checks.note("gpu kernels", f"agree with float64 on {where}: {', '.join(good)}")
-    if unsteady := [v.kernel for v in found if v.good and not v.repeats]:
+    if unsteady := [name for name in good if not found[name].repeats]:
         checks.note("gpu kernels", f"give other bits each time: {', '.join(unsteady)}", "warn")
 
 

@@ -16,7 +16,7 @@ from hasten.core import facts
 from hasten.core.facts import Facts
 from hasten.errors import InputError
 from hasten.formatting import size
-from hasten.machine import host, ways
+from hasten.machine import host
 from hasten.machine.accelerators import datasheet
 from hasten.machine.benchmark import (
     DiskSpeed,
@@ -26,7 +26,8 @@ from hasten.machine.benchmark import (
     measure,
     measure_disk,
 )
-from hasten.machine.ways import DeviceFigures
+from hasten.parts.kernels import registry
+from hasten.parts.kernels.registry import DeviceFigures
 from hasten.progress import Display
 from hasten.recipe.peak_flops import device_name, read_rates, write_rates
 from hasten.training.recording import machine_facts
@@ -55,7 +56,7 @@ def bench(
     except ValueError as error:
         raise InputError(f"--dtype: {error}") from error
     writable("--json", json_out)
-    show_kernels(ways.figures_here(known.device, fresh))
+    show_kernels(registry.figures_here(known.device, fresh))
     if not seconds:
         return
     with Display() as display:
@@ -74,29 +75,29 @@ def bench(
 
 
 def show_kernels(figures: DeviceFigures) -> None:
-    """Each way of each operation: its rate, its speed beside the first one, its largest error."""
+    """Each variant of each operation: rate, speed next to the first one's, largest error."""
     table = Table(show_edge=False)
     for name in ("operation", "way", "rate", "speed [95 %]", "error", "allowed"):
         table.add_column(name, no_wrap=True)
     first: dict[str, str] = {}
-    for way in ways.registered():
-        proof, times = figures.proofs.get(way.key), figures.times.get(way.key)
+    for variant in registry.variants():
+        proof, times = figures.proofs.get(variant.key), figures.times.get(variant.key)
         if proof is None or proof.absent:
             continue
-        name = way.operation.name
+        name = variant.operation.name
         opens = name not in first
-        base = first.setdefault(name, way.key)
-        gain = None if opens else figures.gain(base, way.key)
-        unit = {"byte": "GB/s"}.get(way.operation.unit, f"G{way.operation.unit}/s")
+        base = first.setdefault(name, variant.key)
+        gain = None if opens else figures.gain(base, variant.key)
+        unit = {"byte": "GB/s"}.get(variant.operation.unit, f"G{variant.operation.unit}/s")
         rate = "" if times is None else f"{times.rate / 1e9:.4g} {unit}"
         errors = (f"{proof.error:.1e}", f"{proof.bound:.0e}")
-        table.add_row(name if opens else "", way.name, rate, str(gain or ""), *errors)
+        table.add_row(name if opens else "", variant.name, rate, str(gain or ""), *errors)
     console = Console(highlight=False, width=None if Console().is_terminal else 120)
     console.print(table)
-    for way in ways.registered():
-        proof = figures.proofs.get(way.key)
+    for variant in registry.variants():
+        proof = figures.proofs.get(variant.key)
         if proof is not None and proof.fault:
-            console.print(f"{way.key}: {proof.fault}; it is left out of plans", markup=False)
+            console.print(f"{variant.key}: {proof.fault}; it is left out of plans", markup=False)
     console.print(
         f"{figures.device}, one thread, {figures.cpu_seconds:.1f} s of processor time, "
         f"{figures.measured_at}; hasten bench --fresh measures again",
@@ -176,7 +177,7 @@ def hardware(
     here = facts.seen_at_start()
     rates = read_rates(rates_file, here) if rates_file is not None else None
     machine, speed = machine_facts(), _speed(disk) if measure else "not measured"
-    kernels = ways.figures_here(here.device) if measure else ways.kept_figures(here.device)
+    kernels = registry.figures_here(here.device) if measure else registry.kept_figures(here.device)
     if as_json:
         print(json.dumps(_as_data(here, machine, speed, rates, kernels), indent=1))
         return
@@ -186,7 +187,7 @@ def hardware(
 def check_hardware() -> dict[str, Any]:
     """Print what ``hasten hardware`` prints, the disk's speed apart; what ``--json`` has."""
     here, machine, speed = facts.seen_at_start(), machine_facts(), "not measured"
-    kernels = ways.kept_figures(here.device)
+    kernels = registry.kept_figures(here.device)
     _print_lines(here, machine, speed, None, kernels)
     return _as_data(here, machine, speed, None, kernels)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hasten.core.facts import Facts
     from hasten.core.session import Session
     from hasten.core.setup import Setup
-    from hasten.machine.ways import Gain  # loads torch
+    from hasten.machine.gain import Gain
 
 # Settings that may change while a run goes on, between two steps, and who changes them.
 #

@@ -51,7 +51,7 @@ from hasten.models.load import (
 )
 from hasten.parts.checkpoint.format import read_manifest
 from hasten.parts.data.collate import padded
-from hasten.parts.kernels.refused import is_refused
+from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn.causal_lm import routed_experts
 from hasten.parts.nn.head_form import asks_router_loss, head_form
 from hasten.parts.nn.losses import LossTerms, WholeLogitsLoss, token_accuracy

@@ -11,9 +11,10 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
-from hasten.parts.nn import attention, kernel_ways
+from hasten.parts.kernels import registry
+from hasten.parts.nn import attention, kernel_variants
 from hasten.parts.nn.causal_lm import causal_lm
-from hasten.techniques import kernel_figures, probes
+from hasten.techniques import probes
 
 CALLS = ("aten::_scaled_dot_product", "aten::_safe_softmax")  # the second: heads of two widths
 KERNEL = "hasten::document_attention"
@@ -44,7 +45,7 @@ class DocumentAttention(Technique):
         if other:
             return (other,)
         if facts.model.architecture in attention.ARCHITECTURES:
-            return kernel_figures.faults(facts, kernel_ways.ATTENTION)
+            return registry.faults(facts.device, kernel_variants.ATTENTION)
         return (
             f"not proven for the architecture {facts.model.architecture}; it is for "
             + ", ".join(attention.ARCHITECTURES),

@@ -12,9 +12,10 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique, knob
 from hasten.errors import InputError
-from hasten.parts.nn import fused_experts, kernel_ways
+from hasten.parts.kernels import registry
+from hasten.parts.nn import fused_experts, kernel_variants
 from hasten.parts.nn.causal_lm import causal_lm
-from hasten.techniques import kernel_figures, probes
+from hasten.techniques import probes
 
 KINDS = ("fused", "eager", "batched_mm", "grouped_mm")
 FUSED = (
@@ -76,7 +77,7 @@ class ExpertsImplementation(Technique):
         if facts.on_gpu:
             return (f"the fused kernels are for the processor; this run is on {facts.device}",)
         reason = fused_experts.why_not()
-        return (reason,) if reason else kernel_figures.faults(facts, kernel_ways.ROUTED)
+        return (reason,) if reason else registry.faults(facts.device, kernel_variants.ROUTED)
 
     def probe(self, session: Session) -> Proof:
         model = causal_lm(session.model)

@@ -11,16 +11,15 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique
-from hasten.machine.ways import Gain
-from hasten.parts.nn import fused_layers, kernel_ways
+from hasten.machine.gain import Gain
+from hasten.parts.kernels import registry
+from hasten.parts.nn import fused_layers, kernel_variants
 from hasten.parts.nn.causal_lm import causal_lm
-from hasten.techniques import kernel_figures, probes
+from hasten.parts.nn.kernel_variants import GATES, NORMS, NORMS_BESIDE, PASS, PRODUCTS, ROTARY
+from hasten.techniques import probes
 
 OPERATORS = ("hasten::rms_norm", "hasten::swiglu", "hasten::rotate")
-KERNELS = (
-    *(kernel_ways.PRODUCTS, kernel_ways.NORMS, kernel_ways.NORMS_BESIDE, kernel_ways.GATES),
-    *(kernel_ways.ROTARY, kernel_ways.PASS),
-)
+KERNELS = (PRODUCTS, NORMS, NORMS_BESIDE, GATES, ROTARY, PASS)
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,14 @@ class FusedLayers(Technique):
                 + ", ".join(known),
             )
         reason = fused_layers.why_not(facts.device)
-        return (reason,) if reason else kernel_figures.faults(facts, *KERNELS)
+        return (reason,) if reason else registry.faults(facts.device, *KERNELS)
 
     def forecast(self, facts: Facts) -> Forecast:
         # A norm, a rotary embedding, a gate: one pass each over memory where there were four.
         return Forecast(bytes=0.6)
 
     def gain(self, facts: Facts) -> Gain | None:
-        return kernel_figures.layers_gain(facts.device)
+        return kernel_variants.layers_gain(facts.device)
 
     def probe(self, session: Session) -> Proof:
         bound = fused_layers.fused(causal_lm(session.model))

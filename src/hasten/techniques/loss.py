@@ -12,7 +12,8 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Switch, Technique, knob
 from hasten.errors import InputError
-from hasten.parts.nn import kernel_ways
+from hasten.parts.kernels import registry
+from hasten.parts.nn import kernel_variants
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import (
     LabelOnlyLoss,
@@ -21,7 +22,7 @@ from hasten.parts.nn.losses import (
     chunk_bytes_on,
     chunk_rows,
 )
-from hasten.techniques import batch, kernel_figures
+from hasten.techniques import batch
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class LabelledTokenLoss(Technique):
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         if not facts.model.head_reason:
-            return kernel_figures.faults(facts, kernel_ways.LOSSES)
+            return registry.faults(facts.device, kernel_variants.LOSSES)
         return (
             f"the loss of {facts.model.architecture} is not only its head and cross-entropy: "
             f"{facts.model.head_reason}",

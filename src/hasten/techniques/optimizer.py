@@ -20,14 +20,14 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob
 from hasten.errors import InputError
-from hasten.machine.ways import Gain
-from hasten.parts.nn import kernel_ways
+from hasten.machine.gain import Gain
+from hasten.parts.kernels import registry
+from hasten.parts.nn import kernel_variants
 from hasten.parts.optim import fused_adamw
 from hasten.parts.optim.compact_adamw import FORMATS
 from hasten.parts.optim.compact_adamw import CompactAdamW as CompactAdamWPart
 from hasten.parts.optim.fused_adamw import FusedAdamW as FusedAdamWPart
 from hasten.parts.optim.muon import MuonAdamW, muon_groups
-from hasten.techniques import kernel_figures
 
 BYTES = {"bf16": 4.0, "int8": 2.0 + 8 / 256}  # of both moments, per weight
 ADAMW_BYTES = 8.0
@@ -51,14 +51,14 @@ class FusedAdamW(Technique):
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         reason = fused_adamw.why_not(facts.device)
-        return (reason,) if reason else kernel_figures.faults(facts, kernel_ways.UPDATES)
+        return (reason,) if reason else registry.faults(facts.device, kernel_variants.UPDATES)
 
     def forecast(self, facts: Facts) -> Forecast:
         return Forecast(resident_bytes=-2.0 * facts.model.parameters)
 
     def gain(self, facts: Facts) -> Gain | None:
         """A loss alone: the update is a small part of a step, and its gain none of the step's."""
-        found = kernel_figures.update_gain(facts.device)
+        found = kernel_variants.update_gain(facts.device)
         return found if found is not None and found.lost else None
 
     def probe(self, session: Session) -> Proof:

@@ -17,11 +17,11 @@ from hasten.core.setup import GivenPrecision, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
-from hasten.machine.ways import Gain
+from hasten.machine.gain import Gain
 from hasten.parts.distributed.local_shards import LocalShards
+from hasten.parts.nn.kernel_variants import bf16_gain
 from hasten.parts.nn.quantised import RECIPES, SIDE, Float8Layers
 from hasten.parts.optim.master_weights import LossScale, MasterWeights
-from hasten.techniques.kernel_figures import bf16_gain
 
 CLAIMS = (
     Claim("tokens_per_second", 1.15, "the articles' mixed precision: +15 % speed"),

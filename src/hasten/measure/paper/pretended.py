@@ -41,9 +41,9 @@ def pretend_devices(device: PaperDevice, count: int = 1) -> None:
     guard.library.paper_devices(count)
     import torch
 
-    from hasten.machine import ways
+    from hasten.parts.kernels import registry
 
-    ways.assume_right("cuda")  # kernels of a device that isn't there can't be tried
+    registry.assume_right("cuda")  # kernels of a device that isn't there can't be tried
     # torch.tensor(.., device="cuda") asks the device for memory, unless it begins on the host.
     torch._C._set_only_lift_cpu_tensors(True)
     _answer_for_cuda(device, count)

@@ -46,7 +46,7 @@ from torch import Tensor
 from hasten.parts.kernels import codec as compiled
 from hasten.parts.kernels import codec_gpu, codec_reference
 from hasten.parts.kernels.codec_reference import CHUNK
-from hasten.parts.kernels.refused import LEAST_CAPABILITY, is_refused
+from hasten.parts.kernels.registry import LEAST_CAPABILITY, is_refused
 
 
 class Codec(Protocol):

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hasten.parts.kernels.codec_reference import key_of
 from hasten.parts.kernels.low_bit import tables
-from hasten.parts.kernels.refused import LEAST_CAPABILITY, is_refused
+from hasten.parts.kernels.registry import LEAST_CAPABILITY, is_refused
 from hasten.parts.kernels.rowwise import check_alike, is_alike
 
 PLAIN, COMPACT = "adamw_float32_moments", "adamw_compact_moments"  # by which forms are refused

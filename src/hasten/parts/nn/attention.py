@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hasten.parts.kernels import amx
-from hasten.parts.kernels.refused import LEAST_CAPABILITY, is_refused
+from hasten.parts.kernels.registry import LEAST_CAPABILITY, is_refused
 from hasten.parts.nn import fused_functions, rebind
 from hasten.parts.nn.causal_lm import holds_cache
 

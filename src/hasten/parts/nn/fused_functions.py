@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hasten.parts.kernels import amx, rowwise
-from hasten.parts.kernels.refused import is_refused
+from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import fused_gpu, rebind
 
 ROUND = 64  # rows that a piece is a multiple of

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
-from hasten.parts.kernels.refused import LEAST_CAPABILITY, is_refused
+from hasten.parts.kernels.registry import LEAST_CAPABILITY, is_refused
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 16_384  # numbers of a row that one program of a norm holds; more would leave registers

@@ -1,128 +1,56 @@
-"""Each GPU kernel on small inputs, and what it should give: one table for tests and first use.
+"""GPU kernels that are refused by name: small inputs, what each should give, what runs instead.
 
-Tests run the table in Triton's interpreter. On a GPU, a child process runs it before the first step
-(:mod:`hasten.recipe.gpu_check`), since a kernel that writes outside its memory takes its process
-along. References are plain PyTorch in float64 on the processor; codecs have to give the same bits.
-
-    python -m hasten.parts.nn.gpu_kernels '{"kernels": ["swiglu"], "device": "cuda:0"}'
-
-prints a line of JSON when a kernel begins and one with its verdict.
+Tests run them in Triton's interpreter. On a GPU a child process (this module) runs them before the
+first step (:mod:`hasten.parts.kernels.registry`). References are plain PyTorch in float64 on the
+processor, those of :mod:`hasten.parts.nn.kernel_variants` where there is one; codecs have to give
+the same bits.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from hasten.parts.kernels import adamw, adamw_reference, codec_reference, low_bit
-from hasten.parts.kernels.refused import LEAST_CAPABILITY
+from hasten.parts.kernels import adamw, adamw_reference, codec_reference, low_bit, registry
+from hasten.parts.kernels.registry import (
+    LEAST_CAPABILITY,
+    GpuKernel,
+    Operation,
+    Pairs,
+    Sizes,
+    compare,
+)
 from hasten.parts.nn import attention, fused_gpu, quantised, quantised_gpu
+from hasten.parts.nn.kernel_variants import (
+    ADAMW,
+    ATTENTION,
+    EPS,
+    GATES,
+    NORMS,
+    NORMS_BESIDE,
+    STEPS,
+    UPDATES,
+    attend_as_trained,
+    gradients,
+    norm,
+    torch_norm,
+    torch_update,
+    turned,
+    update,
+)
 
-EPS = 1e-6
 FLOAT8_CAPABILITY = (9, 0)  # of products by rows
+DIVISOR = 4.0  # of gradients, as clipping asks for
 # A result is off by its own rounding, and by that of a few sums in float32.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 HALF = (torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Widths at which kernels are tried: block sizes and registers go by them.
-
-    Args:
-        hidden: of the model, ``between`` of its MLP, ``head`` of one of ``heads`` heads of queries;
-            keys have ``groups`` of them.
-        rows: odd, so that no block of rows is full.
-    """
-
-    hidden: int = 512
-    between: int = 1376
-    heads: int = 8
-    groups: int = 2
-    head: int = 64
-    rows: int = 37
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What was found out about a kernel; ``why`` is empty where it may be used."""
-
-    kernel: str
-    why: str = ""
-    repeats: bool = True  # it gave the same bits twice
-
-    @property
-    def good(self) -> bool:
-        """Whether it may be used."""
-        return not self.why
-
-
-Pairs = Iterator[tuple[Tensor, Tensor]]  # what a kernel gave, and the truth
-
-
-@dataclass(frozen=True)
-class GpuKernel:
-    """One row of the table.
-
-    Args:
-        name: by which it is refused (:mod:`hasten.parts.kernels.refused`).
-        run: its results beside the truth, for sizes, a format and a device.
-        bounds: how far a result may be off, by format, as a part of the largest; 0: not a bit.
-        instead: what runs in its place, and what that costs.
-        missing: why there is nothing to try on a device; empty where there is.
-    """
-
-    name: str
-    run: Callable[[Sizes, torch.dtype, torch.device], Pairs]
-    bounds: dict[torch.dtype, float]
-    instead: str
-    missing: Callable[[str], str]
-
-
-def checked_kernel(kernel: GpuKernel, sizes: Sizes, device: str) -> Verdict:
-    """Run a kernel twice in each of its formats and compare; errors are verdicts, too."""
-    repeats = True
-    for dtype, bound in kernel.bounds.items():
-        name = str(dtype).removeprefix("torch.")
-        try:
-            pairs = list(kernel.run(sizes, dtype, torch.device(device)))
-            again = [found for found, _ in kernel.run(sizes, dtype, torch.device(device))]
-        except Exception as error:  # whatever a compiler, a driver or a kernel says
-            first = (str(error).strip().splitlines() or [""])[0]
-            return Verdict(kernel.name, f"{name}: {type(error).__name__}: {first[:160]}")
-        for found, expected in pairs:
-            if wrong := _difference(found, expected, bound):
-                return Verdict(kernel.name, f"{name}: {wrong}")
-        repeats &= all(_same_bits(a, b) for (a, _), b in zip(pairs, again, strict=True))
-    return Verdict(kernel.name, repeats=repeats)
-
-
-def _difference(found: Tensor, expected: Tensor, bound: float) -> str:
-    """What is wrong with a result; empty where nothing is."""
-    if found.shape != expected.shape:
-        return f"a result of shape {tuple(found.shape)} in the place of {tuple(expected.shape)}"
-    one, other = found.detach().cpu().double(), expected.detach().cpu().double()
-    if not torch.equal(one.isfinite(), other.isfinite()):
-        count = int((one.isfinite() != other.isfinite()).sum())
-        return f"{count} of {one.numel()} numbers are infinite or NaN where they shouldn't be"
-    one, other = (t.where(t.isfinite(), 0.0) for t in (one, other))
-    largest = other.abs().max().clamp_min(0.5).item() if other.numel() else 1.0
-    off = (one - other).abs().max().item() / largest if other.numel() else 0.0
-    return f"off by {off:.2g} of the largest number, at most {bound:.2g}" if off > bound else ""
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
-
-
-# What each kernel is given, and the truth.
+Check = Callable[[Sizes, torch.dtype, torch.device], Pairs]
 
 
 def _draw(seed: int, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -130,110 +58,64 @@ def _draw(seed: int, *shape: int, dtype: torch.dtype, device: torch.device) -> T
     return torch.randn(shape, generator=draw).to(device, dtype)
 
 
-def _wide(*tensors: Tensor) -> list[Tensor]:
-    """The same numbers in float64 on the processor, to differentiate by."""
-    return [t.detach().cpu().double().requires_grad_() for t in tensors]
+def _checked(operation: Operation, run: Callable[..., Any], *more: Any) -> Check:
+    """Compares a kernel by an operation's inputs, to which ``more`` is added, and reference."""
+
+    def check(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
+        inputs = (*operation.inputs(sizes, torch.Generator().manual_seed(0)), *more)
+        return compare(run, operation.reference, inputs, dtype, device)
+
+    return check
 
 
-def _plain_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
-
-
-def _norm_beside(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-    """A norm, its gradient with that of the residual and without; and a row with an infinity."""
-    draw = {"dtype": dtype, "device": device}
-    n = sizes.hidden
-    x, grad, past = (_draw(seed, sizes.rows, n, **draw) for seed in range(3))
-    weight = _draw(3, n, **draw)
+def _norm(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     y, inverse = fused_gpu.rms_norm(x, weight, EPS)
-    wide_x, wide_weight = _wide(x, weight)
-    expected = _plain_norm(wide_x, wide_weight)
-    yield y, expected
-    dx, dw = torch.autograd.grad(expected, (wide_x, wide_weight), grad.cpu().double())
-    for beside in (None, past):
-        found = fused_gpu.rms_norm_backward(grad, x, weight, inverse, beside)
-        yield found[0], dx if beside is None else dx + past.cpu().double()
-        yield found[1], dw
-    spoilt = x.clone()
-    spoilt[1, 3] = torch.inf
-    yield fused_gpu.rms_norm(spoilt, weight, EPS)[0], _plain_norm(*_wide(spoilt, weight))
+    return y, *fused_gpu.rms_norm_backward(grad, x, weight, inverse, None)
 
 
-def _by_autograd(
-    run: Callable[..., Tensor], plain: Callable[..., Tensor], *tensors: Tensor
-) -> Pairs:
-    """A differentiable function against a plain one: result and gradients."""
-    near = [t.clone().requires_grad_() for t in tensors]
-    wide = _wide(*tensors)
-    out, expected = run(*near), plain(*wide)
-    yield out, expected
-    grad = _draw(9, *out.shape, dtype=out.dtype, device=out.device)
-    yield from zip(
-        torch.autograd.grad(out, near, grad),
-        torch.autograd.grad(expected, wide, grad.cpu().double()),
-        strict=True,
-    )
+def _norm_beside(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    y, inverse = fused_gpu.rms_norm(x, weight, EPS)
+    return y + x, *fused_gpu.rms_norm_backward(grad, x, weight, inverse, grad)
 
 
-def _whole_norm(run: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    def pairs(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-        x = _draw(0, sizes.rows, sizes.hidden, dtype=dtype, device=device)
-        weight = _draw(1, sizes.hidden, dtype=dtype, device=device)
-        return _by_autograd(run, _plain_norm, x, weight)
-
-    return pairs
-
-
-def _liger_norm(x: Tensor, weight: Tensor) -> Tensor:
-    found = fused_gpu.liger()
-    assert found is not None  # or it is missing
-    y: Tensor = found.norm.apply(x, weight, EPS, 0.0, "gemma", False)
-    return y
+def _norms(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
+    """A norm, its gradient with that of the residual and without; and a row with an infinity."""
+    yield from _checked(NORMS, _norm)(sizes, dtype, device)
+    yield from _checked(NORMS_BESIDE, _norm_beside)(sizes, dtype, device)
+    x, weight, _ = NORMS.inputs(sizes, torch.Generator().manual_seed(0))
+    x[1, 3] = torch.inf
+    run = lambda x, weight: (fused_gpu.rms_norm(x, weight, EPS)[0],)  # noqa: E731
+    yield from compare(run, lambda *given: (norm(*given),), (x, weight), dtype, device)
 
 
-def _swiglu(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-    gate, up, grad = (
-        _draw(seed, sizes.rows, sizes.between, dtype=dtype, device=device) for seed in range(3)
-    )
-    wide = _wide(gate, up)
-    expected = F.silu(wide[0]) * wide[1]
-    yield fused_gpu.swiglu(gate, up), expected
-    slopes = torch.autograd.grad(expected, wide, grad.cpu().double())
-    yield from zip(fused_gpu.swiglu_backward(grad, gate, up), slopes, strict=True)
+def _liger(name: str, *more: Any) -> Callable[..., Tensor]:
+    """A function of Liger's, which is looked for when it runs."""
+    return lambda *given: getattr(fused_gpu.liger(), name).apply(*given, *more)
 
 
-def _liger_swiglu(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-    found = fused_gpu.liger()
-    assert found is not None  # or it is missing
-    gate, up = (
-        _draw(seed, sizes.rows, sizes.between, dtype=dtype, device=device) for seed in (0, 1)
-    )
-    return _by_autograd(found.silu_mul.apply, lambda a, b: F.silu(a) * b, gate, up)
+def _swiglu(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    return fused_gpu.swiglu(gate, up), *fused_gpu.swiglu_backward(grad, gate, up)
 
 
 def _rotate(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
     """Whole heads and the last columns of wider ones, pairs in all layouts, there and back."""
     m = sizes.head // 2
-    angle = _draw(1, sizes.rows, m, dtype=torch.float32, device=device)
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    angle = _draw(1, sizes.rows, m, dtype=torch.float32, device=torch.device("cpu"))
     for plain in (0, 2 * sizes.head):
         shape = sizes.rows, sizes.heads, plain + 2 * m + 3
-        x = _draw(0, *shape, dtype=dtype, device=device)[..., 3:]
+        x = _draw(0, *shape, dtype=torch.float32, device=torch.device("cpu"))
         for pairs_in, pairs_out in ((False, False), (False, True), (True, False), (True, True)):
             back = pairs_out and not pairs_in
-            found = fused_gpu.rotate(x, cos, sin, pairs_in, pairs_out, back)
-            wide_x, wide_cos, wide_sin = _wide(x, cos, -sin if back else sin)
-            yield found, _turned(wide_x, wide_cos, wide_sin, pairs_in, pairs_out)
 
+            def run(x: Tensor, cos: Tensor, sin: Tensor, *layout: bool) -> tuple[Tensor, ...]:
+                return (fused_gpu.rotate(x[..., 3:], cos, sin, *layout),)
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool) -> Tensor:
-    m = cos.shape[-1]
-    plain, turned = x.split([x.shape[-1] - 2 * m, 2 * m], dim=-1)
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if pairs_in else turned.chunk(2, -1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    both = a * cos - b * sin, b * cos + a * sin
-    joined = torch.stack(both, -1).flatten(-2) if pairs_out else torch.cat(both, -1)
-    return torch.cat((plain, joined), -1)
+            def true(x: Tensor, cos: Tensor, sin: Tensor, *layout: bool) -> tuple[Tensor, ...]:
+                *pairs, back = layout
+                return (turned(x[..., 3:], cos, -sin if back else sin, *pairs),)
+
+            inputs = (x, angle.cos(), angle.sin(), pairs_in, pairs_out, back)
+            yield from compare(run, true, inputs, dtype, device)
 
 
 def _codec(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
@@ -259,35 +141,10 @@ def _codec(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
 
 def _varlen(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
     """Two documents in a row, keys in groups; and latent attention, its values narrower."""
-    first = sizes.rows * 4 // 7
-    where = torch.tensor([0, first, sizes.rows], dtype=torch.int32, device=device)
-    call: dict[str, Any] = {"document_lengths": (first, sizes.rows - first), "boundaries": where}
-
-    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attention.attend(nn.Identity(), query, key, value, None, **call)[0]
-
-    def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return _attended(query, key, value, first)
-
-    for groups, wide in ((sizes.groups, sizes.head), (sizes.heads, sizes.head * 3 // 2)):
-        shapes = ((sizes.heads, wide), (groups, wide), (groups, sizes.head))
-        tensors = [
-            _draw(seed, 1, heads, sizes.rows, width, dtype=dtype, device=device)
-            for seed, (heads, width) in enumerate(shapes)
-        ]
-        yield from _by_autograd(run, plain, *tensors)
-
-
-def _attended(query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
-    """Attention by its definition, (1, T, heads, d); a second document begins at ``first``."""
-    repeated = query.shape[1] // key.shape[1]
-    key, value = (t.repeat_interleave(repeated, dim=1) for t in (key, value))
-    place = torch.arange(query.shape[2])
-    second = place >= first
-    sees = (second[:, None] == second) & (place[:, None] >= place)
-    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-    out = scores.masked_fill(~sees, -torch.inf).softmax(-1) @ value
-    return out.transpose(1, 2)
+    run = gradients(attend_as_trained, learning=3)
+    head = sizes.head * 3 // 2
+    for each in (sizes, replace(sizes, groups=sizes.heads, head=head, value=sizes.head)):
+        yield from _checked(ATTENTION, run)(each, dtype, device)
 
 
 def _scaled_mm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
@@ -343,48 +200,24 @@ def _grouped_mm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs
     side = quantised.SIDE
     inner, out = (-(-n // side) * side for n in (sizes.hidden, sizes.hidden // 2))
     ends = (3, 3, sizes.rows)
-    offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+    grouped = getattr(F, "grouped_mm")  # noqa: B009  # torch's stubs don't have it
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+        found: Tensor = grouped(x, weight, offs=offsets)
+        return found
 
     def plain(x: Tensor, weight: Tensor) -> Tensor:
         starts = (0, *ends[:-1])
         rows = [x[a:b] @ w for a, b, w in zip(starts, ends, weight, strict=True)]
         return torch.cat(rows)
 
-    x = _draw(0, sizes.rows, inner, dtype=dtype, device=device)
-    weight = _draw(1, len(ends), inner, out, dtype=dtype, device=device)
-    grouped = getattr(F, "grouped_mm")  # noqa: B009  # torch's stubs don't have it
-    return _by_autograd(lambda x, w: grouped(x, w, offs=offsets), plain, x, weight)
-
-
-ADAMW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-DIVISOR = 4.0  # of gradients, as clipping asks for
-
-
-def _fused_adamw(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-    """Two steps of torch's, the gradients divided on the way."""
-    weight = _draw(0, sizes.rows, sizes.hidden, dtype=dtype, device=device)
-    grads = [_draw(seed, sizes.rows, sizes.hidden, dtype=dtype, device=device) for seed in (1, 2)]
-    parameter = nn.Parameter(weight.clone())
-    optimizer: Any = torch.optim.AdamW([parameter], **ADAMW, fused=True)
-    for grad in grads:
-        parameter.grad = grad.clone()
-        optimizer.grad_scale = torch.tensor(DIVISOR, device=device)
-        optimizer.step()
-    yield parameter, _adamw_truth(weight, grads)[0]
-
-
-def _adamw_truth(weight: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight and its moments after as many steps, in float64."""
-    rate, (beta1, beta2), eps, decay = (ADAMW[k] for k in ("lr", "betas", "eps", "weight_decay"))
-    truth = weight.cpu().double()
-    first, second = torch.zeros_like(truth), torch.zeros_like(truth)
-    for step, grad in enumerate(grads, start=1):
-        given = grad.cpu().double() / DIVISOR
-        first = beta1 * first + (1 - beta1) * given
-        second = beta2 * second + (1 - beta2) * given.square()
-        size = (second / (1 - beta2**step)).sqrt() + eps
-        truth = truth * (1 - rate * decay) - rate * first / (1 - beta1**step) / size
-    return truth, first, second
+    shapes = ((sizes.rows, inner), (len(ends), inner, out), (sizes.rows, out))
+    inputs = [
+        _draw(seed, *shape, dtype=dtype, device=torch.device("cpu"))
+        for seed, shape in enumerate(shapes)
+    ]
+    yield from compare(gradients(run), gradients(plain), tuple(inputs), dtype, device)
 
 
 def _update_counts(sizes: Sizes) -> tuple[int, ...]:
@@ -393,27 +226,23 @@ def _update_counts(sizes: Sizes) -> tuple[int, ...]:
 
 
 def _adamw_plain(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-    """Two steps with float32 moments, gradients in ``dtype``, and the weights' copy in bf16."""
-    divisor = torch.tensor(DIVISOR, device=device)
-    counts = _update_counts(sizes)
-    weights = [_draw(0, n, dtype=torch.float32, device=device) for n in counts]
-    grads = [[_draw(step, n, dtype=dtype, device=device) for n in counts] for step in (1, 2)]
-    moved = [
-        (w.clone(), torch.zeros_like(w), torch.zeros_like(w), torch.zeros_like(w).bfloat16())
-        for w in weights
-    ]
-    for step, given in enumerate(grads, start=1):
-        rule = adamw.rule_of(ADAMW, step)
-        adamw.update(
-            [
-                adamw.TensorUpdate(weight, grad, first, second, rule, copy=copy)
-                for (weight, first, second, copy), grad in zip(moved, given, strict=True)
-            ],
-            divisor,
+    """Several tensors, float32 moments, gradients in ``dtype``, the weights' copy in bf16."""
+    rule, given, near = adamw.rule_of(ADAMW, STEPS), [], []
+    for count in _update_counts(sizes):
+        weight, grad, first, second = (
+            _draw(seed, count, dtype=torch.float32, device=torch.device("cpu")) for seed in range(4)
         )
-    for weight, found, *of_it in zip(weights, moved, *grads, strict=True):
-        yield from zip(found, _adamw_truth(weight, of_it), strict=False)
-        yield found[3], found[0].cpu().bfloat16()
+        given.append((weight, grad.to(dtype), first, second.square()))
+        copy = torch.zeros(count, dtype=torch.bfloat16, device=device)
+        weight, grad, first, second = (t.to(device, copy=True) for t in given[-1])
+        near.append(adamw.TensorUpdate(weight, grad, first, second, rule, copy=copy))
+    adamw.update(near, torch.tensor(DIVISOR, device=device))
+    for one, tensors in zip(near, given, strict=True):
+        weight, grad, first, second = (t.double() for t in tensors)
+        expected = update(weight, grad, first, second, DIVISOR)
+        yield from zip((one.weight, one.first, one.second), expected, strict=True)
+        assert one.copy is not None
+        yield one.copy, one.weight.cpu().bfloat16()
 
 
 def _adamw_compact(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
@@ -488,18 +317,15 @@ def _moments(one: adamw.TensorUpdate) -> tuple[Tensor, Tensor]:
     )
 
 
-# The table.
-
-
 def _from(capability: tuple[int, int]) -> Callable[[str], str]:
-    def missing(device: str) -> str:
+    def why_not(device: str) -> str:
         if torch.device(device).type != "cuda" or torch.version.hip is not None:
             return "it is for NVIDIA GPUs"
         found = torch.cuda.get_device_capability(torch.device(device))
         have, need = (".".join(map(str, c)) for c in (found, capability))
         return "" if found >= capability else f"it takes compute capability {need}, and has {have}"
 
-    return missing
+    return why_not
 
 
 def _no_liger(device: str) -> str:
@@ -514,17 +340,17 @@ def _times(factor: float, *formats: torch.dtype) -> dict[torch.dtype, float]:
     return {dtype: factor * ROUNDING[dtype] for dtype in formats or ROUNDING}
 
 
-KERNELS = (
+registry.register(
     GpuKernel(
         "rms_norm",
-        _norm_beside,
+        _norms,
         _times(3),
         "torch's norm and an addition run, which read and write a layer's input once more",
         fused_gpu.why_not,
     ),
     GpuKernel(
         "swiglu",
-        _swiglu,
+        _checked(GATES, _swiglu),
         _times(3),
         "torch's silu and product run, which move 5 numbers for 3",
         fused_gpu.why_not,
@@ -545,13 +371,25 @@ KERNELS = (
     ),
     GpuKernel(
         "plain_norm",
-        _whole_norm(lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS)),
+        _checked(NORMS, gradients(torch_norm)),
         _times(4),
         "the model's own norm runs, in about 6 operators for 1",
         _from((0, 0)),
     ),
-    GpuKernel("liger_norm", _whole_norm(_liger_norm), _times(4), "torch's norm runs", _no_liger),
-    GpuKernel("liger_swiglu", _liger_swiglu, _times(4), "hasten's own kernel runs", _no_liger),
+    GpuKernel(
+        "liger_norm",
+        _checked(NORMS, gradients(_liger("norm", EPS, 0.0, "gemma", False))),
+        _times(4),
+        "torch's norm runs",
+        _no_liger,
+    ),
+    GpuKernel(
+        "liger_swiglu",
+        _checked(GATES, gradients(_liger("silu_mul"))),
+        _times(4),
+        "hasten's own kernel runs",
+        _no_liger,
+    ),
     GpuKernel(
         attention.VARLEN,
         _varlen,
@@ -589,7 +427,7 @@ KERNELS = (
     ),
     GpuKernel(
         "fused_adamw",
-        _fused_adamw,
+        _checked(UPDATES, torch_update, DIVISOR),
         _times(3, torch.float32, torch.bfloat16),
         "torch's AdamW for lists of tensors runs, which moves about twice the bytes",
         _from((0, 0)),
@@ -611,27 +449,5 @@ KERNELS = (
 )
 
 
-def kernel_named(name: str) -> GpuKernel:
-    """A row of the table."""
-    return next(kernel for kernel in KERNELS if kernel.name == name)
-
-
-def names_on(device: str) -> list[str]:
-    """The kernels that there are to try on a device."""
-    return [kernel.name for kernel in KERNELS if not kernel.missing(device)]
-
-
-def main(arguments: Sequence[str]) -> None:
-    """The life of the child process."""
-    asked = json.loads(arguments[0])
-    sizes = Sizes(**asked.get("sizes", {}))
-    device = asked["device"]
-    if torch.device(device).type == "cuda":
-        torch.cuda.set_device(device)
-    for name in asked["kernels"]:
-        print(json.dumps({"begins": name}), flush=True)
-        print(json.dumps(asdict(checked_kernel(kernel_named(name), sizes, device))), flush=True)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    registry.main(sys.argv[1:])

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hasten.parts.kernels.refused import is_refused
+from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import quantised_gpu
 from hasten.parts.nn.rebind import plain_class
 from hasten.parts.nn.recompute import is_thrown_away

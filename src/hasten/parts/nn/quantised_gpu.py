@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from hasten.parts.kernels.refused import is_refused
+from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import fused_gpu
 
 FLOAT8: Final = "float8_rounding"  # the kernels' names where they are checked

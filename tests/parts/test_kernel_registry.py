@@ -1,4 +1,4 @@
-"""Kernels are proven against float64 and timed in turns: with planted ways, and once in earnest."""
+"""Kernels are verified against float64 and timed in turns: planted variants, and all real ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +15,43 @@ import pytest
 import torch
 from torch import Tensor
 
-from hasten.machine import ways as module
-from hasten.machine.ways import (
-    FEWEST,
+from hasten.machine.gain import FEWEST, Gain, median_interval
+from hasten.parts.kernels import registry, rowwise
+from hasten.parts.kernels.registry import (
     DeviceFigures,
-    KernelWay,
+    KernelVariant,
     Operation,
-    WayTimes,
+    Sizes,
     figures_here,
-    gain,
     kept_figures,
-    median_interval,
     proofs_here,
-    prove,
     register,
-    time_ways,
+    time_variants,
+    verify,
 )
-from hasten.parts.kernels import rowwise
-from hasten.parts.nn import kernel_ways
+from hasten.parts.nn import kernel_variants
 
 LENGTHS = (50, 80, 120)
 
 
-def draw(size: float, number: int, generator: torch.Generator) -> tuple[Any, ...]:
-    lengths = tuple(max(int(size * length), 1) + number for length in LENGTHS)
-    return torch.randn(sum(lengths), generator=generator), lengths
+def inputs(sizes: Sizes, generator: torch.Generator) -> tuple[Any, ...]:
+    return torch.randn(sizes.rows, generator=generator), sizes.lengths
 
 
 DOUBLED = Operation(
-    "doubling", "byte", draw, lambda x, lengths: (2 * x,), lambda x, lengths: 8.0 * x.numel(), 1e6
+    *("doubling", "byte", inputs, lambda x, lengths: (2 * x,)),
+    *(lambda x, lengths: 8.0 * x.numel(), LENGTHS, 1e6),
 )
 Run = Callable[..., tuple[Tensor, ...]]
 
 
-def way(name: str, run: Run, dtype: torch.dtype = torch.float32, **more: Any) -> KernelWay:
-    return KernelWay(DOUBLED, name, dtype, run, 1e-5 if dtype == torch.float32 else 0.02, **more)
+def variant(name: str, run: Run, dtype: torch.dtype = torch.float32, **more: Any) -> KernelVariant:
+    return KernelVariant(
+        DOUBLED, name, dtype, run, 1e-5 if dtype == torch.float32 else 0.02, **more
+    )
 
 
-RIGHT = way("right", lambda x, lengths: (x + x,), own=False)
+RIGHT = variant("right", lambda x, lengths: (x + x,), own=False)
 
 
 def one_wrong(value: float) -> Run:
@@ -70,28 +70,28 @@ def fails(x: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(
     ("planted", "said"),
     [
-        (way("one number", one_wrong(0.5)), "the largest error against float64 is"),
-        (way("no number", one_wrong(math.nan)), "the largest error against float64 is inf"),
-        (way("a bit off", lambda x, n: (2.0001 * x,)), "and 1e-05 is allowed"),
-        (way("cut", lambda x, n: (2 * x[:-1],)), "the largest error against float64 is inf"),
-        (way("fails", fails), "it can't run here: no such instruction"),
+        (variant("one number", one_wrong(0.5)), "the largest error against float64 is"),
+        (variant("no number", one_wrong(math.nan)), "the largest error against float64 is inf"),
+        (variant("a bit off", lambda x, n: (2.0001 * x,)), "and 1e-05 is allowed"),
+        (variant("cut", lambda x, n: (2 * x[:-1],)), "the largest error against float64 is inf"),
+        (variant("fails", fails), "it can't run here: no such instruction"),
     ],
-    ids=lambda value: value.name if isinstance(value, KernelWay) else "",
+    ids=lambda value: value.name if isinstance(value, KernelVariant) else "",
 )
-def test_a_way_whose_result_is_wrong_says_so_and_is_not_timed(
-    planted: KernelWay, said: str
+def test_a_variant_whose_result_is_wrong_says_so_and_is_not_timed(
+    planted: KernelVariant, said: str
 ) -> None:
-    proofs = prove([RIGHT, planted])
+    proofs = verify([RIGHT, planted])
     assert proofs[RIGHT.key].fault == ""
     assert said in proofs[planted.key].fault
     assert "\n" not in proofs[planted.key].fault
-    assert set(time_ways([RIGHT, planted], proofs)) == {RIGHT.key}
+    assert set(time_variants([RIGHT, planted], proofs)) == {RIGHT.key}
 
 
-def test_rounding_of_the_format_is_no_error_and_a_way_that_is_absent_no_fault() -> None:
-    half = way("half", lambda x, lengths: (x + x,), torch.bfloat16)
-    absent = way("absent", fails, why_not=lambda device: f"not on {device}")
-    proofs = prove([half, absent])
+def test_rounding_of_the_format_is_no_error_and_a_variant_that_is_absent_no_fault() -> None:
+    half = variant("half", lambda x, lengths: (x + x,), torch.bfloat16)
+    absent = variant("absent", fails, why_not=lambda device: f"not on {device}")
+    proofs = verify([half, absent])
     assert proofs[half.key].fault == proofs[absent.key].fault == ""
     assert proofs[absent.key].absent == "not on cpu"
 
@@ -104,8 +104,8 @@ class Machine:
         self.draw = random.Random(1)
         self.known: set[tuple[str, int]] = set()
         self.turns: list[tuple[str, tuple[int, ...]]] = []
-        self.ways = [
-            way(name, lambda x, lengths, name=name: self.run(name, x, lengths), dtype)
+        self.variants = [
+            variant(name, lambda x, lengths, name=name: self.run(name, x, lengths), dtype)
             for name, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16))
         ]
 
@@ -124,10 +124,14 @@ class Machine:
         noise = 1 + self.noise * self.draw.random()
         return busy * noise * (work + half * self.compiling * len(new))
 
-    def measured(self) -> module.Gain:
-        found = time_ways(self.ways, prove(self.ways), "cpu", self.seconds)
+    def measured(self) -> Gain:
+        found = time_variants(self.variants, verify(self.variants), "cpu", self.seconds)
         self.turns = self.turns[2:]  # the proofs
-        return gain(*(found[way.key] for way in self.ways))
+        one, two = (found[variant.key] for variant in self.variants)
+        figures = DeviceFigures("a machine", times={"one": one, "two": two})
+        gain = figures.gain("one", "two")
+        assert gain is not None
+        return gain
 
 
 def test_a_faster_format_is_found_on_a_machine_that_others_disturb() -> None:
@@ -143,11 +147,11 @@ def test_a_format_that_compiles_for_every_new_length_is_found_slower_than_its_pr
     assert not found.sure
 
 
-def test_no_length_is_met_twice_and_ways_go_first_in_turn() -> None:
+def test_no_length_is_met_twice_and_variants_go_first_in_turn() -> None:
     machine = Machine(1.0)
     machine.measured()
     small, rounds = machine.turns[:4], machine.turns[4:]
-    assert len(rounds) == 2 * module.MOST
+    assert len(rounds) == 2 * registry.MOST
     half = [length for name, lengths in rounds if name == "bf16" for length in lengths]
     assert len(set(half)) == len(half)
     assert {length for _, lengths in small for length in lengths}.isdisjoint(half)
@@ -171,9 +175,11 @@ def test_a_processor_without_products_in_a_format_is_known_after_the_small_pass(
 
 def test_a_slow_machine_gets_smaller_inputs_and_the_fewest_rounds() -> None:
     machine = Machine(1.0, noise=0.0)
-    slow = Operation("doubling", "byte", draw, DOUBLED.formula, DOUBLED.work, seconds=1500.0)
-    machine.ways = [KernelWay(slow, w.name, w.dtype, w.run, w.bound) for w in machine.ways]
-    found = time_ways(machine.ways, prove(machine.ways), "cpu", machine.seconds)
+    slow = replace(DOUBLED, seconds=1500.0)
+    machine.variants = [
+        KernelVariant(slow, w.name, w.dtype, w.run, w.bound) for w in machine.variants
+    ]
+    found = time_variants(machine.variants, verify(machine.variants), "cpu", machine.seconds)
     assert {len(times.seconds) for times in found.values()} == {FEWEST}
     assert max(machine.turns[6][1]) == pytest.approx(max(LENGTHS) / 2, abs=2)  # of the first round
 
@@ -186,9 +192,9 @@ def test_an_operation_that_runs_out_of_memory_is_told_of_and_the_others_are_time
             raise torch.OutOfMemoryError("no memory for it\nand more")
         return (2 * x,)
 
-    large = Operation("large", "byte", draw, DOUBLED.formula, DOUBLED.work)
-    mine = [KernelWay(large, "fits", torch.float32, fits, 1e-5), RIGHT]
-    assert set(time_ways(mine, prove(mine))) == {RIGHT.key}
+    large = replace(DOUBLED, name="large", seconds=0.08)
+    mine = [KernelVariant(large, "fits", torch.float32, fits, 1e-5), RIGHT]
+    assert set(time_variants(mine, verify(mine))) == {RIGHT.key}
     (said,) = [record.getMessage() for record in caplog.records]
     assert said == "large can't be timed on this machine: no memory for it"
 
@@ -203,9 +209,9 @@ def test_the_interval_of_the_median_holds_it_as_often_as_it_says() -> None:
         assert held / 2000 > 0.94
 
 
-def test_a_second_way_of_one_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="two ways are called 'training pass: torch, float32'"):
-        register(kernel_ways.PASS_PLAIN)
+def test_a_second_kernel_of_one_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="two kernels are called 'training pass: torch, float32'"):
+        register(kernel_variants.PASS_PLAIN)
 
 
 @pytest.fixture
@@ -217,9 +223,10 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         runs.append(1)
         return (2 * x,)
 
-    monkeypatch.setattr(module, "_REGISTERED", {"one": way("one", run)})
-    monkeypatch.setattr(module, "FOLDER", tmp_path / "kept")
-    monkeypatch.setattr(module, "_MEMORY", {})
+    monkeypatch.setattr(registry, "_REGISTERED", {"one": variant("one", run)})
+    monkeypatch.setattr(registry, "FOLDER", tmp_path / "kept")
+    monkeypatch.setattr(registry, "_MEMORY", {})
+    registry._about.cache_clear()
     return runs
 
 
@@ -229,17 +236,17 @@ def test_figures_are_measured_once_and_kept_and_a_damaged_file_is_told_of(
     assert kept_figures() is None
     found = figures_here()
     counted = len(planted)
-    module._MEMORY.clear()  # as in a process of its own
+    registry._MEMORY.clear()  # as in a process of its own
     assert figures_here() == kept_figures() == found
     assert proofs_here() == found.proofs
     assert len(planted) == counted
     assert not caplog.records
-    (path,) = module.FOLDER.iterdir()
+    (path,) = registry.FOLDER.glob("*.json")
     whole = json.loads(path.read_text())
     negative = {"doubling: one": {"seconds": [-1.0], "rate": 1.0}}
     for nonsense in ("", "[]", "{", '{"proofs": 1}', json.dumps({**whole, "times": negative})):
         path.write_text(nonsense)
-        module._MEMORY.clear()
+        registry._MEMORY.clear()
         caplog.clear()
         counted = len(planted)
         with caplog.at_level(logging.WARNING):
@@ -262,21 +269,18 @@ def test_they_are_measured_again_when_asked_and_for_other_versions(
     assert counted(figures_here)
     assert not counted(figures_here)
     assert counted(lambda: figures_here(fresh=True))
-    for name in ("_sources", "_machine"):
-        monkeypatch.setattr(module, name, lambda: SimpleMachine)
-        assert counted(figures_here)
-        assert not counted(figures_here)
-
-
-class SimpleMachine:
-    cpu, instruction_sets = "another", ()
+    monkeypatch.setattr(registry.metadata, "version", lambda package: "another")
+    registry._about.cache_clear()
+    assert counted(figures_here)
+    assert not counted(figures_here)
+    registry._about.cache_clear()
 
 
 def test_where_nothing_can_be_written_a_process_remembers_for_itself(
     planted: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(module, "FOLDER", tmp_path / "file" / "within")
+    monkeypatch.setattr(registry, "FOLDER", tmp_path / "file" / "within")
     figures_here()
     counted = len(planted)
     figures_here()
@@ -285,41 +289,31 @@ def test_where_nothing_can_be_written_a_process_remembers_for_itself(
 
 def test_a_proof_is_the_same_in_any_state_of_torch_and_leaves_it_as_it_was() -> None:
     torch.set_num_threads(2)
-    mine = [kernel_ways.PASS_FUSED]
-    usual = prove(mine)
+    mine = [kernel_variants.PASS_FUSED]
+    usual = verify(mine)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
-        assert prove(mine) == usual
+        assert verify(mine) == usual
         assert not torch.is_grad_enabled()
         assert torch.is_autocast_enabled("cpu")
         assert torch.empty(1).is_meta
     with torch.inference_mode():
-        assert prove(mine) == usual
+        assert verify(mine) == usual
     assert torch.get_num_threads() == 2
 
 
 def test_every_kernel_that_runs_here_is_right() -> None:
-    proofs = prove(module.registered())
+    proofs = verify(registry.variants())
     assert {key: proof.fault for key, proof in proofs.items() if proof.fault} == {}
     assert len(proofs) > 25
 
 
 def test_a_training_pass_gives_the_times_that_rank_plans() -> None:
-    small = Operation(
-        "training pass",
-        "FLOP",
-        lambda size, number, generator: kernel_ways.PASS.draw(0.02 * size, number, generator),
-        kernel_ways.PASS.formula,
-        kernel_ways.PASS.work,
-        seconds=0.05,
-    )
-    mine = [
-        KernelWay(small, w.name, w.dtype, w.run, w.bound, why_not=w.why_not)
-        for w in (kernel_ways.PASS_PLAIN, kernel_ways.PASS_FUSED)
-    ]
-    found = time_ways(mine, prove(mine))
-    for times in found.values():
-        assert isinstance(times, WayTimes)
-        assert times.rate > 0
+    small = replace(kernel_variants.PASS, lengths=(3, 4, 6), seconds=0.05)
+    passes = (kernel_variants.PASS_PLAIN, kernel_variants.PASS_FUSED)
+    mine = [replace(variant, operation=small) for variant in passes]
+    found = time_variants(mine, verify(mine))
+    assert len(found) > 0
+    assert all(times.rate > 0 for times in found.values())
 
 
 def test_a_planted_error_of_a_real_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +325,7 @@ def test_a_planted_error_of_a_real_kernel_is_found(monkeypatch: pytest.MonkeyPat
         return found
 
     monkeypatch.setattr(rowwise, "swiglu", off)
-    own = [w for w in module.registered() if w.operation is kernel_ways.GATES]
-    proofs = prove(own)
+    own = [w for w in registry.variants() if w.operation is kernel_variants.GATES]
+    proofs = verify(own)
     wrong = [key for key, proof in proofs.items() if proof.fault]
     assert wrong == [w.key for w in own if w.own]

@@ -1,0 +1,696 @@
+"""Kernels that a machine may use: each with its reference, its bound, and why it can't be used.
+
+  1. register: a variant of an operation, next to torch's variant that it replaces; or a GPU kernel
+     that is refused by name, and what runs instead of it
+  2. verify: each computes small inputs next to float64. On a GPU a child process does it, so that
+     a kernel that hangs or writes outside its memory is refused alone
+  3. time: the variants of an operation take turns, in rounds of shapes that no round before had,
+     since a library that compiles a kernel for every shape is slower in training than its products
+  4. one file keeps the results for this device, the versions and the sources of the kernels
+
+On a processor all runs on one thread, and its seconds are those that this thread worked: time in
+which others had its core doesn't count. With several threads that wait for each other the same
+measurement took 2 to 18 s on a busy machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import itertools
+import json
+import logging
+import math
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.machine import cache, host
+from hasten.machine.gain import FEWEST, Gain
+from hasten.machine.gpu import Gpus
+from hasten.machine.locks import one_writer
+
+LEAST_CAPABILITY = (8, 0)  # of NVIDIA's GPUs: what Triton and FlashAttention-2 run on
+FOLDER = Path("~/.cache/hasten/kernels")
+COMMAND = (sys.executable, "-m", "hasten.parts.nn.gpu_kernels")  # it registers all kernels
+SOURCES = ("parts/kernels/**/*", "parts/nn/*")  # what a kept result depends on
+PACKAGES = ("torch", "triton", "liger-kernel")
+START_SECONDS = 180.0  # of silence of a child process: imports, a driver's start
+KERNEL_SECONDS = 120.0  # of silence in each kernel: a few compilations, then milliseconds
+END_SECONDS = 30.0  # of a process that has closed its output
+PROOF_SHARE = 0.07  # of a round's input
+SMALL_SHARE = 0.125  # of a round's input: tells how long a round takes, and which is hopeless
+HOPELESS = 6.0  # times slower than the first variant in the small pass: it isn't timed further
+MOST = 12  # rounds
+Inputs = tuple[Any, ...]  # tensors, and what describes them
+Pairs = Iterator[tuple[Tensor, Tensor]]  # a result of a kernel, and the truth
+Seconds = Callable[[Callable[[], Any]], float]
+_LOG = logging.getLogger(__name__)
+
+
+# Kernels.
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Widths at which kernels run: block sizes and registers go by them.
+
+    Args:
+        hidden: of the model, ``between`` of its MLP, ``head`` of one of ``heads`` heads of queries;
+            keys have ``groups`` of them.
+        value: of one head of values; 0: as wide as one of keys.
+        lengths: tokens of each document; odd together, so that no block of rows is full.
+    """
+
+    hidden: int = 512
+    between: int = 1376
+    heads: int = 8
+    groups: int = 2
+    head: int = 64
+    value: int = 0
+    lengths: tuple[int, ...] = (21, 16)
+
+    @property
+    def rows(self) -> int:
+        return sum(self.lengths)
+
+
+TIMED = Sizes(hidden=256, between=688, heads=4, groups=4)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What several variants compute.
+
+    Args:
+        name: as people read it in a table.
+        unit: what ``work`` counts: FLOP or byte.
+        inputs: in float32, of some sizes.
+        reference: the results by their definition, from inputs in float64.
+        work: of such inputs.
+        lengths: tokens of each document in the largest round; every round has other ones.
+        seconds: of work on all rounds together.
+    """
+
+    name: str
+    unit: str
+    inputs: Callable[[Sizes, torch.Generator], Inputs]
+    reference: Callable[..., tuple[Tensor, ...]]
+    work: Callable[..., float]
+    lengths: tuple[int, ...]
+    seconds: float = 0.08
+
+    def draw(self, share: float, number: int, generator: torch.Generator) -> Inputs:
+        """Inputs of a share of the largest size, for the round of this number."""
+        lengths = tuple(max(int(length * share), 3) + number for length in self.lengths)
+        return self.inputs(replace(TIMED, lengths=lengths), generator)
+
+
+def _runs(device: str) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class KernelVariant:
+    """One way to compute an operation, and how far its results may lie from float64's.
+
+    Args:
+        run: from inputs in ``dtype`` to the results of the operation's reference; the inputs are
+            its own and may be overwritten.
+        bound: the largest error, over the sum of a number's size and the root mean square of all.
+        own: a kernel of hasten's, not torch's.
+        why_not: why it doesn't run on a device, in words; empty where it does.
+    """
+
+    operation: Operation
+    name: str
+    dtype: torch.dtype
+    run: Callable[..., tuple[Tensor, ...]]
+    bound: float
+    own: bool = True
+    why_not: Callable[[str], str] = _runs
+
+    @property
+    def key(self) -> str:
+        return f"{self.operation.name}: {self.name}"
+
+    @property
+    def bounds(self) -> dict[torch.dtype, float]:
+        return {self.dtype: self.bound}
+
+    def check(self, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
+        """Its results and the truth, for one small input."""
+        inputs = self.operation.draw(PROOF_SHARE, 0, torch.Generator().manual_seed(0))
+        return compare(self.run, self.operation.reference, inputs, dtype, device)
+
+
+@dataclass(frozen=True)
+class GpuKernel:
+    """A kernel that a GPU's process does without where it doesn't work.
+
+    Args:
+        key: the name by which it is refused.
+        check: its results and the truth, for sizes, a format and a device.
+        bounds: how far a result may be off, by format, as a part of the largest; 0: not a bit.
+        instead: what runs instead, and what that costs.
+        why_not: why there is nothing to try on a device; empty where there is.
+    """
+
+    key: str
+    check: Callable[[Sizes, torch.dtype, torch.device], Pairs]
+    bounds: dict[torch.dtype, float]
+    instead: str
+    why_not: Callable[[str], str]
+
+
+Kernel = KernelVariant | GpuKernel
+_REGISTERED: dict[str, Kernel] = {}
+
+
+def register(*kernels: Kernel) -> None:
+    """Adds kernels; the first variant of an operation is what the others are compared with.
+
+    Raises:
+        ValueError: there is one of this name.
+    """
+    for kernel in kernels:
+        if kernel.key in _REGISTERED:
+            raise ValueError(f"two kernels are called {kernel.key!r}")
+        _REGISTERED[kernel.key] = kernel
+
+
+def variants() -> tuple[KernelVariant, ...]:
+    """All variants of the kernels that this process has imported, by operation."""
+    found = [kernel for kernel in _REGISTERED.values() if isinstance(kernel, KernelVariant)]
+    order = list(dict.fromkeys(variant.operation.name for variant in found))
+    return tuple(sorted(found, key=lambda variant: order.index(variant.operation.name)))
+
+
+def gpu_kernels() -> tuple[GpuKernel, ...]:
+    """All kernels that are refused by name."""
+    return tuple(kernel for kernel in _REGISTERED.values() if isinstance(kernel, GpuKernel))
+
+
+# Refusals: what one is refused for holds for the whole process, as the GPU and its driver do.
+
+_REFUSED: dict[str, str] = {}
+
+
+def refuse(kernel: str, reason: str) -> None:
+    """Does without a GPU kernel from now on."""
+    _REFUSED[kernel] = reason
+
+
+def allow_all() -> None:
+    """Uses every kernel again."""
+    _REFUSED.clear()
+
+
+def is_refused(kernel: str) -> bool:
+    """Whether something else has to run instead of the kernel."""
+    return kernel in _REFUSED
+
+
+# Verification.
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The largest error of a kernel against float64, or why there is none.
+
+    Args:
+        absent: why it doesn't run here at all, which is no fault of it.
+        failed: what went wrong when it ran.
+        repeats: it gave the same bits twice, where it ran twice.
+    """
+
+    error: float = 0.0
+    bound: float = 0.0
+    absent: str = ""
+    failed: str = ""
+    repeats: bool = True
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with its result, in words; empty where nothing is."""
+        if self.failed:
+            return f"it can't run here: {self.failed}"
+        if self.absent or self.error <= self.bound:
+            return ""
+        return (
+            f"its result is wrong: the largest error against float64 is {self.error:.1e}, and "
+            f"{self.bound:.0e} is allowed"
+        )
+
+
+UNTRIED = Verdict(failed="no process that tries it could be started")
+
+
+def verify(
+    kernels: Sequence[Kernel], device: str = "cpu", sizes: Sizes | None = None
+) -> dict[str, Verdict]:
+    """Compares kernels with float64, on a GPU in a child process.
+
+    A kernel that no child process got to has no verdict.
+    """
+    sizes = sizes or Sizes()
+    absent = {each.key: Verdict(absent=why) for each in kernels if (why := each.why_not(device))}
+    present = [kernel for kernel in kernels if kernel.key not in absent]
+    if device == "cpu":
+        with _alone(device):
+            found = {kernel.key: checked(kernel, sizes, device) for kernel in present}
+    else:
+        found = dict(_in_children([kernel.key for kernel in present], sizes, device))
+    found |= absent
+    return {kernel.key: found[kernel.key] for kernel in kernels if kernel.key in found}
+
+
+def checked(kernel: Kernel, sizes: Sizes, device: str) -> Verdict:
+    """Runs a kernel in each of its formats and compares; errors are verdicts, too."""
+    place, refusable = torch.device(device), isinstance(kernel, GpuKernel)
+    worst, repeats = 0.0, True
+    for dtype, bound in kernel.bounds.items():
+        name = str(dtype).removeprefix("torch.")
+        try:
+            pairs = list(kernel.check(sizes, dtype, place))
+            again = list(kernel.check(sizes, dtype, place)) if refusable else pairs
+        except Exception as error:  # whatever a compiler, a driver or a kernel says
+            kind, text = type(error).__name__, str(error).strip().partition("\n")[0]
+            failed = f"{name}: {kind}: {text:.160}" if refusable else f"{text or kind:.120}"
+            return Verdict(bound=bound, failed=failed)
+        for found, expected in pairs:
+            off, words = difference(found, expected, of_largest=refusable)
+            if refusable and off > bound:
+                words = words or f"off by {off:.2g} of the largest number, at most {bound:.2g}"
+                return Verdict(bound=bound, failed=f"{name}: {words}")
+            worst = max(worst, off)
+        repeats &= all(
+            torch.equal(one.nan_to_num(), other.nan_to_num())
+            for (one, _), (other, _) in zip(pairs, again, strict=True)
+        )
+    return Verdict(worst, max(kernel.bounds.values()), repeats=repeats)
+
+
+def difference(found: Tensor, expected: Tensor, of_largest: bool = False) -> tuple[float, str]:
+    """The largest error, and what is wrong with a result where that is no matter of size.
+
+    Over the sum of a number's size and the root mean square of all, or over the largest number.
+    """
+    if found.shape != expected.shape:
+        shapes = f"{tuple(found.shape)} in the place of {tuple(expected.shape)}"
+        return math.inf, f"a result of shape {shapes}"
+    one, other = found.detach().cpu().double(), expected.detach().cpu().double()
+    if count := int((one.isfinite() != other.isfinite()).sum()):
+        words = f"{count} of {one.numel()} numbers are infinite or NaN where they shouldn't be"
+        return math.inf, words
+    one, other = (t.where(t.isfinite(), 0.0) for t in (one, other))
+    if not other.numel():
+        return 0.0, ""
+    if of_largest:
+        scale = other.abs().max().clamp_min(0.5)
+    else:
+        scale = (other.abs() + other.square().mean().sqrt()).clamp_min(1e-30)
+    return ((one - other).abs() / scale).max().item(), ""
+
+
+def compare(
+    run: Callable[..., Sequence[Tensor]],
+    reference: Callable[..., Sequence[Tensor]],
+    inputs: Inputs,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Pairs:
+    """The results of a kernel and of its reference in float64, from the same rounded inputs."""
+    given = _moved(inputs, dtype, "cpu")
+    expected = reference(*_moved(given, torch.float64, "cpu"))
+    return zip(run(*_moved(given, dtype, device)), expected, strict=True)
+
+
+def _moved(inputs: Inputs, dtype: torch.dtype, device: torch.device | str) -> Inputs:
+    """Copies of the tensors on the device, those with a fraction in the format."""
+    return tuple(
+        value.to(device, dtype if value.is_floating_point() else value.dtype, copy=True)
+        if isinstance(value, Tensor)
+        else value
+        for value in inputs
+    )
+
+
+@contextlib.contextmanager
+def _alone(device: str) -> Iterator[None]:
+    """One thread on a processor, and torch as it is by default, wherever this is called."""
+    before = torch.get_num_threads()
+    if device == "cpu":
+        torch.set_num_threads(1)
+    try:
+        autocast: Any = torch.autocast(torch.device(device).type, enabled=False)
+        with torch.inference_mode(False), torch.enable_grad(), autocast, torch.device("cpu"):
+            yield
+    finally:
+        if device == "cpu":
+            torch.set_num_threads(before)
+
+
+# The child process: a line when a kernel begins, and one with its verdict.
+
+MARK = "hasten: "
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Verifies the kernels that its argument names."""
+    asked = json.loads(arguments[0])
+    device, sizes = asked["device"], Sizes(**asked.get("sizes", {}))
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)
+    for name in asked["kernels"]:
+        print(f"{MARK}{json.dumps([name, None])}", flush=True)
+        kernel = _REGISTERED[name]
+        allow_all()  # a refused kernel is tried itself; others run without those that are refused
+        _REFUSED.update({} if isinstance(kernel, GpuKernel) else asked.get("refused", {}))
+        with _alone(device):
+            verdict = checked(kernel, sizes, device)
+        print(f"{MARK}{json.dumps([name, asdict(verdict)])}", flush=True)
+
+
+def _in_children(names: list[str], sizes: Sizes, device: str) -> Iterator[tuple[str, Verdict]]:
+    """Yields verdicts; a child that hangs or dies is replaced for the kernels that are left."""
+    while names:
+        verdicts = dict(_in_child(names, sizes, device))
+        yield from verdicts.items()
+        names = [name for name in names if name not in verdicts]
+        if not verdicts:  # no child even begins: it says nothing about kernels
+            return
+
+
+def _in_child(names: list[str], sizes: Sizes, device: str) -> Iterator[tuple[str, Verdict]]:
+    asked = {"kernels": names, "sizes": asdict(sizes), "device": device, "refused": _REFUSED}
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [*COMMAND, json.dumps(asked)], stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+        def pass_on(stream: Any) -> None:
+            for line in itertools.chain(stream, [""]):
+                lines.put(line)
+
+        threading.Thread(target=pass_on, args=(process.stdout,), daemon=True).start()
+        current, seconds = "", START_SECONDS
+        try:
+            while line := lines.get(timeout=seconds):
+                if not line.startswith(MARK):  # a library's
+                    continue
+                current, verdict = json.loads(line.removeprefix(MARK))
+                seconds = KERNEL_SECONDS
+                if verdict is not None:
+                    yield current, Verdict(**verdict)
+                    current = ""
+            process.wait(END_SECONDS)
+        except (queue.Empty, subprocess.TimeoutExpired):
+            if current:
+                yield current, Verdict(failed=f"it hadn't ended after {seconds:.0f} s")
+            return
+        finally:
+            process.kill()
+            process.wait()
+        if current:
+            errors.seek(0)
+            last = [line.strip()[:120] for line in errors if line.strip()][-1:]
+            why = ": ".join([f"exit code {process.returncode}", *last])
+            yield current, Verdict(failed=f"its process ended ({why})")
+
+
+# Times.
+
+
+@dataclass(frozen=True)
+class VariantTimes:
+    """Seconds of a variant in each round of its operation, and its median rate in units a second.
+
+    One that is hopelessly slow has the seconds of a single small pass.
+    """
+
+    seconds: tuple[float, ...]
+    rate: float
+
+
+def time_variants(
+    kernels: Sequence[KernelVariant],
+    verdicts: Mapping[str, Verdict],
+    device: str = "cpu",
+    seconds_of: Seconds | None = None,
+) -> dict[str, VariantTimes]:
+    """Times the variants of each operation in turns, except those that don't run or are wrong.
+
+    Args:
+        seconds_of: returns how long a call worked.
+    """
+    by_operation: dict[str, list[KernelVariant]] = {}
+    for variant in kernels:
+        verdict = verdicts.get(variant.key, UNTRIED)
+        if not verdict.absent and not verdict.fault:
+            by_operation.setdefault(variant.operation.name, []).append(variant)
+    found: dict[str, VariantTimes] = {}
+    with _alone(device):
+        for name, sound in by_operation.items():
+            try:
+                found |= _in_turns(sound, device, seconds_of or _seconds_of(device))
+            except RuntimeError as error:  # memory, or a driver; nothing is known of its variants
+                words = (str(error).splitlines() or [""])[0]
+                _LOG.warning("%s can't be timed on this machine: %.120s", name, words)
+    return found
+
+
+def _in_turns(
+    sound: Sequence[KernelVariant], device: str, seconds_of: Seconds
+) -> dict[str, VariantTimes]:
+    operation, generator = sound[0].operation, torch.Generator().manual_seed(0)
+
+    def turn(variant: KernelVariant, inputs: Inputs) -> float:
+        given = _moved(inputs, variant.dtype, device)
+        return max(seconds_of(lambda: variant.run(*given)), 1e-9)
+
+    # The first of two passes starts libraries, and compiles where one compiles for a shape.
+    small = operation.draw(SMALL_SHARE, 0, generator)
+    passes = {variant.key: min(turn(variant, small) for _ in range(2)) for variant in sound}
+    slowest = HOPELESS * passes[sound[0].key]
+    found = {
+        key: VariantTimes((seconds,), operation.work(*small) / seconds)
+        for key, seconds in passes.items()
+        if seconds > slowest
+    }
+    raced = [variant for variant in sound if variant.key not in found]
+    expected = FEWEST * sum(passes[variant.key] for variant in raced) / SMALL_SHARE
+    share = min(1.0, operation.seconds / expected)
+    times: dict[str, list[float]] = {variant.key: [] for variant in raced}
+    rates: dict[str, list[float]] = {variant.key: [] for variant in raced}
+    spent = 0.0
+    for number in range(MOST):
+        if number >= FEWEST and spent * (number + 1) > operation.seconds * number:
+            break
+        inputs = operation.draw(share, number, generator)
+        first = number % len(raced)
+        for variant in (*raced[first:], *raced[:first]):
+            seconds = turn(variant, inputs)
+            times[variant.key].append(seconds)
+            rates[variant.key].append(operation.work(*inputs) / seconds)
+            spent += seconds
+    return found | {
+        key: VariantTimes(tuple(seconds), statistics.median(rates[key]))
+        for key, seconds in times.items()
+    }
+
+
+def _seconds_of(device: str) -> Seconds:
+    def seconds(act: Callable[[], Any]) -> float:
+        if device == "cpu":
+            began = time.thread_time()
+            act()
+            return time.thread_time() - began
+        torch.accelerator.synchronize(device)
+        began = time.perf_counter()
+        act()
+        torch.accelerator.synchronize(device)
+        return time.perf_counter() - began
+
+    return seconds
+
+
+# What is kept of a machine.
+
+
+@dataclass(frozen=True)
+class DeviceFigures:
+    """The verdict and the times of every kernel on one device of this machine."""
+
+    device: str
+    measured_at: str = ""  # empty where nothing was timed
+    cpu_seconds: float = 0.0
+    proofs: Mapping[str, Verdict] = field(default_factory=dict)
+    times: Mapping[str, VariantTimes] = field(default_factory=dict)
+
+    def gain(self, base: str, other: str) -> Gain | None:
+        """How many times as fast one variant is as another, by keys; None: one isn't known."""
+        if base not in self.times or other not in self.times:
+            return None
+        one, two = self.times[base], self.times[other]
+        if min(len(one.seconds), len(two.seconds)) < FEWEST:
+            ratio = two.rate / one.rate
+            return Gain(ratio, ratio, ratio, 1)
+        return Gain.of(one.seconds, two.seconds)
+
+    @classmethod
+    def from_dict(cls, found: Any) -> DeviceFigures:
+        """Reads what ``asdict`` gave, by way of JSON; raises ValueError, TypeError or KeyError."""
+        proofs = {key: Verdict(**verdict) for key, verdict in found["proofs"].items()}
+        times = {
+            key: VariantTimes(tuple(float(s) for s in told["seconds"]), float(told["rate"]))
+            for key, told in found["times"].items()
+        }
+        numbers = [n for told in times.values() for n in (*told.seconds, told.rate)]
+        if not all(0 < n < math.inf for n in numbers):
+            raise ValueError("a time in it is not a positive number")
+        return cls(**{**found, "proofs": proofs, "times": times})
+
+
+_MEMORY: dict[Path, DeviceFigures] = {}  # of this process: its files may not be writable
+_PRETENDED: set[str] = set()
+
+
+def assume_right(kind: str) -> None:
+    """Takes kernels as right, untried and untimed, on devices of this kind: they are pretended."""
+    _PRETENDED.add(kind)
+
+
+def is_here(device: str) -> bool:
+    """Whether this process has the device; a plan may be for another machine."""
+    kind: str = torch.device(device).type
+    return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
+
+
+def faults(device: str, *operations: Operation) -> tuple[str, ...]:
+    """What hasten's kernels for these operations compute wrong on a device, a sentence each."""
+    if not is_here(device):
+        return ()
+    proofs, names = proofs_here(device), {operation.name for operation in operations}
+    return tuple(
+        f"its kernel for {variant.operation.name} ({variant.name}) can't be used: {fault} "
+        "(hasten bench --fresh looks again)"
+        for variant in variants()
+        if variant.own
+        and variant.operation.name in names
+        and (fault := proofs.get(variant.key, UNTRIED).fault)
+    )
+
+
+def proofs_here(device: str = "cpu") -> Mapping[str, Verdict]:
+    """The verdicts of all variants on a device; found once for a machine and its versions."""
+    return figures_of(variants(), device).proofs
+
+
+def figures_here(device: str = "cpu", fresh: bool = False) -> DeviceFigures:
+    """Verdicts and times; found once for a machine and its versions, or again if ``fresh``."""
+    return figures_of(variants(), device, times=True, fresh=fresh)
+
+
+def kept_figures(device: str = "cpu") -> DeviceFigures | None:
+    """What was timed before; None where nothing was."""
+    found = _kept(_path(device, Sizes()))
+    return found if found is not None and found.measured_at else None
+
+
+def figures_of(
+    kernels: Sequence[Kernel],
+    device: str,
+    sizes: Sizes | None = None,
+    *,
+    times: bool = False,
+    fresh: bool = False,
+    retry: bool = False,
+    before: Callable[[int], None] = lambda count: None,
+) -> DeviceFigures:
+    """What is kept of the kernels on a device; what isn't is found out, and kept.
+
+    Processes of a machine take turns: all but the first find its results.
+
+    Args:
+        times: the variants among them have to be timed as well.
+        fresh: nothing that is kept counts.
+        retry: faults that are kept don't count.
+        before: is called with the number of kernels that are going to be tried.
+    """
+    if torch.device(device).type in _PRETENDED:
+        return DeviceFigures(_name(device), proofs={kernel.key: Verdict() for kernel in kernels})
+    path = _path(device, sizes or Sizes())
+    with contextlib.ExitStack() as turn:
+        with contextlib.suppress(OSError):  # where nothing can be written, nothing is kept
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            turn.enter_context(one_writer(path.with_suffix(".lock")))
+        kept = None if fresh else _kept(path)
+        found = kept or DeviceFigures(_name(device))
+        proofs = {key: v for key, v in found.proofs.items() if not (retry and v.fault)}
+        missing = [kernel for kernel in kernels if kernel.key not in proofs]
+        timed = [kernel for kernel in kernels if times and isinstance(kernel, KernelVariant)]
+        if not missing and (found.measured_at or not timed):
+            return found
+        began = time.process_time()
+        if missing:
+            before(len(missing))
+            proofs |= verify(missing, device, sizes)
+        found = replace(found, proofs=proofs)
+        if timed:
+            found = replace(
+                found,
+                times=time_variants(timed, proofs, device),
+                cpu_seconds=round(time.process_time() - began, 2),
+                measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            )
+        cache.write(path, asdict(found))
+        _MEMORY[path] = found
+        return found
+
+
+def _kept(path: Path) -> DeviceFigures | None:
+    again = "the kernels are measured again"
+    return _MEMORY.get(path) or cache.read(path, DeviceFigures.from_dict, again)
+
+
+def _path(device: str, sizes: Sizes) -> Path:
+    return cache.path_of(FOLDER, {**_about(device), "sizes": asdict(sizes)})
+
+
+@functools.cache
+def _about(device: str) -> dict[str, Any]:
+    """What results depend on: this device, the versions and the sources of the kernels."""
+    here, versions = _machine(), {}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {
+        "device": (_name(device), here.cpu, here.instruction_sets),
+        "driver": None if device.startswith("cpu") else Gpus().driver,
+        "versions": versions,
+        "sources": cache.source_digest(cache.PACKAGE, *SOURCES),
+    }
+
+
+@functools.cache
+def _machine() -> host.Hardware:
+    return host.hardware()
+
+
+def _name(device: str) -> str:
+    return _machine().cpu if device.startswith("cpu") else str(torch.cuda.get_device_name(device))
