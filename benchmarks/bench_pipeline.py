@@ -44,7 +44,8 @@ def main() -> None:
     if asked.as_rank:
         _rank(asked)
         return
-    from hasten.launch.netlab import Lab
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+    from netlab import Lab
 
     command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--as-rank"]
     lab = Lab(1, asked.ranks, mode="loopback") if asked.what == "bubbles" else Lab(2, 1, asked.rate)
@@ -176,7 +177,7 @@ def _without_waiting(events: Any) -> float:
 def _link(asked: argparse.Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from hasten.launch.netlab.registry import bits_per_second
+    from hasten.launch.lab import bits_per_second
 
     width = int(asked.kilobytes * 1000 / 4)
     travel = 2 * asked.micro_batches * 8000 * asked.kilobytes / (bits_per_second(asked.rate) or 1)
