@@ -212,7 +212,7 @@ def _step(case: Case, rank: int) -> Callable[[], None]:
 
 def show(found: dict[str, Any]) -> None:
     """Every case against what the first one predicts of it."""
-    from hasten.planner.calibrate import OWN_STACK, OwnRun, calibrate_machine
+    from hasten.planner.own_runs import OWN_STACK, OwnRun, calibrate_machine
     from hasten.planner.layout import Layouts
     from hasten.planner.predict import predict
 
@@ -247,7 +247,7 @@ def show(found: dict[str, Any]) -> None:
 def _own_run(row: dict[str, Any], rates: dict[str, float]) -> tuple[Case, Any]:
     from hasten.machine.accelerators import Device
     from hasten.models.architecture import Architecture
-    from hasten.planner.calibrate import OwnRun
+    from hasten.planner.own_runs import OwnRun
     from hasten.planner.cluster import Cluster
     from hasten.planner.layout import PlannedJob, PlannedLayout
 
