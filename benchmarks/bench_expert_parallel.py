@@ -19,6 +19,7 @@ import argparse
 import json
 import math
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,8 +29,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hasten.launch.netlab.counting import CollectiveBytes
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
 from hasten.parts.distributed.expert_parallel import expert_groups, share_experts
+from netlab.counting import CollectiveBytes
 
 WHOLE = "all experts on each rank"
 

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hasten.launch.netlab import Lab
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
 from hasten.parts.comm import groups
+from netlab import Lab
 
 SIZES = (500_000, 2_700_000, 10_000_000)  # bytes of one rank for one other
 ANY = 1 << 40

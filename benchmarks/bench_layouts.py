@@ -36,8 +36,10 @@ import torch
 from layouts.arms import Load, arms
 from layouts.table import PLACES, Place, due, rows, together
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
 from hasten.errors import InputError
-from hasten.launch.netlab import Lab
+from netlab import Lab
 
 RANK = Path(__file__).parent / "layouts" / "rank.py"
 STARTING = 900.0  # seconds for imports, building and a last round

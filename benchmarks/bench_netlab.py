@@ -12,7 +12,9 @@ import json
 import sys
 from pathlib import Path
 
-from hasten.launch.netlab import Lab
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+from netlab import Lab
 
 JOBS = Path(__file__).parents[1] / "tests" / "netlab_jobs.py"
 LINKS: list[tuple[str, float, int]] = [

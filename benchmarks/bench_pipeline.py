@@ -7,7 +7,7 @@ Stages sleep a fixed time in each pass (forward, gradient of inputs, of weights)
 are enough for any number of ranks. ``bubbles`` runs on the loopback interface and prints the
 median of recorded steps, the least of them, and what passes of the measured lengths would leave
 idle if messages took no time (``passes``), each as a ratio to what is expected too. Where the
-papers give no closed form, the order of passes is simulated (``hasten.planner.schedules``).
+papers give no closed form, the order of passes is simulated (``hasten.planner.simulate``).
 ``link`` runs on two hosts of a lab (network namespaces with a link of that rate): a step with
 messages of that size, receives posted early, and with torch's plain schedule, in turns with a step
 that sends next to nothing.
@@ -44,7 +44,8 @@ def main() -> None:
     if asked.as_rank:
         _rank(asked)
         return
-    from hasten.launch.netlab import Lab
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+    from netlab import Lab
 
     command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--as-rank"]
     lab = Lab(1, asked.ranks, mode="loopback") if asked.what == "bubbles" else Lab(2, 1, asked.rate)
@@ -58,7 +59,7 @@ def main() -> None:
 
 def _bubble_table(found: dict[str, Any], asked: argparse.Namespace) -> None:
     from hasten.parts.distributed.pipeline.schedules import actions, ops, stages_per_rank
-    from hasten.planner.schedules import StageSeconds, simulate
+    from hasten.planner.simulate import StageSeconds, simulate
 
     print(
         f"{asked.ranks} ranks, {asked.micro_batches} micro-batches, F = I = W = {asked.seconds} s"
@@ -164,7 +165,7 @@ def _without_waiting(events: Any) -> float:
     Of a measured step the rest is messages, and a machine that let ranks wait for its processors
     between two passes.
     """
-    from hasten.planner.schedules import simulate
+    from hasten.planner.simulate import simulate
 
     lengths = {(e.kind, e.stage, e.micro_batch): e.end - e.start for e in events}
     order: dict[int, list[Any]] = {}
@@ -176,7 +177,7 @@ def _without_waiting(events: Any) -> float:
 def _link(asked: argparse.Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from hasten.launch.netlab.registry import bits_per_second
+    from hasten.launch.lab import bits_per_second
 
     width = int(asked.kilobytes * 1000 / 4)
     travel = 2 * asked.micro_batches * 8000 * asked.kilobytes / (bits_per_second(asked.rate) or 1)

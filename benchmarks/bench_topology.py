@@ -2,7 +2,7 @@
 
     python benchmarks/bench_topology.py --rate 100mbit --megabytes 20 --rounds 3
 
-The hosts are network namespaces with a link of that rate (``hasten netlab``); ranks are dealt over
+The hosts are network namespaces with a link of that rate (``python tools/netlab``); ranks are dealt over
 hosts, so that torch's own ring leaves a host at every step. Each round takes every way once; the
 table has medians, and ratios within rounds.
 """
@@ -41,7 +41,8 @@ def main() -> None:
     if asked.as_rank:
         _rank(int(asked.megabytes * 250_000), asked.rounds)
         return
-    from hasten.launch.netlab import Lab
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+    from netlab import Lab
 
     with Lab(2, 2, asked.rate, mtu=asked.mtu) as lab:
         command = [sys.executable, "-W", "ignore", __file__, "--as-rank"]

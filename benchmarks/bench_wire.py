@@ -41,8 +41,10 @@ from typing import Any
 
 from wire import links
 
-from hasten.launch.netlab import Lab
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
 from hasten.measure.statistics import student_quantile
+from netlab import Lab
 
 RANK = Path(__file__).parent / "wire" / "rank.py"
 SPEED = "apart,alone,ddp,half,int8,int4,powersgd:16,topk:0.05,diloco:20,stream"

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.launch.netlab.counting import counting
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.gradient_compressor import GradientCompressor
+from netlab.counting import counting
 
 STEPS = 6
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.launch.netlab.counting import CollectiveBytes
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
 from hasten.machine.environment import World
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.local_sgd import Buffers, DriftError, LocalSteps, same_start
 from hasten.parts.comm.streaming_local_sgd import Stream
+from netlab.counting import CollectiveBytes
 
 SHAPES = ((37, 11), (300,), (7,))  # 714 weights
 NUMBERS = sum(torch.Size(s).numel() for s in SHAPES)

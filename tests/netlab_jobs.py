@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 PORT = 29600
 
 
@@ -96,7 +97,7 @@ def _reduce(numbers: int, times: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from hasten.launch.netlab.counting import counting
+    from netlab.counting import counting
 
     with counting() as counted:
         x = torch.ones(numbers)
@@ -116,7 +117,7 @@ def _backward() -> float:
     import torch
     from torch import nn
 
-    from hasten.launch.netlab.counting import CollectiveBytes
+    from netlab.counting import CollectiveBytes
 
     model = nn.parallel.DistributedDataParallel(nn.Linear(30, 10))
     with CollectiveBytes() as counted:

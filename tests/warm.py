@@ -64,7 +64,7 @@ START_NONE = (
     "hasten.data.renderer",
 )
 # Programs whose forked child starts the processes: that child has a server of its own, too.
-FORK_THEMSELVES = ("hasten.launch.netlab.keeper",)
+FORK_THEMSELVES = ("hasten.launch.lab", "tools/netlab/keeper.py")
 READ_WHEN_LOADED = (
     *("LD_", "OMP_", "KMP_", "GOMP_", "MALLOC_", "GLIBC_", "MKL_", "ATEN_", "ONEDNN_", "DNNL_"),
     *("TORCH_", "TORCHINDUCTOR", "TORCHDYNAMO", "PYTORCH_", "PYTHON", "TRANSFORMERS_", "HF_"),
@@ -432,13 +432,13 @@ def _run(words: Sequence[str]) -> int:
         warnings.simplefilter("ignore")
     code = 0
     try:
+        if what.endswith(FORK_THEMSELVES):
+            global _takes_a_server
+            _takes_a_server = True
+            os.register_at_fork(after_in_child=_take_a_server)
         if how == "-m":
             sys.path[0] = os.getcwd()
             sys.modules.pop(what, None)
-            if what in FORK_THEMSELVES:
-                global _takes_a_server
-                _takes_a_server = True
-                os.register_at_fork(after_in_child=_take_a_server)
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         else:
             sys.path[0] = os.path.dirname(os.path.abspath(what))

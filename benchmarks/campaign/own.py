@@ -27,7 +27,7 @@ from hasten.core.health import Guards
 from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.recipe.schema import Recipe, load_recipe
-from netlab import missing
+from labs import missing
 from tiny import language_job, records, session_of
 
 TESTS = Path(__file__).parents[2] / "tests"

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from hasten.machine.accelerators import Device
 from hasten.models.architecture import Architecture
 from hasten.models.presets import build_config, preset
-from hasten.planner.calibrate import OWN_STACK, OwnRun, calibrate_machine
+from hasten.planner.own_runs import OWN_STACK, OwnRun, calibrate_machine
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
 from hasten.planner.predict import predict

@@ -23,9 +23,9 @@ from typing import Any
 import held_out
 import numpy as np
 from held_out import DENSE, MOE, Cases, HeldOut, fit_memory, fit_seconds, read_records
+from published import PublishedMeasurement
 
 from hasten.planner.numbers import Calibration, MemoryConstants
-from hasten.planner.records import PublishedMeasurement
 
 HERE = Path(__file__).resolve().parent
 MEASUREMENTS = HERE / "measurements.json"

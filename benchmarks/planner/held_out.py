@@ -16,10 +16,11 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from published import PublishedMeasurement, read_record
 
 from hasten.errors import InputError
 from hasten.models.architecture import load_json
-from hasten.planner.calibrate import fit
+from hasten.planner.own_runs import fit
 from hasten.planner.layout import Column, Layouts, PlannedLayout
 from hasten.planner.memory import MemoryColumns
 from hasten.planner.memory import memory as rank_memory
@@ -32,7 +33,6 @@ from hasten.planner.numbers import (
     numbers,
 )
 from hasten.planner.predict import steps
-from hasten.planner.records import PublishedMeasurement, read_record
 
 NOISE = 0.05  # of the logarithm of seconds: releases of one framework differ by 5.5 %
 MEMORY_NOISE = 0.06

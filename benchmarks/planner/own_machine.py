@@ -85,7 +85,8 @@ def main(arguments: list[str]) -> None:
 
 def _measured(cases: tuple[Case, ...], each: float) -> dict[str, Any]:
     """Every case run once in one lab, whose link is set anew for each."""
-    from hasten.launch.netlab import Lab
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+    from netlab import Lab
 
     seconds: list[float] = []
     with tempfile.TemporaryDirectory() as name, Lab(2, 1, rate="1gbit") as lab:
@@ -211,7 +212,7 @@ def _step(case: Case, rank: int) -> Callable[[], None]:
 
 def show(found: dict[str, Any]) -> None:
     """Every case against what the first one predicts of it."""
-    from hasten.planner.calibrate import OWN_STACK, OwnRun, calibrate_machine
+    from hasten.planner.own_runs import OWN_STACK, OwnRun, calibrate_machine
     from hasten.planner.layout import Layouts
     from hasten.planner.predict import predict
 
@@ -246,7 +247,7 @@ def show(found: dict[str, Any]) -> None:
 def _own_run(row: dict[str, Any], rates: dict[str, float]) -> tuple[Case, Any]:
     from hasten.machine.accelerators import Device
     from hasten.models.architecture import Architecture
-    from hasten.planner.calibrate import OwnRun
+    from hasten.planner.own_runs import OwnRun
     from hasten.planner.cluster import Cluster
     from hasten.planner.layout import PlannedJob, PlannedLayout
 

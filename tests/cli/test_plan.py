@@ -161,19 +161,6 @@ def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     assert "can't be written" in complaint(MODEL, *HERE, "--json", str(tmp_path / "no" / "p.json"))
 
 
-def test_measurements_are_predicted_and_summed_up(tmp_path: Path) -> None:
-    path = Path(__file__).parents[2] / "benchmarks" / "planner" / "measurements.json"
-    out = tmp_path / "evaluation.json"
-    said = run("--evaluate", str(path), "--json", str(out))
-    assert "records predicted" in said
-    assert "median" in said
-    rows = json.loads(out.read_text())["records"]
-    needed = {"tokens_per_s_per_gpu", "iteration_s", "memory_GB", "p10", "p90", "fits"}
-    assert len(rows) > 400
-    assert all(needed <= set(row["predicted"]) for row in rows)
-    assert "can't be read" in complaint("--evaluate", str(tmp_path / "none.json"))
-
-
 def test_planning_imports_no_torch() -> None:
     code = "import hasten.cli.plan, sys; print([m for m in ('torch', 'transformers') if m in "
     code += "sys.modules])"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.core.health import LEAST, LOOK, SHARE, SLOW, SlowLink
-from netlab import lab_with_links
+from labs import lab_with_links
 
 JOB = Path(__file__).parents[1] / "slow_link_jobs.py"
 

@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import rank_soak
 from rank_soak import HOLD, Forked, hold
 
-from hasten.launch.netlab import Lab
-from hasten.launch.netlab.network import NIC, address
+from hasten.launch.lab import NIC, address
 from hasten.launch.supervisor import RankTimeouts, SupervisedRanks, Supervision, supervise
 from hasten.machine.processes import ATTEMPT, on_a_leash
-from netlab import enter, places
+from labs import enter, places
+from netlab import Lab
 
 STEPS, BEFORE, MOST = 40, 4, 12  # of the run, and before the cut, for which ranks wait
 HANG_SECONDS = 30.0  # longer than a cut that is waited for

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hasten.launch.supervisor import WORN_OUT
-from netlab import missing
+from labs import missing
 
 # All three cases are run, on a busy machine.
 pytestmark = [pytest.mark.waits, pytest.mark.timeout(900)]

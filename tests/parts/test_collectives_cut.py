@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from netlab import lab_with_links
+from labs import lab_with_links
 
 pytestmark = pytest.mark.waits
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from netlab import lab_with_links
+from labs import lab_with_links
 
 pytestmark = pytest.mark.waits
 

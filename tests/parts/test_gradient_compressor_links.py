@@ -12,9 +12,9 @@ import pytest
 
 from compression_kit import METHODS
 from hasten.errors import InputError
-from hasten.launch.netlab import Lab
-from hasten.launch.netlab.lab import MODES
-from netlab import lab_with_links
+from hasten.launch.lab import MODES
+from labs import lab_with_links
+from netlab import Lab
 
 pytestmark = pytest.mark.waits
 

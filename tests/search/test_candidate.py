@@ -13,10 +13,10 @@ from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.machine.host import hardware
 from hasten.parts.distributed.pipeline.schedules import VIRTUAL
+from hasten.planner.advice import read_layout
 from hasten.planner.candidate import PlanCandidate, Span, beyond_trainer, recipe_lines, words
 from hasten.planner.layout import PlannedLayout
 from hasten.planner.planning import plan
-from hasten.planner.reasons import read_layout
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import Recipe
 from search.usual import JOB, MODEL, PLAIN, SPARSE, TWO

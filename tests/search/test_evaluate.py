@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "planner"))
+
+from accuracy import evaluate, main
+from published import read_record
+
 from hasten.errors import InputError
-from hasten.planner.accuracy import evaluate
 from hasten.planner.numbers import calibrated
 
 MEASUREMENTS = Path(__file__).parents[2] / "benchmarks" / "planner" / "measurements.json"
@@ -92,8 +97,6 @@ def test_a_measurement_that_is_none_is_listed_with_its_reason(
 
 
 def test_ranks_that_do_not_multiply_to_the_devices_follow_the_devices() -> None:
-    from hasten.planner.records import read_record
-
     row = copy.deepcopy(ROWS[0])
     odd = read_record({**row, "tp": 2, "cp": 2, "dp": row["gpus"] // 2})
     assert odd is not None
@@ -104,8 +107,6 @@ def test_ranks_that_do_not_multiply_to_the_devices_follow_the_devices() -> None:
     ("told", "word"), [(None, "none"), (False, "none"), (True, "full"), ("light", "light")]
 )
 def test_recomputation_is_read_as_people_write_it(told: object, word: str) -> None:
-    from hasten.planner.records import read_record
-
     record = read_record({**ROWS[0], "recompute": told})
     assert record is not None
     assert record.layout.recompute == word
@@ -129,8 +130,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_unknown_recomputation_is_the_least_that_fits(tmp_path: Path) -> None:
-    from hasten.planner.records import read_record
-
     row = copy.deepcopy(next(r for r in ROWS if r["stack"] == "maxtext"))
     record = read_record(row)
     assert record is not None
@@ -138,3 +137,20 @@ def test_unknown_recomputation_is_the_least_that_fits(tmp_path: Path) -> None:
     small = read_record({**row, "seq": 128, "mbs": 1, "gbs": 256})
     assert small is not None
     assert small.layout.recompute == "none"
+
+
+def test_the_script_sums_up_and_writes_every_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "accuracy.json"
+    few = written(tmp_path, ROWS[:20])
+    monkeypatch.setattr(sys, "argv", ["accuracy", str(few), "--json", str(out)])
+    main()
+    said = capsys.readouterr().out
+    assert "records predicted" in said
+    assert "median" in said
+    needed = {"tokens_per_s_per_gpu", "iteration_s", "memory_GB", "p10", "p90", "fits"}
+    assert all(needed <= set(row["predicted"]) for row in json.loads(out.read_text())["records"])
+    monkeypatch.setattr(sys, "argv", ["accuracy", str(tmp_path / "none.json")])
+    with pytest.raises(SystemExit, match="can't be read"):
+        main()

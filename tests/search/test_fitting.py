@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "planner"))
 
-from planner import held_out
-from planner.held_out import Cases, fit_memory, fit_seconds, read_records
+import held_out
+from held_out import Cases, fit_memory, fit_seconds, read_records
+from published import PublishedMeasurement
 
 from hasten.errors import InputError
 from hasten.planner.numbers import Calibration, Constants, MemoryConstants, calibrated
-from hasten.planner.records import PublishedMeasurement
 
 MEASUREMENTS = Path(__file__).parents[2] / "benchmarks" / "planner" / "measurements.json"
 
@@ -86,7 +86,7 @@ def test_broken_rows_hardly_move_the_fit(records: list[PublishedMeasurement]) ->
 def test_memorys_figures_are_shares_of_what_was_measured(
     records: list[PublishedMeasurement],
 ) -> None:
-    """As those of ``--evaluate``, and of everybody who says how far off a prediction was."""
+    """As those of ``accuracy.py``, and of everybody who says how far off a prediction was."""
     found = held_out.memory(records)
     measured = np.array([r.memory_gb or np.nan for r in found.records])
     predicted = measured / np.exp(found.errors)

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from hasten.models.architecture import Architecture
 from hasten.planner.cluster import Cluster
-from hasten.planner.compute import stage_layers
 from hasten.planner.layout import PRECISIONS, RECOMPUTE, Layouts, PlannedJob, PlannedLayout
 from hasten.planner.memory import in_flight, layer_bytes, memory
-from hasten.planner.numbers import Calibration, MemoryConstants, numbers
+from hasten.planner.numbers import Calibration, MemoryConstants, numbers, stage_layers
 from hasten.planner.predict import Prediction, predict
-from hasten.planner.schedules import StageSeconds, orders, simulate
+from hasten.planner.simulate import StageSeconds, orders, simulate
 
 V3 = Architecture.from_config("deepseek-v3")
 LLAMA = Architecture("405b", 126, 16384, 128, 8, 128, 53248, 128256)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hasten.errors import InputError
 from hasten.machine.accelerators import Device
 from hasten.models.architecture import Architecture
-from hasten.planner.calibrate import OWN_STACK, MachineFactors, OwnRun, calibrate_machine
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
 from hasten.planner.numbers import Calibration, Constants
+from hasten.planner.own_runs import OWN_STACK, MachineFactors, OwnRun, calibrate_machine
 from hasten.planner.predict import predict
 
 MODEL = Architecture.from_config("deepseek-llm-tiny")

@@ -15,19 +15,21 @@ from hasten.machine.accelerators import DEVICES
 from hasten.models.architecture import Architecture, Experts
 from hasten.planner.advice import (
     _changed,
+    changed_cluster,
+    count_of,
     devices,
+    layout_fields,
     neighbours,
     sensitivity,
     shape_advice,
     switches,
     what_if,
 )
-from hasten.planner.calibrate import table, terms_of_run
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
+from hasten.planner.own_runs import table, terms_of_run
 from hasten.planner.planning import ClusterPlan, plan
 from hasten.planner.predict import predict
-from hasten.planner.reasons import changed_cluster, count_of, layout_fields
 from search.usual import JOB, MODEL, PLAIN
 
 

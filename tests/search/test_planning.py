@@ -15,23 +15,30 @@ from hasten.errors import InputError
 from hasten.launch.cluster import CloudConfig
 from hasten.machine.accelerators import DEVICES
 from hasten.models.architecture import Architecture
-from hasten.planner.advice import what_if
+from hasten.planner.advice import dominated, impossibilities, refusals, rejected, what_if, why_not
 from hasten.planner.candidate import WATTS, candidate, spending
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import (
     RECOMPUTE,
     SCHEDULES,
+    SIMULATED,
     Layouts,
     LayoutSpace,
     PlannedJob,
     PlannedLayout,
     enumerate_layouts,
+    why_impossible,
 )
 from hasten.planner.planning import evaluate_layouts, pareto, plan
 from hasten.planner.predict import predict
-from hasten.planner.reasons import dominated, impossibilities, refusals, rejected, why_not
-from hasten.planner.schedules import SIMULATED, StageSeconds, orders, simulate, why_impossible
-from hasten.planner.simulate import layers_per_stage, pipeline_seconds, resimulated
+from hasten.planner.simulate import (
+    StageSeconds,
+    layers_per_stage,
+    orders,
+    pipeline_seconds,
+    resimulated,
+    simulate,
+)
 from search.usual import JOB, MODEL, PLAIN, SPARSE, TWO
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hasten.errors import InputError
 from hasten.machine.accelerators import device
 from hasten.models.architecture import Architecture
-from hasten.planner import compute
+from hasten.planner import seconds as timed
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import (
     PRECISIONS,
@@ -200,7 +200,7 @@ def test_32_bits_reach_no_more_of_their_peak_than_16_do() -> None:
     chip = device("l4")  # whose best product nobody is known to have measured
     for one, share in ((chip, 1.0), (replace(chip, reached32=0.5 * chip.best32), 0.5)):
         cluster = Cluster(one, 1, 1, one.link, one.link)
-        half, whole = compute.rates(machine(cluster), rows, Constants())[0]
+        half, whole = timed.rates(machine(cluster), rows, Constants())[0]
         assert whole / half == pytest.approx(share * chip.peak32 / chip.peak16)
 
 

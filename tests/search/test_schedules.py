@@ -11,16 +11,15 @@ from hypothesis import strategies as st
 
 from hasten.errors import InputError
 from hasten.parts.distributed.pipeline.timetable import drawing
-from hasten.planner.schedules import (
-    SIMULATED,
+from hasten.planner.layout import SIMULATED, why_impossible
+from hasten.planner.simulate import (
     Orders,
     StageSeconds,
+    draw_schedule,
     idle_seconds,
     orders,
     simulate,
-    why_impossible,
 )
-from hasten.planner.simulate import draw_schedule
 
 CASES = [
     (schedule, P, M, v)

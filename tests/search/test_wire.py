@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from hasten.models.architecture import Architecture
 from hasten.planner.cluster import Cluster
-from hasten.planner.communication import gather_seconds, links, wire
 from hasten.planner.layout import Layouts, PlannedLayout
 from hasten.planner.numbers import Constants, MachineNumbers, machine, numbers
+from hasten.planner.seconds import gather_seconds, links, wire
 
 C = replace(Constants(), intra=1.0, inter=1.0, latency=1.0)
 CLUSTER = Cluster.preset("dgx_h100", 4)

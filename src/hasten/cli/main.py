@@ -16,7 +16,6 @@ import typer
 
 from hasten.cli.arguments import Overrides, RecipePath
 from hasten.cli.checkpoint import app as checkpoint
-from hasten.cli.netlab import app as netlab
 from hasten.cli.options import app as data
 from hasten.cli.options import guard, import_, launch, monitor, plan, speedup, tune
 from hasten.errors import INTERRUPTED, InputError, SameOnAllRanksError, StoppedError
@@ -35,7 +34,6 @@ app = typer.Typer(
 
 app.add_typer(data, name="data")
 app.add_typer(checkpoint, name="checkpoint")
-app.add_typer(netlab, name="netlab")
 
 
 @app.callback()

@@ -293,18 +293,12 @@ def plan(
     ] = False,
     json_out: Annotated[Path | None, typer.Option("--json", help="write the plan here")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page with drawings here")] = None,
-    evaluate: Annotated[
-        Path | None, typer.Option(help="a file of measurements, to predict each of them")
-    ] = None,
 ) -> None:
     """Say whether a job fits, in which layout, how long it takes and what it costs."""
-    from hasten.cli.plan import evaluation, step_on_paper
     from hasten.cli.plan import plan as command
+    from hasten.cli.plan import step_on_paper
     from hasten.planner.inputs import PlanOptions
 
-    if evaluate is not None:
-        evaluation(evaluate, json_out)
-        return
     if paper:
         if sequence or global_batch or nodes != 1:
             raise InputError(

@@ -19,8 +19,7 @@ from hasten.measure.paper import table as paper
 from hasten.measure.paper.request import on_paper, traces
 from hasten.measure.paper.roofline import paper_device
 from hasten.models.architecture import Architecture
-from hasten.planner import advice, reasons, text
-from hasten.planner.accuracy import evaluate
+from hasten.planner import advice, text
 from hasten.planner.candidate import (
     PlanCandidate,
     beyond_trainer,
@@ -90,7 +89,7 @@ def plan(
     seconds = time.perf_counter() - began
     best = found.best[0]
     changes = [*advice.sensitivity(found), *advice.switches(found)]
-    nearest = reasons.rejected(found, NEAREST)
+    nearest = advice.rejected(found, NEAREST)
     width = shutil.get_terminal_size((text.WIDTH, 24)).columns
     lora = job.task == "lora"
     blocks = [
@@ -99,7 +98,7 @@ def plan(
         text.waterfalls(best),
         text.spent(spending(best, job, price), best),
         text.front(found.pareto, job, price, width),
-        text.rejections(nearest, reasons.refusals(found)),
+        text.rejections(nearest, advice.refusals(found)),
         text.changes_table(changes, width),
         beyond_trainer(best.layout, lora)
         or f"in a recipe:\n{indent(recipe_lines(best.layout), '  ')}",
@@ -120,10 +119,10 @@ def extras(found: ClusterPlan, options: PlanOptions) -> list[str]:
     """The blocks that were asked for by name."""
     blocks = []
     for asked in options.why:
-        layout = reasons.read_layout([asked], found.best[0].layout)
-        possible = not reasons.impossibilities(found.model, found.cluster, found.job, layout)
+        layout = advice.read_layout([asked], found.best[0].layout)
+        possible = not advice.impossibilities(found.model, found.cluster, found.job, layout)
         one = advice.predicted(found, layout) if possible else None
-        blocks.append(text.why_text(layout, reasons.why_not(found, layout), one))
+        blocks.append(text.why_text(layout, advice.why_not(found, layout), one))
     for change in options.what_if:
         blocks.append(text.what_if_text(change, found, advice.what_if(found, change)[1]))
     if options.gpus:
@@ -146,14 +145,6 @@ def of_a_run(folder: Path, overrides: Sequence[str], options: PlanOptions) -> st
         raise InputError(f"{overrides[0]!r} changes a recipe, and {folder} is a run that is over")
     cluster = cluster_of(options) if options.gpu else machine_of(folder)
     return predicted_and_measured(folder, cluster, *calibration_of(options, cluster))
-
-
-def evaluation(path: Path, out: Path | None) -> None:
-    """Predict every record of a file of measurements, and say how far off that is."""
-    found = evaluate(path)
-    print(text.evaluation_text(found))
-    if out is not None:
-        write(out, json.dumps(found, indent=1, allow_nan=False) + "\n")
 
 
 def step_on_paper(
@@ -254,9 +245,9 @@ def to_dict(found: ClusterPlan, price: Price | None) -> dict[str, Any]:
         "pareto": [entry(one) for one in found.pareto],
         "rejected": [
             {"layout": dataclasses.asdict(r.layout), "reason": r.reason, "fits": r.fits}
-            for r in reasons.rejected(found, LISTED)
+            for r in advice.rejected(found, LISTED)
         ],
-        "refused": reasons.refusals(found),
+        "refused": advice.refusals(found),
         "interval": "P10-P90 of held-out measurements",
         "calibration": text.provenance(found),
     }

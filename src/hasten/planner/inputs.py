@@ -18,14 +18,14 @@ from hasten.launch.cluster import CloudConfig
 from hasten.machine.accelerators import PCIE4, Device, device
 from hasten.models.architecture import Architecture
 from hasten.models.presets import PRESETS
-from hasten.planner import calibrate as actual
-from hasten.planner.calibrate import OWN_STACK, OwnRun, calibrate_machine, measured_steps
+from hasten.planner import own_runs as actual
+from hasten.planner.advice import count_of
 from hasten.planner.candidate import candidate, words
 from hasten.planner.cluster import Cluster, own_machine
 from hasten.planner.layout import Layouts, LayoutSpace, PlannedJob, PlannedLayout
 from hasten.planner.numbers import Calibration, calibrated
+from hasten.planner.own_runs import OWN_STACK, OwnRun, calibrate_machine, measured_steps
 from hasten.planner.predict import predict
-from hasten.planner.reasons import count_of
 from hasten.recipe.price import Price, price_of
 from hasten.recipe.yaml_reader import read_yaml_file
 

@@ -20,13 +20,18 @@ from numpy.typing import NDArray
 from hasten.errors import InputError
 from hasten.models.architecture import Architecture
 from hasten.planner.cluster import Cluster
-from hasten.planner.schedules import SIMULATED, why_impossible
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "dualpipe", "zb2p")
+SIMULATED = ("gpipe", "1f1b", "interleaved", "zb1p", "dualpipe")
+GPIPE, INTERLEAVED, ZB1P, ZB2P, DUALPIPE = (
+    SCHEDULES.index(s) for s in ("gpipe", "interleaved", "zb1p", "zb2p", "dualpipe")
+)
 RECOMPUTE = ("none", "selective", "full", "light")  # see ``memory``
 PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32")
 COMPRESSIONS = ("none", "int8", "int4", "topk1")  # of gradients between ranks
 TASKS = ("pretrain", "full", "lora")
+FP8, MXFP8, NVFP4, FP32 = (PRECISIONS.index(p) for p in ("fp8", "mxfp8", "nvfp4", "fp32"))
+SELECTIVE, FULL, LIGHT = (RECOMPUTE.index(r) for r in ("selective", "full", "light"))
 Column = NDArray[np.float64]
 
 
@@ -154,6 +159,25 @@ def _column(values: Sequence[Any], name: str) -> Column:
     words = _WORDS.get(name)
     coded = [words.index(value) for value in values] if words else values
     return np.asarray(coded, dtype=np.float64)
+
+
+def why_impossible(schedule: str, stages: int, micro_batches: int, virtual: int = 1) -> str:
+    """Why there is no such schedule, in one sentence; empty where there is one."""
+    P, M = stages, micro_batches
+    if schedule not in SIMULATED:
+        return f"no order is known of the schedule {schedule!r}: take one of {', '.join(SIMULATED)}"
+    if P < 1 or M < 1 or virtual < 1:
+        return f"a pipeline of {P} stages and {M} micro-batches: give 1 of each at least"
+    if schedule == "interleaved" and M % P:
+        return f"interleaved stages need micro-batches in multiples of {P} (stages), not {M}"
+    if schedule != "interleaved" and virtual > 1:
+        return f"{virtual} virtual stages need the schedule 'interleaved', not {schedule!r}"
+    if schedule == "dualpipe" and (P % 2 or M % 2 or M < 2 * P):
+        return (
+            f"DualPipe needs an even number of stages and an even number of micro-batches, twice "
+            f"as many as stages at least; there are {P} stages and {M} micro-batches"
+        )
+    return ""
 
 
 # Every layout that a job could have on a cluster, within the rules of divisibility.

@@ -13,18 +13,21 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from hasten.planner.compute import (
+from hasten.planner.layout import (
     DUALPIPE,
     FP32,
     FULL,
+    GPIPE,
+    INTERLEAVED,
     LIGHT,
+    PRECISIONS,
     SELECTIVE,
+    ZB1P,
     ZB2P,
-    stage_layers,
-    tokens,
+    Column,
+    Layouts,
 )
-from hasten.planner.layout import PRECISIONS, SCHEDULES, Column, Layouts
-from hasten.planner.numbers import SLOTS, MemoryConstants, ModelNumbers, Value
+from hasten.planner.numbers import SLOTS, MemoryConstants, ModelNumbers, Value, stage_layers, tokens
 
 # Bytes of activations: what a layer keeps of one micro-batch, and what it needs while at work.
 #
@@ -147,7 +150,6 @@ def _elements(model: ModelNumbers, layouts: Layouts, expert: bool) -> _Elements:
 
 # Bytes of a rank.
 
-GPIPE, INTERLEAVED, ZB1P = (SCHEDULES.index(s) for s in ("gpipe", "interleaved", "zb1p"))
 LORA_SHARE = 0.005  # of the weights, in adapters that learn
 # What isn't known of software that nobody named: whether gradients take 2, 4, 6 bytes or more
 # (16 bits, fp32 sums, both, with buffers), so as much again; and of all else this share. Of the

@@ -19,7 +19,7 @@ import numpy as np
 from hasten.errors import InputError
 from hasten.models.architecture import Architecture
 from hasten.planner.cluster import Cluster
-from hasten.planner.layout import Column
+from hasten.planner.layout import FP32, Column, Layouts
 
 Value = Any  # a float or a Column: both behave alike in every formula here
 SLOTS = (
@@ -143,6 +143,43 @@ def machine(cluster: Cluster) -> MachineNumbers:
         inter_latency=cluster.inter_latency,
         gloo=float(chip.gloo),
     )
+
+
+# What follows from a model and a layout by counting.
+
+
+def tokens(model: ModelNumbers, layouts: Layouts) -> Column:
+    """Tokens of one micro-batch on one rank."""
+    return np.asarray(layouts.micro_batch * model.sequence / layouts.cp)
+
+
+def element(layouts: Layouts) -> Column:
+    """Bytes of an activation or a weight as software reads, writes and sends it."""
+    return np.where(layouts.precision == FP32, 4.0, 2.0)
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """Layers of the first stage, of the fullest and of the last, a rank's chunks together."""
+
+    first: Column
+    most: Column
+    last: Column
+
+
+def stage_layers(layers: Value, stages: Value, virtual: Value) -> StageLayers:
+    """Layers dealt evenly; where that doesn't go, embedding and head count as a layer each.
+
+    So 126 layers make 128 stages of which the first and the last have one layer fewer (Llama 3,
+    arXiv 2407.21783, section 3.3.2). Where that doesn't go either, the last stage gets what is
+    left. Without stages all three are all layers.
+    """
+    virtual = np.where(np.asarray(stages) > 1, virtual, 1)
+    chunks = stages * virtual
+    most = np.ceil(layers / chunks) * virtual
+    ends = (np.mod(layers, chunks) > 0) & (np.mod(layers + 2, chunks) == 0)
+    left = np.maximum(layers - most * (stages - 1), 0)
+    return StageLayers(np.where(ends, most - 1, most), most, np.where(ends, most - 1, left))
 
 
 # The constants of the cost model, what each means, and what was believed before any measurement.

@@ -6,7 +6,7 @@
   4. of those that fit, the ones that nothing beats in time, memory and device hours together
 
 Answers are for people who are about to rent machines: ``ClusterPlan`` holds the best layouts with
-their intervals, and enough of the rest to say why each of them isn't among the best (``reasons``).
+their intervals, and enough of the rest to say why each of them isn't among the best (``advice``).
 """
 
 from __future__ import annotations
@@ -58,15 +58,17 @@ def nothing_fits(
     row = int(lean[np.argmin(found.found.memory_p90[lean])])
     needs, has = found.found.memory_p90[row] / 1e9, cluster.device.memory_bytes / 1e9
     part = largest_part(found.found.memory, row)
-    ways = ways_out(model, cluster, job, fits)
-    advice = f"it would fit {' or '.join(ways)}" if ways else "nothing that was tried would fit it"
+    fixes = suggested_fixes(model, cluster, job, fits)
+    fit = f"it would fit {' or '.join(fixes)}" if fixes else "nothing that was tried would fit it"
     return (
         f"{model.name} doesn't fit on {here}: its leanest layout needs {needs:.1f} GB (P90) of "
-        f"{has:.1f}, most of it {part}; {advice}"
+        f"{has:.1f}, most of it {part}; {fit}"
     )
 
 
-def ways_out(model: Architecture, cluster: Cluster, job: PlannedJob, fits: Fits) -> list[str]:
+def suggested_fixes(
+    model: Architecture, cluster: Cluster, job: PlannedJob, fits: Fits
+) -> list[str]:
     """What would fit: more nodes, the next larger device, a LoRA, shorter sequences."""
     found = []
     for times in (2, 4, 8, 16, 32, 64):

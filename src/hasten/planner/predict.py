@@ -1,7 +1,7 @@
 """What layouts would cost: seconds of a step, tokens per second and memory, with their intervals.
 
-  1. a micro-batch through all layers: products, attention, the rest (``compute``)
-  2. what ranks tell each other, and how much of it nothing hides (``communication``)
+  1. a micro-batch through all layers: products, attention, the rest (``seconds``)
+  2. what ranks tell each other, and how much of it nothing hides (``seconds``)
   3. the slowest stage sets the pace of a pipeline; its closed form gives the bubble
   4. once per step: the optimizer on its shard, the fixed part
   5. the software's factor, and the interval that held-out errors of such predictions had
@@ -17,11 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hasten.models.architecture import Architecture
-from hasten.planner import compute
+from hasten.planner import seconds as timed
 from hasten.planner.cluster import Cluster
-from hasten.planner.communication import PlannedWire, wire
-from hasten.planner.compute import DUALPIPE, bubble_stages, stage_seconds
-from hasten.planner.layout import PRECISIONS, Column, Layouts, PlannedJob
+from hasten.planner.layout import DUALPIPE, FP8, FP32, MXFP8, NVFP4, Column, Layouts, PlannedJob
 from hasten.planner.memory import LORA_SHARE, MemoryColumns, first_rank, memory, rank_parameters
 from hasten.planner.numbers import (
     Calibration,
@@ -33,6 +31,7 @@ from hasten.planner.numbers import (
     machine,
     numbers,
 )
+from hasten.planner.seconds import PlannedWire, bubble_stages, stage_seconds, wire
 
 # DualPipe sends tokens to experts while others compute, and gives 20 of an H800's 132
 # multiprocessors to sending (arXiv 2412.19437, section 3.2).
@@ -178,13 +177,13 @@ def steps(
 ) -> PredictedStep:
     """Seconds of a step before the software's factor."""
     M = _micro_batches(layouts, global_batch)
-    part = compute.forward(model, here, layouts, c, lora)
+    part = timed.forward(model, here, layouts, c, lora)
     sent = wire(model, here, layouts, c, lora)
-    back, back_attention = compute.passes(lora)
+    back, back_attention = timed.passes(lora)
     core = part.products + part.experts
     work = core * (1 + back) + part.elementwise * 3 + part.fixed
     attention = part.attention * (1 + back_attention)
-    again = compute.again(part, layouts, c)
+    again = timed.again(part, layouts, c)
     # An all-reduce stops everything; the gathers and scatters of sequence parallelism can be cut
     # into pieces that travel while others are multiplied.
     waits = np.where(layouts.sequence_parallel > 0, c.tp_exposed, c.tp_waits)
@@ -251,20 +250,20 @@ def _exposed(sent: PlannedWire, backward: Column, work: Column, M: Column, c: Co
 def _peak(here: MachineNumbers, layouts: Layouts) -> Column:
     """FLOP/s that MFU is taken of, in the format of the layers' products."""
     p = layouts.precision
-    eight = (p == PRECISIONS.index("fp8")) | (p == PRECISIONS.index("mxfp8"))
+    eight = (p == FP8) | (p == MXFP8)
     eight &= np.asarray(here.peak8) > 0
-    four = (p == PRECISIONS.index("nvfp4")) & (np.asarray(here.peak4) > 0)
+    four = (p == NVFP4) & (np.asarray(here.peak4) > 0)
     peak = np.where(eight, here.peak8, here.peak16 * np.ones(len(layouts)))
     peak = np.where(four, here.peak4, peak)
-    return np.asarray(np.where(p == PRECISIONS.index("fp32"), here.peak32, peak))
+    return np.asarray(np.where(p == FP32, here.peak32, peak))
 
 
 def _reasons(
     model: ModelNumbers, here: MachineNumbers, layouts: Layouts, global_batch: Value
 ) -> NDArray[np.int64]:
     """Bits of ``REASONS`` beside memory."""
-    eight = compute.low_bits(layouts) > 0
-    four = layouts.precision == compute.NVFP4
+    eight = timed.low_bits(layouts) > 0
+    four = layouts.precision == NVFP4
     lacks = (eight & ~four & (here.peak8 <= 0)) | (four & (here.peak4 <= 0))
     shared = layouts.dp * layouts.cp * layouts.tp
     uneven = (np.mod(model.experts, layouts.ep) > 0) | (np.mod(shared, layouts.ep) > 0)

@@ -13,12 +13,11 @@ from hasten.errors import InputError
 from hasten.formatting import fitted
 from hasten.machine.files import write_atomic
 from hasten.models.architecture import Architecture
-from hasten.planner.advice import HardwareOption, LayoutChange, Shape
+from hasten.planner.advice import PARTS, HardwareOption, LayoutChange, RejectedLayout, Shape
 from hasten.planner.candidate import JobCost, PlanCandidate, Span, spending, words
 from hasten.planner.layout import PlannedJob, PlannedLayout
 from hasten.planner.numbers import calibrated
 from hasten.planner.planning import ClusterPlan
-from hasten.planner.reasons import PARTS, RejectedLayout
 from hasten.planner.simulate import draw_schedule, micro_batch, stages
 from hasten.recipe.price import Price
 
@@ -206,13 +205,6 @@ def shapes_text(found: Sequence[Shape], model: Architecture) -> str:
     return "\n".join(lines)
 
 
-def evaluation_text(found: Mapping[str, Any]) -> str:
-    """The summary of ``--evaluate``, a line per figure."""
-    lines = [f"{len(found['records'])} records predicted, {len(found['skipped'])} left out"]
-    lines += _outline(found["summary"], "  ")
-    return "\n".join(lines)
-
-
 def basis(found: ClusterPlan) -> str:
     """What the intervals are made of."""
     known = provenance(found)
@@ -280,17 +272,6 @@ def _bars(parts: Mapping[str, float], unit: float, name: str) -> list[str]:
         lines.append(
             f"  {label.ljust(wide)}  {value / unit:8.3g} {name} {value / whole:4.0%}  {bar}"
         )
-    return lines
-
-
-def _outline(value: Mapping[str, Any], indent: str) -> list[str]:
-    lines = []
-    for key, inner in value.items():
-        if isinstance(inner, Mapping):
-            lines += [f"{indent}{key}", *_outline(inner, indent + "  ")]
-        else:
-            shown = f"{inner:.4g}" if isinstance(inner, float) else inner
-            lines.append(f"{indent}{key}: {shown}")
     return lines
 
 

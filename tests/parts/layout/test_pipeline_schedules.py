@@ -24,7 +24,7 @@ from hasten.parts.distributed.pipeline.schedules import (
 )
 from hasten.parts.distributed.pipeline.timetable import StageEvent, bubble_share, drawing
 from hasten.planner.candidate import TRAINER_SCHEDULES
-from hasten.planner.schedules import StageSeconds, Timetable, idle_seconds, simulate
+from hasten.planner.simulate import StageSeconds, Timetable, idle_seconds, simulate
 
 schedules = st.sampled_from(SCHEDULES)
 

@@ -1,6 +1,6 @@
 """A rehearsal: the launch's own scripts, hosts, agents and ranks on this machine, on a tiny model.
 
-Each host is one of a netlab, with links as slow as this machine is slower than the cluster's
+Each host is one of a lab, with links as slow as this machine is slower than the cluster's
 devices; ``node.sh`` is the very file that the cluster would run. What comes out is whether it
 starts, meets, trains, saves and ends; not how fast the cluster will be.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import InputError
-from hasten.launch.netlab import Lab, Result
+from hasten.launch.lab import Lab, Result
 from hasten.launch.targets import node
 from hasten.launch.targets.job import Launch
 from hasten.launch.targets.writing import write

@@ -61,25 +61,28 @@ class _Target:
 
 
 @functools.cache
-def build_library(*names: str, folder: Path | None = None) -> LoadedLibrary:
-    """The library of the named source files, compiled if nobody has compiled it here before.
+def build_library(
+    *names: str, folder: Path | None = None, sources: Path | None = None
+) -> LoadedLibrary:
+    """The library of the named files of ``sources``, compiled if it hasn't been before.
 
     ``folder`` keeps it for the next process: by default ``.cache/hasten/kernels`` in the user's
     home, or a temporary folder of this process where that can't be written, or by others too.
     """
-    return _built(_kernels(*names), folder or FOLDER)
+    return _built(_kernels(*names, place=sources), folder or FOLDER)
 
 
-def _kernels(*names: str) -> _Target:
+def _kernels(*names: str, place: Path | None = None) -> _Target:
+    place = place or SOURCES
     # Two OpenMP runtimes in one process would each keep threads and let them spin against each
     # other: link the one that torch has loaded.
     runtime = _loaded("libgomp")
     return _Target(
         name="-".join(names),
-        sources=tuple(SOURCES / f"{name}.cpp" for name in names),
+        sources=tuple(place / f"{name}.cpp" for name in names),
         flags=_flags(),
         libraries=(runtime or "-fopenmp",),
-        depends=(*(h.read_text() for h in sorted(SOURCES.glob("*.h"))), str(runtime)),
+        depends=(*(h.read_text() for h in sorted(place.glob("*.h"))), str(runtime)),
     )
 
 

@@ -2,8 +2,8 @@
 
 The kernel's own tool for delay is netem, which many kernels lack. ``packet_link.cpp`` does the same
 in one process; without a compiler the loop below does, at some tens of Mbit/s. The keeper changes
-the settings in shared memory while packets flow. Run as ``python -m
-hasten.launch.netlab.packet_link SETTINGS TUN...`` with descriptors, by the keeper.
+the settings in shared memory while packets flow. The keeper runs it as ``python packet_link.py
+SETTINGS TUN...`` with descriptors.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import select
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from hasten.parts.kernels.build import build_library
+from hasten.parts.kernels.build import LoadedLibrary, build_library
 
 DELAY, LOSS, STOP, HOSTS = 0, 1, 2, 4  # where in the settings; see packet_link.cpp
 SEED = 20261121
@@ -102,11 +103,16 @@ def _deliver(tun: int, packet: bytes) -> None:
         return  # a host that has no room drops the packet, as a real one would
 
 
+def compiled() -> LoadedLibrary:
+    """The loop in C++, or the reason why it can't be compiled here."""
+    return build_library("packet_link", sources=Path(__file__).parent)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Carry packets until the keeper says stop or ends this process."""
     descriptor, *tuns = map(int, arguments)
     settings = LinkSettings(len(tuns), descriptor)
-    library = build_library("packet_link").library
+    library = compiled().library
     print("compiled" if library else "plain", flush=True)
     if library is None:
         forward(tuns, settings.numbers)

@@ -1,4 +1,4 @@
-"""``hasten netlab``: a cluster on this machine, its links, and commands on its ranks."""
+"""A cluster on this machine, its links, and commands on its ranks: ``python tools/netlab``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ from typing import Annotated
 
 import typer
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from hasten.errors import InputError
-from hasten.launch.netlab import Lab, Result, RunningCommand, check, registry
-from hasten.launch.netlab.lab import MODES, Mode
+from hasten.launch.lab import MODES, Mode
+from netlab import Lab, Result, RunningCommand, check
+from netlab.lab import labs, manifest, remove
 
 app = typer.Typer(
-    help="A cluster on this machine: hosts, links with a rate, ranks.", no_args_is_help=True
+    name="netlab",
+    help="A cluster on this machine: hosts, links with a rate, ranks.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 
 Hosts = Annotated[int, typer.Option(min=1, help="hosts, each a network namespace")]
@@ -27,7 +34,7 @@ Loss = Annotated[float, typer.Option(help="share of packets lost")]
 Mtu = Annotated[int, typer.Option(help="largest packet of a link, in bytes")]
 ModeName = Annotated[str, typer.Option("--mode", help=f"auto, {', '.join(MODES)}")]
 Cores = Annotated[int, typer.Option(min=0, help="cores shared by all ranks; 0: this machine's")]
-Name = Annotated[str, typer.Argument(help="the lab, as hasten netlab list shows it")]
+Name = Annotated[str, typer.Argument(help="the lab, as the command list shows it")]
 
 
 def _mode(name: str) -> Mode:
@@ -102,10 +109,10 @@ def run(
 @app.command("list")
 def list_command() -> None:
     """Show the labs of this user, and which have ended without being cleared away."""
-    found = registry.labs()
+    found = labs()
     for noted, alive in found:
         rate = f"{noted['bits'] / 1e6:g} Mbit/s" if noted["bits"] else "no limit"
-        state = "runs" if alive else "ended; hasten netlab down --stale clears it away"
+        state = "runs" if alive else "ended; down --stale clears it away"
         links = f"{noted['hosts']} hosts x {noted['ranks']} ranks, {rate}, {noted['mode']}"
         print(f"{noted['name']}  {links}, {state}")
     if not found:
@@ -120,11 +127,11 @@ def down(
     """End labs and all that runs in them; only what has a lab's manifest is touched."""
     chosen = list(names or [])
     if stale:
-        chosen += [noted["name"] for noted, alive in registry.labs() if not alive]
+        chosen += [noted["name"] for noted, alive in labs() if not alive]
     elif not chosen:
-        raise InputError("say which labs: hasten netlab down NAME, or --stale for those that ended")
-    for noted in [registry.manifest(name) for name in chosen]:  # all are looked at before any goes
-        registry.remove(noted["name"])
+        raise InputError("say which labs: netlab down NAME, or --stale for those that ended")
+    for noted in [manifest(name) for name in chosen]:  # all are looked at before any goes
+        remove(noted["name"])
         print(f"{noted['name']} removed")
 
 
@@ -190,3 +197,11 @@ def _code(results: Sequence[Result]) -> int:
     """The first code of a rank that failed by itself; 1 where only signals were seen."""
     codes = [r.code for r in results if r.code != 0]
     return next((c for c in codes if c is not None and c > 0), 1 if codes else 0)
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except InputError as error:
+        print(f"netlab: {error}", file=sys.stderr)
+        sys.exit(2)

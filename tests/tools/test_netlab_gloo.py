@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hasten.launch.netlab import Lab, RunningCommand
-from netlab import job, lab_with_links
+from labs import job, lab_with_links
+from netlab import Lab, RunningCommand
 
 pytestmark = pytest.mark.waits
 

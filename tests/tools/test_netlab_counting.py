@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hasten.launch.netlab.counting import CollectiveBytes, counting
+from netlab.counting import CollectiveBytes, counting
 
 ME, WORLD = 1, 4
 

@@ -1,4 +1,6 @@
-"""The cost model against anybody's measurements: per record the prediction, and how far off it was.
+r"""The cost model against measurements: per record the prediction, and how far off it was.
+
+    python benchmarks/planner/accuracy.py benchmarks/planner/measurements.json [--json OUT]
 
 Nothing is fitted here: the calibration of the package predicts, a stack that it knows with that
 stack's factor. Records that can't be read or don't say enough are listed with the reason, and
@@ -7,19 +9,22 @@ count in no figure.
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from published import PublishedMeasurement, read_record
 
 from hasten.errors import InputError
 from hasten.models.architecture import load_json
 from hasten.planner.layout import Layouts
 from hasten.planner.numbers import Calibration, calibrated
 from hasten.planner.predict import Prediction, predict, reason_sentences
-from hasten.planner.records import PublishedMeasurement, read_record
 
 _G = 1e9
 
@@ -51,7 +56,7 @@ def evaluate(path: Path, calibration: Calibration | None = None) -> dict[str, An
         reason = skipped[0]["reason"] if skipped else "it is empty"
         raise InputError(f"{path} holds no record that can be predicted: {reason}")
     return {
-        "kind": "hasten plan evaluation",
+        "kind": "hasten planner accuracy",
         "calibration": dict(known.provenance),
         "records": done,
         "skipped": skipped,
@@ -142,3 +147,33 @@ def _errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "bias": float(np.median(errors)),
         "coverage": float(np.mean([row["inside"] for row in rows])),
     }
+
+
+def _outline(value: Mapping[str, Any], indent: str) -> list[str]:
+    lines = []
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            lines += [f"{indent}{key}", *_outline(inner, indent + "  ")]
+        else:
+            shown = f"{inner:.4g}" if isinstance(inner, float) else inner
+            lines.append(f"{indent}{key}: {shown}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("measurements", type=Path)
+    parser.add_argument("--json", type=Path, help="also write every record here")
+    options = parser.parse_args()
+    try:
+        found = evaluate(options.measurements)
+    except InputError as error:
+        sys.exit(f"accuracy: {error}")
+    print(f"{len(found['records'])} records predicted, {len(found['skipped'])} left out")
+    print("\n".join(_outline(found["summary"], "  ")))
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

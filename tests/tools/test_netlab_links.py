@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 
 from hasten.errors import InputError
-from hasten.launch.netlab import Lab, packet_link
-from hasten.launch.netlab.packet_link import DELAY, LOSS, STOP, LinkSettings
-from hasten.parts.kernels.build import build_library
-from netlab import job, lab_with_links
+from labs import job, lab_with_links
+from netlab import Lab, packet_link
+from netlab.packet_link import DELAY, LOSS, STOP, LinkSettings
 
 pytestmark = pytest.mark.waits
 
@@ -137,7 +136,7 @@ numbers = itertools.count(1000)
 
 
 def compiled(fds: list[int], settings: LinkSettings) -> None:
-    library = build_library("packet_link").library
+    library = packet_link.compiled().library
     assert library is not None
     library.packet_link(len(fds), (c_int * len(fds))(*fds), settings.numbers, c_uint64(1))
 
@@ -150,7 +149,7 @@ def plain(fds: list[int], settings: LinkSettings) -> None:
 def switch(
     loop: Callable[[list[int], LinkSettings], None],
 ) -> Iterator[tuple[list[socket.socket], LinkSettings]]:
-    if loop is compiled and (reason := build_library("packet_link").reason):
+    if loop is compiled and (reason := packet_link.compiled().reason):
         pytest.skip(reason)
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(WITNESS + 1)]
     for ours, theirs in pairs:

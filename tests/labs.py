@@ -18,10 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
-from hasten.errors import InputError
-from hasten.launch.netlab import Lab
-from hasten.launch.netlab import network as system
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
+from hasten.errors import InputError
+from hasten.launch import lab as system
+from netlab import Lab
+
+TOOLS = Path(__file__).parents[1] / "tools"
 JOBS = Path(__file__).with_name("netlab_jobs.py")
 
 

@@ -1,4 +1,4 @@
-"""``hasten netlab`` as its user meets it: check, labs that stay, labs for one command, errors."""
+"""The commands of ``tools/netlab``: check, labs that stay, labs for one command, errors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hasten.cli.main import app
 from hasten.errors import InputError
-from hasten.launch.netlab import registry
-from netlab import lab_with_links
+from hasten.launch import lab as own
+from labs import lab_with_links
+from netlab.__main__ import app
 
 pytestmark = pytest.mark.waits
 
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.waits
 def own_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     room = tmp_path / "room"
     room.mkdir(mode=0o700)
-    monkeypatch.setattr(registry, "room", lambda: room)
-    monkeypatch.setattr(registry, "SECONDS_TO_END", 60.0)  # a busy machine's guard is slow
+    monkeypatch.setattr(own, "room", lambda: room)
+    monkeypatch.setattr(own, "SECONDS_TO_END", 60.0)  # a busy machine's guard is slow
     return room
 
 
 def netlab(*arguments: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["netlab", *arguments])
+    result = CliRunner().invoke(app, list(arguments))
     if isinstance(result.exception, InputError):
         raise result.exception
     assert result.exit_code == code, result.output
@@ -69,7 +69,7 @@ def test_a_lab_stays_from_up_to_down(own_room: Path) -> None:
 def test_down_removes_all_that_ended_and_none_that_runs(own_room: Path) -> None:
     folder = own_room / "0000000a"
     folder.mkdir()
-    noted = {"kind": registry.KIND, "name": folder.name, "process": 2**22, "born": 1}
+    noted = {"kind": own.KIND, "name": folder.name, "process": 2**22, "born": 1}
     noted |= {"bits": 0, "hosts": 2, "ranks": 1, "mode": "user"}
     (folder / "manifest.json").write_text(json.dumps(noted))
     name = netlab("up", "--mode", "loopback").strip()

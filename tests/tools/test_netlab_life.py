@@ -18,9 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.launch.netlab import Lab, network, registry
-from hasten.launch.netlab.registry import SEGMENT, bits_per_second, burst_bytes
-from netlab import lab_with_links
+from hasten.launch import lab as own
+from hasten.launch.lab import SEGMENT, bits_per_second, burst_bytes
+from labs import TOOLS, lab_with_links
+from netlab import Lab
+from netlab.lab import alive, labs, manifest, remove
 
 modes = pytest.mark.parametrize("mode", ["user", "root", "loopback"])
 # A rank that has a child of its own, neither of which ends by itself or when asked to.
@@ -35,8 +37,8 @@ STUBBORN = (
 def own_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     room = tmp_path / "room"
     room.mkdir(mode=0o700)
-    monkeypatch.setattr(registry, "room", lambda: room)
-    monkeypatch.setattr(registry, "SECONDS_TO_END", 60.0)  # a busy machine's guard is slow
+    monkeypatch.setattr(own, "room", lambda: room)
+    monkeypatch.setattr(own, "SECONDS_TO_END", 60.0)  # a busy machine's guard is slow
     return room
 
 
@@ -102,8 +104,9 @@ def test_killing_the_owner_leaves_no_process_and_no_folder(mode: str, own_room: 
     mark = f"302.{os.getpid()}"
     code = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from hasten.launch.netlab import Lab, registry\n"
-        f"registry.room = lambda: Path({str(own_room)!r})\n"
+        f"sys.path.insert(0, {str(TOOLS)!r})\n"
+        "from hasten.launch import lab as own\nfrom netlab import Lab\n"
+        f"own.room = lambda: Path({str(own_room)!r})\n"
         f"lab = Lab(2, 1, mode={mode!r}).start()\n"
         f"lab.ask('start', command=[sys.executable, '-c', {STUBBORN!r}, {mark!r}], inherited={{}}, "
         "env={}, cwd='/', limit=300, grace=1)\n"
@@ -124,13 +127,13 @@ def test_killing_the_guard_leaves_only_a_folder_that_is_offered_for_removal(own_
     lab = lab_with_links().start()
     lab.begin([sys.executable, "-c", STUBBORN, mark])
     wait_for(mark, 4)
-    os.kill(registry.manifest(lab.name)["process"], signal.SIGKILL)
+    os.kill(manifest(lab.name)["process"], signal.SIGKILL)
     assert gone(mark)
     with pytest.raises(InputError, match="has ended"):
         lab.bytes(0)
     lab.close()
-    assert [(noted["name"], alive) for noted, alive in registry.labs()] == [(lab.name, False)]
-    registry.remove(lab.name)
+    assert [(noted["name"], lives) for noted, lives in labs()] == [(lab.name, False)]
+    remove(lab.name)
     assert list(own_room.iterdir()) == []
 
 
@@ -139,29 +142,29 @@ def test_a_lab_that_stays_outlives_its_maker_until_it_is_removed(own_room: Path)
     lab = Lab.attach(name)
     assert [r.code for r in lab.run(["true"])] == [0, 0]
     lab.close()
-    assert registry.alive(registry.manifest(name))
-    registry.remove(name)
+    assert alive(manifest(name))
+    remove(name)
     assert list(own_room.iterdir()) == []
     with pytest.raises(InputError, match="there is no lab"):
-        registry.remove(name)
+        remove(name)
 
 
 def test_a_folder_without_a_manifest_of_a_lab_is_never_touched(own_room: Path) -> None:
     other = own_room / "0123abcd"
     other.mkdir()
     with pytest.raises(InputError, match="there is no lab 0123abcd"):
-        registry.remove("0123abcd")
+        remove("0123abcd")
     (other / "manifest.json").write_text(json.dumps({"kind": "another tool", "name": "0123abcd"}))
     with pytest.raises(InputError, match="no manifest of the lab"):
-        registry.remove("0123abcd")
+        remove("0123abcd")
     (other / "manifest.json").write_text("{")
     with pytest.raises(InputError, match="damaged"):
-        registry.remove("0123abcd")
+        remove("0123abcd")
     for name in ("../0123abcd", "0123ABCD", ""):
         with pytest.raises(InputError, match="no lab's name"):
-            registry.remove(name)
+            remove(name)
     assert other.exists()
-    assert registry.labs() == []
+    assert labs() == []
 
 
 def test_a_process_with_the_keepers_old_number_is_not_ended(own_room: Path) -> None:
@@ -169,11 +172,11 @@ def test_a_process_with_the_keepers_old_number_is_not_ended(own_room: Path) -> N
     folder.mkdir()
     stranger = subprocess.Popen(["sleep", "300"])
     try:
-        born = registry.born(stranger.pid)
+        born = own.born(stranger.pid)
         assert born is not None
-        noted = {"kind": registry.KIND, "name": folder.name, "process": stranger.pid}
+        noted = {"kind": own.KIND, "name": folder.name, "process": stranger.pid}
         (folder / "manifest.json").write_text(json.dumps({**noted, "born": born - 1}))
-        registry.remove(folder.name)
+        remove(folder.name)
         assert stranger.poll() is None
         assert not folder.exists()
     finally:
@@ -223,9 +226,9 @@ def test_a_keeper_that_ends_before_it_has_answered_is_one_sentence(tmp_path: Pat
 
 
 def test_a_tool_that_hangs_is_given_up_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "SECONDS", 0.1)
+    monkeypatch.setattr(own, "TOOL_SECONDS", 0.1)
     with pytest.raises(OSError, match=r"sleep 60 did not end within 0\.1 s"):
-        network._run(["sleep", "60"])
+        own._run(["sleep", "60"])
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hasten.machine import environment
-
-FOLDER = "HASTEN_NETLAB_COUNTS"  # set by a lab of plain loopback processes
+from netlab.lab import COUNTS
 
 
 class CollectiveBytes(TorchDispatchMode):
@@ -67,7 +66,7 @@ def counting() -> Iterator[CollectiveBytes]:
     counter = CollectiveBytes()
     with counter:
         yield counter
-    folder = environment.variable(FOLDER)
+    folder = environment.variable(COUNTS)
     if folder is None or not dist.is_initialized():
         return
     if counter.unknown:
