@@ -943,14 +943,8 @@ PARTS: tuple[Fault, ...] = (
         name="skipped-step-is-remembered",
         kind="forgotten condition",
         file="parts/comm/methods.py",
-        old=(
-            "        if counted:\n"
-            "            for pieces, values in left.items():\n"
-            "                self._adopt(pieces, values)\n"
-        ),
-        new=(
-            "        for pieces, values in left.items():\n            self._adopt(pieces, values)\n"
-        ),
+        old="        if counted:\n            self._kept |= self._pending\n",
+        new="        self._kept |= self._pending\n",
         tests=("tests/parts/test_gradient_compressor.py",),
     ),
     Fault(
@@ -981,8 +975,8 @@ PARTS: tuple[Fault, ...] = (
         name="velocity-keeps-what-was-sent",
         kind="forgotten mask",
         file="parts/comm/methods.py",
-        old="self._velocity.leave(pieces, flat.masked_fill(sent, 0.0))",
-        new="self._velocity.leave(pieces, flat)",
+        old="self._velocity.leave_bucket(pieces, flat.masked_fill(sent, 0.0))",
+        new="self._velocity.leave_bucket(pieces, flat)",
         tests=("tests/parts/test_gradient_compressor.py",),
     ),
     Fault(

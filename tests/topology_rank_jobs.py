@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.machine.environment import World
 from hasten.parts.comm.codecs import codec
-from hasten.parts.comm.collective_plan import ErrorMemory, Route
+from hasten.parts.comm.collective_plan import Route
 from hasten.parts.comm.collectives import CollectiveError, TopoAwareCollective
 from hasten.parts.comm.hierarchical import RoutedBuckets
+from hasten.parts.comm.methods import ErrorMemory
 from hasten.parts.comm.topology import Link, Topology
 
 LIMIT = 6  # seconds until a rank that doesn't answer counts as gone
@@ -153,12 +154,12 @@ def by_codec(world: World) -> dict[str, Any]:
             total += collective.all_reduce(
                 values(world.rank, 3000), "mean", memory=memory, name="g"
             ).double()
-            memory.commit()
+            memory.settle(True)
         late = float((total / 20 - exact).norm() / exact.norm())
         poisoned = values(world.rank, 3000)
         poisoned[7] = torch.nan if world.rank == 1 else 0.0
         spoilt = collective.all_reduce(poisoned, "mean", memory=memory, name="g")
-        memory.drop()
+        memory.settle(False)
         healthy = collective.all_reduce(values(world.rank, 3000), "mean", memory=memory, name="g")
         found[name] = {
             "error": error,

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hasten.launch.ranks import rank_environment
-from hasten.parts.comm.collective_plan import ErrorMemory
 from hasten.parts.comm.collectives import TopoAwareCollective
+from hasten.parts.comm.methods import ErrorMemory
 from ranks import on_ranks
 from topology_rank_jobs import LIMIT
 
@@ -102,7 +102,7 @@ def test_a_memory_that_was_read_on_the_host_goes_to_the_gradients_device() -> No
             seen.append(kept.device.type)
 
     memory = ErrorMemory()
-    memory.load_state_dict({"bucket": torch.ones(8)})
+    memory.load({"bucket": torch.ones(8)})
     numbers, rows = torch.empty(8, device="meta"), torch.empty(2, 4, device="meta")
     memory.encode(Codec(), numbers, 2, "bucket", rows)  # type: ignore[arg-type]
     assert seen == ["meta", "meta"]

@@ -18,7 +18,7 @@ from hasten.parts.comm import local_sgd
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.local_sgd import HEADER, Drift, DriftError, LocalSteps, rank_answers
 from hasten.parts.comm.streaming_local_sgd import MOST, TIMED_STEPS, Stream, needed
-from hasten.parts.kernels import local_sgd as compiled
+from hasten.parts.kernels import codec as compiled
 from hasten.parts.kernels.build import LoadedLibrary
 from local_rank_jobs import COARSE, NUMBERS, RATE, STEPS, gradient, tokens_of
 from ranks import on_ranks
@@ -243,7 +243,7 @@ def test_neither_chunks_nor_compiled_loops_change_a_bit(
         return [second.anchor, *second.parameters], rows
 
     found = {(size, True): moved(size) for size in (1 << 20, 256, 512, 1024)}
-    monkeypatch.setattr(compiled, "library", lambda: LoadedLibrary(None, "there is no compiler"))
+    monkeypatch.setattr(compiled, "drift", lambda: LoadedLibrary(None, "there is no compiler"))
     found |= {(size, False): moved(size) for size in (1 << 20, 512)}
     first, _ = found[512, False]
     for weights, _ in found.values():
@@ -258,9 +258,7 @@ def test_a_weight_that_is_no_number_is_told(
     wrong: float, loops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not loops:
-        monkeypatch.setattr(
-            compiled, "library", lambda: LoadedLibrary(None, "there is no compiler")
-        )
+        monkeypatch.setattr(compiled, "drift", lambda: LoadedLibrary(None, "there is no compiler"))
     drift = Drift([torch.zeros(1000)])
     drift.parameters[0][777] = wrong
     message = drift.message(0, codec("int4"))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compression_trap_jobs import LIMIT
 from hasten.parts.comm.codecs import ALIGNED, ChunkedTopK, codec
-from hasten.parts.comm.methods import BucketPart, Pieces, ResidualMemory, parts_of, total_numbers
+from hasten.parts.comm.methods import BucketPart, ErrorMemory, Pieces, parts_of, total_numbers
 from ranks import on_ranks
 
 pytestmark = pytest.mark.waits
@@ -128,23 +128,23 @@ def layouts(draw: st.DrawFn) -> list[list[Pieces]]:
 def test_memory_is_a_parameters_own_however_buckets_are_laid_out(
     given_layouts: list[list[Pieces]], data: st.DataObject
 ) -> None:
-    memory, expected = ResidualMemory(), dict[str, Tensor]()
+    memory, expected = ErrorMemory(), dict[str, Tensor]()
     value = 0.0
     for buckets in given_layouts:
         for pieces in buckets:
-            kept = parts_of(memory.kept(pieces, CPU), pieces)
+            kept = parts_of(memory.bucket(pieces, CPU), pieces)
             for piece, part in zip(pieces, kept, strict=True):
                 assert torch.equal(part, expected.get(piece.name, torch.zeros(piece.numbers)))
         counts = data.draw(st.booleans())
         for pieces in buckets:
             value += 1.0
             left = value + torch.arange(float(total_numbers(pieces))) / 100
-            memory.leave(pieces, left)
+            memory.leave_bucket(pieces, left)
             if counts:
                 split = zip(pieces, parts_of(left, pieces), strict=True)
                 expected |= {piece.name: part.clone() for piece, part in split}
         memory.settle(counts)
-    again = ResidualMemory()
+    again = ErrorMemory()
     again.load(memory.state())
     for pieces in given_layouts[-1]:
-        assert torch.equal(again.kept(pieces, CPU), memory.kept(pieces, CPU))
+        assert torch.equal(again.bucket(pieces, CPU), memory.bucket(pieces, CPU))

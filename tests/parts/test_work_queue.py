@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hasten.parts.comm.work_queue import WorkQueue
+from hasten.parts.comm.collectives import WorkQueue
 
 
 def after(gate: threading.Event, seen: list[int], number: int) -> Any:

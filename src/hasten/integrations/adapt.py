@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
@@ -259,14 +259,10 @@ def _hooked(modules: Iterable[nn.Module]) -> str:
         for name, module in outer.named_modules():
             for hooks in HOOKS:
                 for hook in getattr(module, hooks).values():
-                    if not _is_known(hook):
+                    if _library_of(hook) not in LIBRARIES or "neftune" in str(hook):
                         where = f"{type(outer).__name__}.{name}" if name else type(outer).__name__
                         return f"{where} has a hook"
     return ""
-
-
-def _is_known(hook: Any) -> bool:
-    return _library_of(hook) in LIBRARIES and "neftune" not in str(hook)
 
 
 def _library_of(hook: Any) -> str:
@@ -318,8 +314,10 @@ def _loss_forward(module: Any, usual: Callable[..., Any], *args: Any, **given: A
     items = inputs.pop("num_items_in_batch", None)
     for name in ("use_cache", "return_dict", *MORE_OUTPUTS, *OTHER_LOSS):
         inputs.pop(name, None)
+    if aligned is None:  # Transformers' labels, moved to the position that predicts them; (B, T)
+        aligned = F.pad(labels[..., 1:], (0, 1), value=IGNORED)
     with context():
-        mean = loss.mean(_shifted(labels) if aligned is None else aligned, items, **inputs)
+        mean = loss.mean(aligned, items, **inputs)
     return CausalLMOutputWithPast(loss=mean)
 
 
@@ -386,11 +384,6 @@ def attach_wire(setup: Setup, module: nn.Module) -> None:
         setup.wire.attach(module)
     except ValueError as error:
         raise InputError(f"{error}; build model and wire anew for another training") from error
-
-
-def _shifted(labels: Tensor) -> Tensor:
-    """Labels as Transformers takes them, moved to the position that predicts them; (B, T)."""
-    return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
 
 def _job(model: nn.Module, host_run: HostRun, known: Facts) -> Job:

@@ -126,8 +126,9 @@ def packed_batch(batch: Any) -> dict[str, Any] | str:
     if ids.dim() != 2 or ids.shape != labels.shape:
         return f"input_ids and labels have shapes {tuple(ids.shape)} and {tuple(labels.shape)}"
     if mask is None:
-        ends = [int(last) + 1 for last in _last_label(labels)]
-        spans = [(0, end) for end in ends]
+        at = torch.arange(1, labels.shape[1] + 1).expand_as(labels)
+        # As far as the last label of each row.
+        spans = [(0, end) for end in torch.where(labels != IGNORED, at, 0).amax(1).tolist()]
     elif not isinstance(mask, Tensor) or mask.shape != ids.shape:
         return "the data collator returns an attention_mask of another shape than input_ids"
     else:
@@ -152,13 +153,6 @@ def packed_batch(batch: Any) -> dict[str, Any] | str:
         "use_cache": False,
         **({} if items is None else {"num_items_in_batch": items}),
     }
-
-
-def _last_label(labels: Tensor) -> list[int]:
-    """Of each row the position of its last label, -1 without any."""
-    at = torch.arange(1, labels.shape[1] + 1).expand_as(labels)
-    last: list[int] = (torch.where(labels != IGNORED, at, 0).amax(1) - 1).tolist()
-    return last
 
 
 class PackedBatch(dict[str, Any]):

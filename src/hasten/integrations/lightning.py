@@ -313,7 +313,7 @@ class ModulePasses:
     def loss(self, batch: Any) -> Tensor:
         own = {name: vars(self._module).get(name) for name in ("log", "log_dict")}
         for name in own:  # the passes of the proof are no steps of the training
-            vars(self._module)[name] = _nothing
+            vars(self._module)[name] = lambda *args, **kwargs: None
         try:
             returned = self._usual(batch, *self._index)
         finally:
@@ -341,10 +341,6 @@ class ModulePasses:
             self._trainer.strategy.root_device.type, enabled=False
         )
         return off
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def model_of(module: nn.Module) -> nn.Module:
@@ -478,7 +474,10 @@ def step_evidence(folder: str | Path | StepLog) -> Any:
             self._losses += _loss(outputs)
             if trainer.global_step > self._step:
                 self._step = trainer.global_step
-                self._file.step(self._step, self._count, self._step_loss())
+                losses, self._losses = self._losses, []
+                # Lightning has divided each batch's by how many make up a step.
+                loss = float(torch.stack(losses).sum()) if losses else None
+                self._file.step(self._step, self._count, loss)
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
             self._begin()
@@ -486,11 +485,6 @@ def step_evidence(folder: str | Path | StepLog) -> Any:
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             if self._file is not None:
                 self._file.close()
-
-        def _step_loss(self) -> float | None:
-            """Lightning has divided each batch's by how many make up a step."""
-            losses, self._losses = self._losses, []
-            return float(torch.stack(losses).sum()) if losses else None
 
         def _begin(self) -> None:
             if self._file is not None:

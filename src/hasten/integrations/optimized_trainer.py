@@ -46,7 +46,7 @@ from hasten.parts.comm.gradient_compressor import GradientCompressor
 from hasten.parts.data.dynamic_batch import DynamicBatcher
 from hasten.parts.nn.losses import ObjectiveLoss
 from hasten.parts.nn.torch_means import with_sum
-from hasten.progress import Audience, Display, SilentProgress
+from hasten.progress import Display, SilentProgress
 from hasten.techniques.batch import AdaptiveBatch, AdaptiveCut
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.ddp import DDP
@@ -198,14 +198,20 @@ class OptimizedTrainer:
             print(f"going on from {found}: {'; '.join(session.changes)}")
         steps: list[StepMetrics] = []
         before = replace(session.progress)  # of the run that is resumed
-        with self._audience(setup.facts) as audience:
+        shows = self.progress and setup.facts.world.is_main
+        # Loaders fork their workers while the display is there.
+        display = Display(by_thread=False) if shows else contextlib.nullcontext(SilentProgress())
+        with display as audience:
             epochs = EpochProgress(audience, setup.job.stop.epochs or 1, loader.steps)
 
             def after_step(metrics: StepMetrics) -> None:
                 if not steps and self._weighs_by_examples(session) and setup.facts.world.is_main:
                     _say_how_means_are_weighted(self.loss_fn)
                 steps.append(metrics)
-                epochs.after_step(metrics, _loss_count(session), session.progress.step_in_epoch)
+                assert isinstance(session.engine, PlainEngine)  # no switch brings another
+                count = session.engine.loss_count  # the last loss is the mean over it, all ranks'
+                assert count is not None  # the job isn't counted before its passes
+                epochs.after_step(metrics, count, session.progress.step_in_epoch)
 
             outcome = fit(session, Watch(on_step=after_step))
             epochs.finish()
@@ -214,7 +220,13 @@ class OptimizedTrainer:
         now = session.progress
         records = loader.of_the_data(now.records - before.records, now.epoch - before.epoch)
         if loader.growing is not None and setup.facts.world.is_main:
-            _say_what_grew(loader.first_size * setup.facts.world.size, steps)
+            given = loader.first_size * setup.facts.world.size
+            most = max((step.records for step in steps), default=0)
+            if most > given:
+                print(
+                    f"dynamic_batch: {given} -> {most} records a step; the learning rate stays as "
+                    "it is"
+                )
         summary = self._summary(outcome, records, steps, found, setup)
         return {**summary, "epoch_losses": epochs.losses, "acted": acted}
 
@@ -228,11 +240,6 @@ class OptimizedTrainer:
         loss = session.loss_module
         unknown = isinstance(loss, ObjectiveLoss) and loss.returns_mean
         return several and self.count is None and bool(unknown)
-
-    def _audience(self, known: Facts) -> contextlib.AbstractContextManager[Audience]:
-        # Loaders fork their workers meanwhile.
-        shows = self.progress and known.world.is_main
-        return Display(by_thread=False) if shows else contextlib.nullcontext(SilentProgress())
 
     def _job(self, model: nn.Module, loader: GivenLoader, epochs: int, known: Facts) -> Job:
         return Job(
@@ -281,7 +288,6 @@ class OptimizedTrainer:
         return plan
 
     def _acted(self, session: Session) -> dict[str, dict[str, Any]]:
-        """What each switch was seen to do."""
         off = {"acted": False, "evidence": "off"}
         return {
             name: asdict(technique.probe(session))
@@ -331,13 +337,6 @@ def facts_of(model: nn.Module) -> Facts:
     return replace(known, world=joined)
 
 
-def _loss_count(session: Session) -> float:
-    """What the last step's loss is the mean over, on all ranks."""
-    assert isinstance(session.engine, PlainEngine)  # no switch brings another
-    assert session.engine.loss_count is not None  # the job isn't counted before its passes
-    return session.engine.loss_count
-
-
 def _terms(optimizer: Optimizer) -> dict[str, Any]:
     """Each number of its parameter groups, learning rate among them."""
     groups = optimizer.param_groups
@@ -385,12 +384,6 @@ def _say_how_means_are_weighted(loss_fn: Any) -> None:
         "number of examples. If it is a mean over labels, give count=, their number in a batch, or "
         "let it return (sum, count)"
     )
-
-
-def _say_what_grew(given: int, steps: Sequence[StepMetrics]) -> None:
-    most = max((step.records for step in steps), default=0)
-    if most > given:
-        print(f"dynamic_batch: {given} -> {most} records a step; the learning rate stays as it is")
 
 
 def _say_what_is_here(cloud: CloudConfig | None, known: Facts) -> None:

@@ -65,7 +65,8 @@ def speed_up(trainer: AnyTrainer, plan: Iterable[Any] | None = None) -> AnyTrain
         InputError: a trainer of another kind, or a technique of the plan that can't work here.
     """
     own = None if plan is None else list(_techniques(plan))
-    if _is_lightning(trainer):
+    kinds = [kind for kind in type(trainer).__mro__ if kind.__name__ == "Trainer"]
+    if any(kind.__module__.partition(".")[0].endswith("lightning") for kind in kinds):
         _at_fit(trainer, own)
         return trainer
     from transformers import Trainer
@@ -265,11 +266,6 @@ class SpeedNote:
 
     def close(self) -> None:
         return None
-
-
-def _is_lightning(trainer: Any) -> bool:
-    kinds = [kind for kind in type(trainer).__mro__ if kind.__name__ == "Trainer"]
-    return any(kind.__module__.partition(".")[0].endswith("lightning") for kind in kinds)
 
 
 def _at_fit(trainer: Any, own: list[Technique] | None) -> None:

@@ -58,7 +58,8 @@ def benchmark(
             loss_of(model, moved(batch, device), loss_fn).backward()
             chosen.step()
             chosen.zero_grad()
-            _wait(device)
+            if device.type != "cpu":  # a step ends when the device has done its work
+                torch.accelerator.synchronize(device)
             return records_in(batch)
 
         samples, seconds = _timed(step, loader, epochs)
@@ -80,7 +81,6 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] 
 def _timed(
     step: Callable[[Any], int], loader: Iterable[Any], epochs: int
 ) -> tuple[list[int], list[float]]:
-    """Samples and seconds of each step."""
     samples, seconds = [], []
     first = next(iter(loader), None)
     if first is None:
@@ -124,12 +124,6 @@ def _doubt(found: Interval, rate: float) -> str:
 
 def moved(batch: Any, device: torch.device) -> Any:
     return each_tensor(batch, lambda tensor: tensor.to(device, non_blocking=True))
-
-
-def _wait(device: torch.device) -> None:
-    """A step ends when the device has done its work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 @contextmanager

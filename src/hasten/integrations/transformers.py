@@ -181,8 +181,10 @@ def _own_loss(trainer: Trainer) -> str:
         return "label_smoothing_factor reads the logits"
     if kind.compute_loss is not Trainer.compute_loss:
         return f"{kind.__name__} has a compute_loss of its own"
-    inner: Any = _causal_lm_of(trainer)
-    function = getattr(inner, "loss_function", None)
+    try:
+        function: Any = getattr(causal_lm(trainer.model), "loss_function", None)
+    except ValueError:
+        function = None
     if function is not None and getattr(function, "__name__", "") != "ForCausalLMLoss":
         return f"the model's loss function is {getattr(function, '__name__', function)}"
     return ""
@@ -237,7 +239,9 @@ def _is_sft(kind: type[Trainer]) -> bool:
 def _own_optimizer(trainer: Trainer, technique: Technique) -> str:
     """Why the trainer's optimizer isn't torch's AdamW, built by the trainer; empty if it is."""
     args = trainer.args
-    if trainer.optimizer is not None and trainer.optimizer is not _built_before(trainer):
+    joined = vars(trainer).get(JOINED)
+    before = None if joined is None else joined.built
+    if trainer.optimizer is not None and trainer.optimizer is not before:
         return "this trainer was given its optimizer"
     if trainer.optimizer_cls_and_kwargs is not None:
         return "this trainer was given a class of optimizer"
@@ -246,18 +250,6 @@ def _own_optimizer(trainer: Trainer, technique: Technique) -> str:
         return f"optim is {name}, and the technique reads torch's AdamW"
     model: Any = trainer.model
     return optimizer_reason(technique, None, model.parameters())
-
-
-def _built_before(trainer: Trainer) -> Any:
-    joined = vars(trainer).get(JOINED)
-    return None if joined is None else joined.built
-
-
-def _causal_lm_of(trainer: Trainer) -> Any:
-    try:
-        return causal_lm(trainer.model)
-    except ValueError:
-        return None
 
 
 def _host_run(trainer: Trainer, plan: Iterable[Technique]) -> HostRun:

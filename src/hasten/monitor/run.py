@@ -114,7 +114,6 @@ def _status(run: Run, now: float, sign: float | None, middle: float | None) -> t
 
 
 def _is_gone(start: Mapping[str, Any]) -> bool:
-    """Whether the run's process was on this machine and is no more."""
     pid, began = start.get("pid"), number(start.get("began"))
     if not isinstance(pid, int) or began is None or start.get("host") != platform.node():
         return False

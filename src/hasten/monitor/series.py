@@ -103,7 +103,7 @@ class Series:
         columns = {}
         for index, name in enumerate(self.columns):
             cells = [bucket.cells[index] for bucket in rows]
-            if all(cell is None for cell in cells) and not self._ever(index):
+            if all(bucket.cells[index] is None for bucket in self._buckets):
                 continue
             found = [[_short(c[1] / c[0]) if c else None for c in cells]]
             if self.stride > 1:
@@ -116,9 +116,6 @@ class Series:
             "x": [_short(bucket.last, 12) for bucket in rows],
             "columns": columns,
         }
-
-    def _ever(self, index: int) -> bool:
-        return any(bucket.cells[index] is not None for bucket in self._buckets)
 
     def _halve(self) -> None:
         for one, other in zip(self._buckets[::2], self._buckets[1::2], strict=True):

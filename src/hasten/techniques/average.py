@@ -83,7 +83,6 @@ class SavedAverage:
 
 
 def _losses(session: Session, mean: WeightAveragePart) -> tuple[float | None, float | None]:
-    """Held-out loss of the weights as they are, and of their mean."""
     precision = session.setup.precision
     with evaluation_mode(session.loss_module):
         here = held_out_loss(session)

@@ -252,7 +252,10 @@ class AdaptiveCut:
 
     def __call__(self, engine: Engine, batch: StepBatch) -> tuple[Tensor, StepBatch]:
         """Smaller micro-batches after each attempt that ran out of memory; loss sum, what ran."""
-        batch = replace(batch, micro_batches=self._below_ceiling(batch.micro_batches))
+        given, ceiling = batch.micro_batches, self.room.ceiling
+        over = ceiling and _largest([m for m in given if len(m.records) > 1])
+        if over and over >= ceiling:  # read ahead before a failure, and known not to fit
+            batch = replace(batch, micro_batches=self._cut_again(given))
         while True:
             try:
                 rest = self._passes(engine, batch)
@@ -264,7 +267,12 @@ class AdaptiveCut:
             # Here the error is gone, and with it the frames that held the failed pass's tensors.
             engine.discard()
             release_memory()
-            batch = replace(batch, micro_batches=self._smaller(batch.micro_batches))
+            given = batch.micro_batches
+            load = _largest([m for m in given if len(m.records) > 1])
+            self.room.on_out_of_memory(load)
+            while sum(len(self.cut(m.records)) for m in given) <= len(given):
+                self.room.on_out_of_memory(self.room.size)
+            batch = replace(batch, micro_batches=self._cut_again(given))
             self.redone += 1
         self.room.observe(_largest(batch.micro_batches))
         self.steps += 1
@@ -283,20 +291,6 @@ class AdaptiveCut:
                 "rank can repeat a pass alone; take ddp, or accumulate in its place"
             )
         return engine.gradients_apart(batch.micro_batches, tokens, layout)
-
-    def _below_ceiling(self, given: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
-        """Cut again what was read ahead before a failure and is known not to fit."""
-        over = self.room.ceiling and _largest([m for m in given if len(m.records) > 1])
-        return self._cut_again(given) if over and over >= self.room.ceiling else given
-
-    def _smaller(self, given: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
-        """The same records in the same order, in more micro-batches."""
-        load = _largest([m for m in given if len(m.records) > 1])
-        while True:
-            self.room.on_out_of_memory(load)
-            load = self.room.size
-            if sum(len(self.cut(m.records)) for m in given) > len(given):
-                return self._cut_again(given)
 
     def _cut_again(self, given: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
         collate, device = self.setup.collate or self.setup.job.collate, self.setup.job.device

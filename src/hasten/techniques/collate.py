@@ -32,7 +32,13 @@ class Packed(Technique):
         setup.collate = with_language_counts(collate.packed)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        return _architecture_obstacle("packing", facts)
+        known = attention.ARCHITECTURES
+        if facts.model.architecture in known:
+            return ()
+        return (
+            f"packing is proven not to leak between documents for {', '.join(known)}, "
+            f"not for {facts.model.architecture}",
+        )
 
     def forecast(self, facts: Facts) -> Forecast:
         records = facts.records
@@ -54,13 +60,3 @@ class Packed(Technique):
             return Proof(acted, evidence)
         there = padded.slots > padded.tokens  # or there was nothing to take out
         return Proof(acted and there, f"{evidence}; padded rows have {padded.padding_share:.1%}")
-
-
-def _architecture_obstacle(what: str, facts: Facts) -> tuple[str, ...]:
-    known = attention.ARCHITECTURES
-    if facts.model.architecture in known:
-        return ()
-    return (
-        f"{what} is proven not to leak between documents for {', '.join(known)}, "
-        f"not for {facts.model.architecture}",
-    )

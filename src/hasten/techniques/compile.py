@@ -94,7 +94,9 @@ class Compiled(Technique):
                     f"compiling {name} takes Python's headers (Python.h), and they aren't "
                     "installed; on Debian and Ubuntu the package is python3-dev"
                 )
-            if folder := _folder_with_space():
+            # Inductor writes these into the compiler's command without quotes (torch 2.13).
+            folder = next((p for p in (torch.__path__[0], _cache_dir()) if " " in p), None)
+            if folder:
                 found.append(
                     f"torch.compile can't call the C++ compiler if a path has a space, and "
                     f"{folder} has one; install torch in a folder without spaces"
@@ -185,11 +187,6 @@ def _tokens_expected(job: Job) -> float | None:
             records = (job.batch.records or 0) * epoch / len(job.lengths)
             limits.append(job.stop.steps * (job.batch.tokens or records))
     return min(limits, default=None)
-
-
-def _folder_with_space() -> str | None:
-    """A folder that inductor writes into the compiler's command without quotes (torch 2.13)."""
-    return next((path for path in (torch.__path__[0], _cache_dir()) if " " in path), None)
 
 
 def _shared_cache() -> str | None:

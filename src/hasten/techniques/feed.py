@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,7 +94,8 @@ class PrefetchedFeed:
             self._ahead = self.prefetcher.wrap(())
             self.load_state_dict(self._pace)
         assert self._ahead is not None  # made with the prefetcher
-        self._ahead.loader = _opened(steps)
+        # Each step as its inputs, which travel, beside what stays.
+        self._ahead.loader = ([(m.inputs, _Kept(m)) for m in step] for step in steps)
         for step in self._ahead:
             yield tuple(replace(kept.micro_batch, inputs=inputs) for inputs, kept in step)
 
@@ -104,11 +105,3 @@ class _Kept:
 
     def __init__(self, micro_batch: MicroBatch) -> None:
         self.micro_batch = micro_batch
-
-
-def _opened(
-    steps: Iterator[tuple[MicroBatch, ...]],
-) -> Iterator[list[tuple[Mapping[str, Any], _Kept]]]:
-    """Each step as its inputs, which travel, beside what stays."""
-    for micro_batches in steps:
-        yield [(m.inputs, _Kept(m)) for m in micro_batches]

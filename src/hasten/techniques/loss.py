@@ -101,7 +101,10 @@ class LabelledTokenLoss(Technique):
         longest, share = facts.records.longest, facts.records.trained_share
         # bytes, one row of float32
         saved = 4 * facts.model.vocabulary * (longest - self.rows(facts))
-        return Forecast(flops=1 - (1 - share) * _head_share(facts), resident_bytes=min(-saved, 0))
+        head = facts.model.vocabulary * facts.model.hidden_size
+        trunk = max(facts.model.parameters - head * (1 if facts.model.tied_head else 2), 1)
+        head_share = head / (head + trunk)  # of the model's matrix work
+        return Forecast(flops=1 - (1 - share) * head_share, resident_bytes=min(-saved, 0))
 
     def probe(self, session: Session) -> Proof:
         loss = session.loss_module
@@ -112,10 +115,3 @@ class LabelledTokenLoss(Technique):
             without = session.progress.slots - session.progress.trained_tokens
             evidence += f"; none for {without} slots without label"
         return Proof(acted=0 < rows < slots, evidence=evidence)
-
-
-def _head_share(facts: Facts) -> float:
-    """Part of the model's matrix work that the head is."""
-    head = facts.model.vocabulary * facts.model.hidden_size
-    trunk = max(facts.model.parameters - head * (1 if facts.model.tied_head else 2), 1)
-    return head / (head + trunk)

@@ -38,16 +38,6 @@ BF16_CAPABILITY = (8, 0)
 FLOAT8_CAPABILITY = (9, 0)  # torch's product with a scale for each row
 
 
-def _slow_fp16(facts: Facts) -> tuple[str, ...]:
-    """Every GPU that torch supports has fp16 units; few processors do."""
-    if facts.on_gpu or set(FP16_SETS) & set(facts.hardware.instruction_sets):
-        return ()
-    return (
-        f"{facts.hardware.cpu} multiplies fp16 in software only (neither avx512_fp16 nor "
-        "amx_fp16): choose dtype bf16",
-    )
-
-
 def _capability(text: str) -> tuple[int, int]:
     major, _, minor = text.partition(".")
     return int(major), int(minor or 0)
@@ -160,7 +150,15 @@ class Autocast(Technique):
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         if self.emulate:
             return ()
-        return _slow_fp16(facts) if self.dtype == "fp16" else _slow_bf16(facts)
+        if self.dtype != "fp16":
+            return _slow_bf16(facts)
+        # Every GPU that torch supports has fp16 units; few processors do.
+        if facts.on_gpu or set(FP16_SETS) & set(facts.hardware.instruction_sets):
+            return ()
+        return (
+            f"{facts.hardware.cpu} multiplies fp16 in software only (neither avx512_fp16 nor "
+            "amx_fp16): choose dtype bf16",
+        )
 
     def forecast(self, facts: Facts) -> Forecast:
         return Forecast(bytes=0.6)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -100,13 +100,7 @@ def laid_out(session: Session, sampler: Sampler | None, collate: Collate) -> Wor
         return None
     found = WorkCounts()
     for pieces in islice(sampler.local_steps(0, layout.data_rank, layout.data_size), steps):
-        found = sum((collate(part).counts for part in _parts(session, pieces)), found)
+        for piece in filter(None, pieces):
+            parts = setup.cut([setup.job.records[i] for i in piece])  # as BATCH does
+            found = sum((collate(part).counts for part in parts if part), found)
     return found
-
-
-def _parts(session: Session, pieces: Iterable[Sequence[int]]) -> Iterable[Sequence[Any]]:
-    """The micro-batches of a step as BATCH cuts them."""
-    records = session.setup.job.records
-    for piece in pieces:
-        if piece:
-            yield from (part for part in session.setup.cut([records[i] for i in piece]) if part)

@@ -38,7 +38,9 @@ def encode(tensors: Mapping[str, Tensor], base: Mapping[str, Tensor] | None = No
     stored: dict[str, Tensor] = {}
     coded: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        other = _same_form(tensor, (base or {}).get(name))
+        other = (base or {}).get(name)
+        if other is not None and (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
+            other = None
         packed = _pack(tensor, other) if _worth_a_look(tensor) else None
         if packed is None:
             stored[name] = tensor
@@ -140,12 +142,6 @@ def _pack(tensor: Tensor, base: Tensor | None) -> Tensor | None:
 
 def _worth_a_look(tensor: Tensor) -> bool:
     return tensor.dtype in DTYPES and tensor.numel() * tensor.element_size() >= SMALLEST
-
-
-def _same_form(tensor: Tensor, base: Tensor | None) -> Tensor | None:
-    if base is None or base.dtype != tensor.dtype or base.shape != tensor.shape:
-        return None
-    return base
 
 
 def _sample(

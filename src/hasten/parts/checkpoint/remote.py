@@ -73,7 +73,11 @@ class Mirror:
         except FileNotFoundError:
             return []
         found = (str(name).rstrip("/").rpartition("/")[2] for name in listed)
-        there = [n for n in found if STEP.fullmatch(n) and self._has_manifest(n)]
+        there = [
+            name
+            for name in found
+            if STEP.fullmatch(name) and self._files.exists(f"{self._root}/{name}/{MANIFEST}")
+        ]
         return sorted(there, key=lambda name: int(name.removeprefix("step-")))
 
     def keep(self, local: Path) -> None:
@@ -156,6 +160,3 @@ class Mirror:
             with contextlib.suppress(DamagedCheckpointError, NewerFormatError):
                 return [MANIFEST, *read_manifest(Path(here))["files"]]
         return []
-
-    def _has_manifest(self, name: str) -> bool:
-        return bool(self._files.exists(f"{self._root}/{name}/{MANIFEST}"))

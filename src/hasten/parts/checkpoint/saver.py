@@ -187,7 +187,10 @@ class Saver:
             raise ValueError(f"compression is {compression!r}; give True or False")
         self.address = str(folder)
         self._mirror = Mirror(self.address) if is_address(self.address) else None
-        self.folder = self._spool() if self._mirror else Path(folder)
+        if self._mirror:
+            folder = tempfile.mkdtemp(prefix="hasten-checkpoints-")
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.folder = Path(folder)
         self.keep, self.compression, self.asynchronous = keep, compression, asynchronous
         self.choice = _told(compression)
         self.alarms: list[str] = []
@@ -251,7 +254,10 @@ class Saver:
         self._alarm_if(self._slowness.words(time.perf_counter() - began))
         self.look()
         if not self.asynchronous:
-            self._guarded(step, tensors, meta)
+            try:
+                self._write(step, {name: on_host(name, t) for name, t in tensors.items()}, meta)
+            except (OSError, MemoryError) as error:
+                self._tell(error)
             return
         staged = self._staging.take(tensors)
         self._writer.start(lambda: self._write(step, staged, meta))
@@ -301,12 +307,6 @@ class Saver:
         for name in names:
             self.alarm(f"{name} is of steps after {step} and was set aside")
 
-    def _guarded(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        try:
-            self._write(step, {name: on_host(name, t) for name, t in tensors.items()}, meta)
-        except (OSError, MemoryError) as error:
-            self._tell(error)
-
     def _write(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         began = time.perf_counter()
         if self.choice is None and self._plain_speed:  # the first save was plain, and timed
@@ -318,7 +318,7 @@ class Saver:
             whole = sum(t.numel() * t.element_size() for t in tensors.values())
             taken = time.perf_counter() - chosen
             self._plain_speed = whole / taken
-            self._slowness.wrote(_size(path), taken)
+            self._slowness.wrote(sum(p.stat().st_size for p in path.iterdir()), taken)
             self.saved += 1
         finally:  # an address that can't be reached for long must not fill the local folder
             prune(self.folder, self.keep, self._known, self._noted)
@@ -358,11 +358,6 @@ class Saver:
         except Exception as error:
             raise OSError(f"{self.address}: {error}") from error
 
-    def _spool(self) -> Path:
-        place = tempfile.mkdtemp(prefix="hasten-checkpoints-")
-        weakref.finalize(self, shutil.rmtree, place, ignore_errors=True)
-        return Path(place)
-
     def _noted(self, path: Path, reason: str) -> None:
         self.alarm(f"{path.name} is damaged, was set aside, and the one before is used: {reason}")
 
@@ -384,11 +379,6 @@ class Saver:
         """Tell what went wrong and was survived."""
         self.alarms.append(text)
         warnings.warn(text, stacklevel=2)
-
-
-def _size(path: Path) -> int:
-    """Bytes of a checkpoint's files."""
-    return sum(p.stat().st_size for p in path.iterdir())
 
 
 def _told(compression: bool | str) -> DeltaChoice | None:

@@ -36,7 +36,9 @@ class CheckpointedState:
                     f"{name} is a {type(held).__name__} without {lacks[0]}; protect objects with "
                     "state_dict and load_state_dict"
                 )
-            if isinstance(held, nn.Module) and any(isinstance(p, DTensor) for p in _tensors(held)):
+            if isinstance(held, nn.Module) and any(
+                isinstance(tensor, DTensor) for tensor in (*held.parameters(), *held.buffers())
+            ):
                 raise ValueError(
                     f"{name} is sharded over ranks, which is not supported here; save it with "
                     "torch.distributed.checkpoint"
@@ -100,10 +102,6 @@ def moments_to_come(optimizer: Optimizer) -> int:
 def _plain(state: Any) -> Any:
     """A module's state is an OrderedDict with an attribute; only its items matter."""
     return dict(state) if isinstance(state, dict) else state
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
 
 
 def _check_same(name: str, held: Any, state: Any, place: Path) -> None:

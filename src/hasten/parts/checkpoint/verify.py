@@ -72,10 +72,19 @@ def load(path: Path) -> State:
     """
     manifest = verify(path)
     try:
-        stored = _tensors(path, manifest)
+        stored: dict[str, Tensor] = {}
+        for name in manifest["files"]:
+            if name.endswith(".safetensors"):
+                stored |= safetensors.torch.load_file(path / name)
         coded = manifest.get("coded") or {}
         if coded:
-            _check_sizes(path, manifest, coded)
+            # A few bytes of a stranger's file must not become all of memory.
+            sizes = [int(how["bytes"]) for how in coded.values()]
+            limit = decoded_limit(sum(entry["bytes"] for entry in manifest["files"].values()))
+            if sum(sizes) > limit or min(sizes) < 0:
+                raise DamagedCheckpointError(
+                    f"{path}: its tensors would take {sum(sizes)} bytes unpacked"
+                )
             others: Mapping[str, Tensor] = {}
             if manifest.get("base"):
                 others = load(path.parent / manifest["base"]["name"])[0]
@@ -112,14 +121,6 @@ def load_latest(
     return None
 
 
-def _tensors(path: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name in manifest["files"]:
-        if name.endswith(".safetensors"):
-            found |= safetensors.torch.load_file(path / name)
-    return found
-
-
 def _verify_base(path: Path, base: Mapping[str, Any], thorough: bool) -> None:
     place = path.parent / base["name"]
     try:
@@ -130,14 +131,6 @@ def _verify_base(path: Path, base: Mapping[str, Any], thorough: bool) -> None:
         raise DamagedCheckpointError(f"{path}: what it differs from is damaged: {error}") from error
     if found.get("base") or found["seal"] != base.get("seal"):
         raise DamagedCheckpointError(f"{path}: {base['name']} isn't what it differs from")
-
-
-def _check_sizes(path: Path, manifest: Mapping[str, Any], coded: Mapping[str, Any]) -> None:
-    """A few bytes of a stranger's file must not become all of memory."""
-    wanted = sum(int(how["bytes"]) for how in coded.values())
-    limit = decoded_limit(sum(entry["bytes"] for entry in manifest["files"].values()))
-    if wanted > limit or any(int(how["bytes"]) < 0 for how in coded.values()):
-        raise DamagedCheckpointError(f"{path}: its tensors would take {wanted} bytes unpacked")
 
 
 def _difference(file: Path, expected: Mapping[str, Any], thorough: bool) -> str:

@@ -18,8 +18,8 @@ from hasten.parts.comm.methods import (
     BucketPart,
     CompressionSettings,
     Dense,
+    ErrorMemory,
     Pieces,
-    ResidualMemory,
     parts_of,
     total_numbers,
 )
@@ -140,7 +140,7 @@ class BucketExchange:
     def __init__(self, settings: CompressionSettings) -> None:
         self._settings = settings
         self.way, self._dense = settings.way(settings.momentum), Dense()
-        self._memory = ResidualMemory()
+        self._memory = ErrorMemory()
         self.steps = 0  # begun
         self.buckets: list[Pieces] = []  # of the step
         self.scale: Callable[[], float] = lambda: 1.0  # of the loss
@@ -196,7 +196,7 @@ class BucketExchange:
         flat = buffer if as_it_is else buffer.float().div_(scale)
         residual = held = None
         if way.feedback:
-            residual, held = offered(self._memory.kept(pieces, buffer.device), flat, pieces)
+            residual, held = offered(self._memory.bucket(pieces, buffer.device), flat, pieces)
         finish = way.start(flat, residual, pieces, ranks)
 
         def done() -> Tensor:
@@ -210,7 +210,7 @@ class BucketExchange:
                 buffer.copy_(mean if scale == 1.0 else mean.mul_(scale))
             if self._judged(buffer, mean is not None) and left is not None:
                 give_back(left, held)
-                self._memory.leave(pieces, left)
+                self._memory.leave_bucket(pieces, left)
             return buffer
 
         return done
@@ -304,7 +304,11 @@ class RankMeeting:
         running = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if not running or self.ranks is not None:
             return
-        members = _everybodys(group)
+        members = None  # the ranks of each rank's group, every group once
+        if group is not None and dist.get_world_size(group) < dist.get_world_size():
+            groups: list[tuple[int, ...]] = [()] * dist.get_world_size()
+            dist.all_gather_object(groups, tuple(dist.get_process_group_ranks(group)))
+            members = sorted(set(groups))
         if members and self._settings.scope == "hosts":
             raise ValueError("scope 'hosts' is for gradients of all ranks; say scope='all'")
         self.ranks = Ranks(self._seconds, self._backend, members)
@@ -344,13 +348,3 @@ class RankMeeting:
         if self.hosts is None:
             return travel.send(flat, pieces, ranks, way)
         return travel.send_between(flat, pieces, self.hosts, way)
-
-
-def _everybodys(group: dist.ProcessGroup | None) -> list[tuple[int, ...]] | None:
-    """The ranks of each rank's group, every group once; None where one group has all ranks."""
-    world = dist.get_world_size()
-    if group is None or dist.get_world_size(group) == world:
-        return None
-    told: list[tuple[int, ...]] = [()] * world
-    dist.all_gather_object(told, tuple(dist.get_process_group_ranks(group)))
-    return sorted(set(told))

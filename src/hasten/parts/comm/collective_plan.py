@@ -34,6 +34,7 @@ from hasten.parts.comm.link_model import (
     measure,
     route_costs,
 )
+from hasten.parts.comm.methods import ErrorMemory
 from hasten.parts.comm.topology import (
     Link,
     Topology,
@@ -59,51 +60,6 @@ if TYPE_CHECKING:
 
 HALVES = (torch.bfloat16, torch.float16)
 Group = Any  # torch.distributed.ProcessGroup
-# Renamed in torch 2.13, where the old name warns.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class ErrorMemory:
-    """What codecs left out, by name, to be added next time (error feedback, arXiv:1901.09847).
-
-    What a step leaves is pending until ``commit``; ``drop`` forgets it, for a step that is skipped
-    because some gradient wasn't finite: then nothing of that step has happened. Residuals are
-    float32 and in the unit of the true gradient: ``scale`` is what gradients are multiplied by.
-    """
-
-    def __init__(self) -> None:
-        self.scale = 1.0
-        self._kept: dict[str, Tensor] = {}
-        self._pending: dict[str, Tensor] = {}
-
-    def encode(self, codec: Codec, numbers: Tensor, pieces: int, name: str, into: Tensor) -> None:
-        """Encode in so many pieces, one row of ``into`` each, with what was left out before."""
-        kept = self._kept.get(name)
-        if kept is None or kept.numel() != numbers.numel():
-            kept = torch.zeros_like(numbers, dtype=torch.float32)
-        kept = kept.to(numbers.device)  # a checkpoint is read on the host
-        scaled = kept if self.scale == 1.0 else kept * self.scale
-        rest = torch.empty_like(kept)
-        rows = zip(into, *(t.view(pieces, -1) for t in (numbers, scaled, rest)), strict=True)
-        for row, piece, before, after in rows:
-            codec.encode_with_feedback(piece, before, row, after)
-        self._pending[name] = rest if self.scale == 1.0 else rest.div_(self.scale)
-
-    def commit(self) -> None:
-        """The step was taken."""
-        self._kept |= self._pending
-        self._pending = {}
-
-    def drop(self) -> None:
-        """The step wasn't taken."""
-        self._pending = {}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: kept.clone() for name, kept in self._kept.items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._kept = {name: kept.float().clone() for name, kept in state.items()}
-        self._pending = {}
 
 
 def scatter_sum(
@@ -176,7 +132,7 @@ def sent_bytes(piece: Tensor, group: Group, codec: Codec | None) -> int:
 def _dense_sum(numbers: Tensor, group: Group, size: int, cut: bool) -> Tensor:
     if numbers.device.type != "cpu" and moves_by_nccl(group):
         piece = numbers.new_empty(numbers.numel() // size)
-        _reduce_scatter(piece, numbers, group=group)
+        groups.reduce_scatter(piece, numbers, group=group)
         return piece
     # On gloo all-to-all and a sum in rank order: the same bits whatever the ring's direction, and
     # half formats are added in float32 and rounded once.
@@ -286,12 +242,14 @@ def agreed(settings: CollectiveSettings, host: str) -> tuple[CollectivePlan, lis
     size = dist.get_world_size()
     found: list[tuple[str, CollectiveSettings]] = [(host, settings)] * size
     dist.all_gather_object(found, (host, settings))
+    first = vars(found[0][1])
     for rank, (_, theirs) in enumerate(found):
-        if theirs != found[0][1]:
-            raise ValueError(
-                f"ranks disagree: rank {rank} has {_difference(theirs, found[0][1])}; give all "
-                "ranks the same settings"
-            )
+        for name, value in vars(theirs).items():
+            if value != first[name]:
+                raise ValueError(
+                    f"ranks disagree: rank {rank} has {name}={value!r}, rank 0 "
+                    f"{name}={first[name]!r}; give all ranks the same settings"
+                )
     names = [name for name, _ in found]
     hosts = hosts_of(names)
     given = settings.topology.hosts if isinstance(settings.topology, Topology) else hosts
@@ -432,11 +390,6 @@ def _cheapest(topology: Topology, numbers: int, on_nccl: bool) -> str:
         if topology.uniform:
             candidates.append(hierarchical(topology, numbers))
     return min(candidates, key=lambda cost: cost.seconds).way
-
-
-def _difference(theirs: CollectiveSettings, first: CollectiveSettings) -> str:
-    name = next(n for n in theirs.__dict__ if getattr(theirs, n) != getattr(first, n))
-    return f"{name}={getattr(theirs, name)!r}, rank 0 {name}={getattr(first, name)!r}"
 
 
 def _one_of(name: str, value: str, known: Sequence[str]) -> None:

@@ -25,9 +25,11 @@ hosts changes the way. Calls come from one thread at a time, in the same order o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,7 +43,6 @@ from hasten.parts.comm.collective_plan import (
     HALVES,
     CollectivePlan,
     CollectiveSettings,
-    ErrorMemory,
     Route,
     codecs_for,
     gather,
@@ -51,9 +52,9 @@ from hasten.parts.comm.collective_plan import (
     sum_across,
 )
 from hasten.parts.comm.groups import Groups
+from hasten.parts.comm.methods import ErrorMemory
 from hasten.parts.comm.rank_check import CollectiveError, error_of_ranks
 from hasten.parts.comm.topology import Topology, host_name
-from hasten.parts.comm.work_queue import WorkQueue
 
 if TYPE_CHECKING:
     from hasten.parts.comm.codecs import Codec
@@ -137,7 +138,10 @@ class TopoAwareCollective:
         its ``wait()``. Works run one after the other, in the order of the calls. One that nobody
         keeps is waited for where it is dropped.
         """
-        _check_op(op, tensor)
+        if op not in OPS:
+            raise ValueError(f"op is {op!r}; it must be one of {', '.join(OPS)}")
+        if op == "mean" and not tensor.is_floating_point():
+            raise ValueError(f"op is 'mean' for {tensor.dtype}; whole numbers have a sum")
         if async_op:
             return self._queue.put(lambda: self._all_reduce(tensor, op, route, memory, name))
         self.wait_all()
@@ -169,7 +173,11 @@ class TopoAwareCollective:
             raise ValueError(f"op is {op!r}; reduce_scatter knows sum and mean")
         self.wait_all()
         topology = self._prepared().topology
-        _check_pieces(tensor, topology.ranks)
+        if tensor.numel() % topology.ranks:
+            raise ValueError(
+                f"a tensor of {tensor.numel()} numbers has no equal piece for each of "
+                f"{topology.ranks} ranks; pad it"
+            )
         if topology.ranks == 1:
             return tensor.clone()
         with self._called("reduce_scatter"):
@@ -312,21 +320,75 @@ class TopoAwareCollective:
             raise self._failed from error
 
 
-def _check_op(op: str, tensor: Tensor) -> None:
-    if op not in OPS:
-        raise ValueError(f"op is {op!r}; it must be one of {', '.join(OPS)}")
-    if op == "mean" and not tensor.is_floating_point():
-        raise ValueError(f"op is 'mean' for {tensor.dtype}; whole numbers have a sum")
-
-
 def _divides_early(op: str, tensor: Tensor, route: Route) -> bool:
     """Whether a mean divides before anything is added up: a sum may be too large for fp16."""
     return op == "mean" and (tensor.dtype in HALVES or "half" in (route.within, route.between))
 
 
-def _check_pieces(tensor: Tensor, ranks: int) -> None:
-    if tensor.numel() % ranks:
-        raise ValueError(
-            f"a tensor of {tensor.numel()} numbers has no equal piece for each of {ranks} ranks; "
-            "pad it"
-        )
+# Collectives that are begun now and waited for later, as torch.distributed's ``async_op``.
+#
+# One thread runs them in the order of the calls, so that all ranks issue them in one order. A loop
+# that drops a work instead of waiting for it would read a tensor that is still on its way: so the
+# work is finished as it is dropped, and an error in it is raised by the next call.
+
+
+class CollectiveWork:
+    """A collective under way."""
+
+    def __init__(self, future: Future[Tensor], seen: set[Future[Tensor]]) -> None:
+        self._future, self._seen = future, seen
+
+    def wait(self) -> bool:
+        """Until the tensor is ready. Raises what the collective raised."""
+        self.result()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def result(self) -> Tensor:
+        """The tensor, once it is ready."""
+        self._seen.add(self._future)
+        return self._future.result()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # at the program's end nothing may be left
+            wait([self._future])
+
+
+class WorkQueue:
+    """Runs collectives in one thread, which begins with the first."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._begun: list[Future[Tensor]] = []
+        self._seen: set[Future[Tensor]] = set()  # somebody has waited, and had the error
+
+    def put(self, run: Callable[[], Tensor]) -> CollectiveWork:
+        """Begin one. An error of an earlier work that nobody waited for is raised first."""
+        self._settle([future for future in self._begun if future.done()])
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "collectives", initializer=_same_device())
+        future = self._pool.submit(run)
+        self._begun.append(future)
+        return CollectiveWork(future, self._seen)
+
+    def wait_all(self) -> None:
+        """Until all are done; an error that nobody has had is raised."""
+        self._settle(list(self._begun))
+
+    def _settle(self, futures: list[Future[Tensor]]) -> None:
+        wait(futures)
+        self._begun = [future for future in self._begun if future not in futures]
+        unseen = [future for future in futures if future not in self._seen]
+        self._seen.difference_update(futures)
+        for future in unseen:
+            future.result()
+
+
+def _same_device() -> Callable[[], None]:
+    """A thread has a current device of its own."""
+    if not torch.accelerator.is_available():
+        return lambda: None
+    index = torch.accelerator.current_device_index()
+    return lambda: torch.accelerator.set_device_index(index)

@@ -28,13 +28,13 @@ from torch.nn.parallel import DistributedDataParallel
 from hasten.parts.comm import buckets as gradients
 from hasten.parts.comm.buckets import BucketExchange, RankMeeting
 from hasten.parts.comm.exchange import Ranks, WireError
-from hasten.parts.comm.groups import OrderedThread
+from hasten.parts.comm.groups import OrderedThread, at_once, bucket_hook
 from hasten.parts.comm.local_sgd import ApartWeights
 from hasten.parts.comm.methods import (
     WHOLE,
     BucketPart,
     CompressionSettings,
-    ResidualMemory,
+    ErrorMemory,
     backend_of,
     parts_of,
 )
@@ -53,7 +53,7 @@ class LocalCompression:
     def __init__(self, settings: CompressionSettings) -> None:
         self.calls = 0
         self._way = settings.way(settings.momentum)
-        self._memory = ResidualMemory()
+        self._memory = ErrorMemory()
         self._shapes: list[tuple[int, ...]] = []  # of unnamed tensors, in their order
         self._unnamed = 0
         self._complete = False  # a whole round of calls was seen
@@ -65,16 +65,16 @@ class LocalCompression:
             name = self._place(tuple(tensor.shape))
         self.calls += 1
         pieces = (BucketPart(name, tuple(tensor.shape)),)
-        if self._memory.has_left(pieces):  # the same name again, without an average between
+        if self._memory.is_pending(name):  # the same name again, without an average between
             self._memory.settle(True)
             self._way.settle(True)
         flat = tensor.detach().flatten().float()
-        kept = self._memory.kept(pieces, flat.device) if self._way.feedback else None
+        kept = self._memory.bucket(pieces, flat.device) if self._way.feedback else None
         decoded, left = self._way.local(flat, kept, pieces)
         if decoded is None:
             return tensor
         if left is not None:
-            self._memory.leave(pieces, left)
+            self._memory.leave_bucket(pieces, left)
         return decoded.view(tensor.shape).to(tensor.dtype)
 
     def settle(self, counted: bool) -> None:
@@ -237,7 +237,7 @@ class GradientCompressor:
         travel.scale = loss_scale or travel.scale
         self._meeting.meet(travel, model.process_group)
         self._in_order = OrderedThread()
-        model.register_comm_hook(self, _hook)
+        model.register_comm_hook(self._start, bucket_hook)
 
     def compress(self, tensor: Tensor, name: str | None = None) -> Tensor:
         """A dense tensor of the same shape: what others would read of this rank's message.
@@ -380,20 +380,10 @@ class GradientCompressor:
         if bucket.index() == 0:
             self._travel.begin()
         if ranks is None or self._in_order is None:  # one rank in DDP
-            return _at_once(buffer)
+            return at_once(buffer)
         try:
             pieces = tuple(gradients.piece_of(self._names[id(p)], p) for p in bucket.parameters())
             done = self._meeting.send(self._travel, buffer, pieces, ranks, self._travel.way)
             return self._in_order(done, buffer.device)
         except Exception as error:
             raise ranks.failed(error) from error
-
-
-def _hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations as text
-    return state._start(bucket)
-
-
-def _at_once(buffer: Tensor) -> Any:
-    found: torch.futures.Future[Tensor] = torch.futures.Future()
-    found.set_result(buffer)
-    return found

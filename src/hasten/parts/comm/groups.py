@@ -133,6 +133,18 @@ class OrderedThread:
         return answer
 
 
+def at_once(tensor: Tensor) -> Any:
+    """A future that is there already."""
+    found: torch.futures.Future[Tensor] = torch.futures.Future()
+    found.set_result(tensor)
+    return found
+
+
+def bucket_hook(take, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations as text
+    """DDP's hook for a module whose state is the function that takes a bucket."""
+    return take(bucket)
+
+
 def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
     while (entry := jobs.get()) is not None:
         job, done, device = entry
@@ -162,6 +174,7 @@ def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
 PIECE = 1 << 18  # bytes for one rank, at least: smaller ones cost more time than they gain
 MOST = 8  # pieces: on a fast link each one is a delay
 # torch 2.13 has a new name for it and warns at the old one.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 

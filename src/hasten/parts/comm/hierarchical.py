@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.parts.comm.collective_plan import ErrorMemory, Route, check_way
+from hasten.parts.comm.collective_plan import Route, check_way
 from hasten.parts.comm.collectives import TopoAwareCollective
-from hasten.parts.comm.groups import OrderedThread
+from hasten.parts.comm.groups import OrderedThread, at_once, bucket_hook
+from hasten.parts.comm.methods import ErrorMemory
 from hasten.parts.comm.rank_check import CollectiveError, checksum, drift_message
 
 DENSE_STEPS = 2  # DDP forms its buckets anew after the first step; what is left out needs a name
@@ -85,7 +86,7 @@ class RoutedBuckets:
         check_way(self.route.way, self.collective.topology.hosts)
         self._names = {id(p): name for name, p in module.module.named_parameters()}
         self._in_order = OrderedThread()
-        module.register_comm_hook(self, _hook)
+        module.register_comm_hook(self.take, bucket_hook)
 
     @property
     def sent_bytes(self) -> int:
@@ -95,12 +96,12 @@ class RoutedBuckets:
     def step(self) -> None:
         """The step was taken: what was left out of it is owed."""
         if self._memory is not None:
-            self._memory.commit()
+            self._memory.settle(True)
 
     def forget(self) -> None:
         """Nothing is owed any more: no codec will be used again."""
         if self._memory is not None:
-            self._memory.load_state_dict({})
+            self._memory.load({})
 
     def check(self, parameters: Iterable[Tensor]) -> None:
         """Compare weights over ranks; all call it between the same two steps.
@@ -138,7 +139,7 @@ class RoutedBuckets:
         self._now, self._began, self._done = StepTraffic(), now, now
         self.steps += 1
         if self._memory is not None:
-            self._memory.drop()  # of a step that was skipped; step() has taken the others
+            self._memory.settle(False)  # of a step that was skipped; step() has taken the others
             self._memory.scale = self._scale()
 
     def _straight(self, buffer: Tensor, asked: float, last: bool) -> torch.futures.Future[Tensor]:
@@ -169,9 +170,7 @@ class RoutedBuckets:
         if buffer.is_cpu and self._in_order is not None:
             found: torch.futures.Future[Tensor] = self._in_order(send, buffer.device)
             return found
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(send())
-        return future
+        return at_once(send())
 
     def _note(self, asked: float, last: bool) -> None:
         """A bucket is back; they come back in their order."""
@@ -186,7 +185,7 @@ class RoutedBuckets:
         """What each rank owes, gathered; every rank calls it."""
         if self._memory is None or not dist.is_initialized():
             return {"ranks": []}
-        mine = {name: kept.cpu() for name, kept in self._memory.state_dict().items()}
+        mine = self._memory.state()
         ranks: list[dict[str, Tensor]] = [mine] * dist.get_world_size()
         dist.all_gather_object(ranks, mine)
         return {"ranks": ranks}
@@ -196,8 +195,4 @@ class RoutedBuckets:
         ranks = state["ranks"]
         if self._memory is not None and dist.is_initialized():
             same = len(ranks) == dist.get_world_size()
-            self._memory.load_state_dict(ranks[dist.get_rank()] if same else {})
-
-
-def _hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations kept as text
-    return state.take(bucket)
+            self._memory.load(ranks[dist.get_rank()] if same else {})

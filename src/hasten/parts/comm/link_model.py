@@ -61,7 +61,8 @@ class Cost:
 
     def __str__(self) -> str:
         name = self.way if self.codec == "none" else f"{self.way} {self.codec}"
-        return f"{name}: {_time(self.seconds)}, {self.host_bytes / 1e6:.3g} MB per host link"
+        seconds = f"{self.seconds:.3g} s" if self.seconds >= 1 else f"{self.seconds * 1e3:.3g} ms"
+        return f"{name}: {seconds}, {self.host_bytes / 1e6:.3g} MB per host link"
 
 
 def flat(topology: Topology, numbers: int, ordered: bool = True) -> Cost:
@@ -161,10 +162,6 @@ def bucket_bytes(topology: Topology) -> int:
         return 2**20
     wanted = waits * topology.ranks * link.latency * link.bandwidth
     return int(min(max(wanted, 2**20), 256 * 2**20))
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 # Latency and bandwidth of the links within and between hosts, by ping-pong, in under a second.

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from hasten.parts.comm.codecs import QuantisedCodec
 from hasten.parts.comm.groups import FullDuplexWork, all_gather
 from hasten.parts.comm.rank_check import CollectiveError, RankReports
-from hasten.parts.kernels import local_sgd as compiled
+from hasten.parts.kernels import codec as compiled
 
 if TYPE_CHECKING:
     from hasten.parts.comm.codecs import Codec
@@ -62,7 +62,7 @@ class WeightChunk:
         edges = itertools.accumulate((p.numel() for p in parts), initial=0)
         self._places = list(itertools.pairwise(edges))
         plain = all(p.is_cpu and p.dtype == torch.float32 for p in parts)
-        self._flat = compiled.FlatWeights(parts) if plain and compiled.library().library else None
+        self._flat = compiled.FlatWeights(parts) if plain and compiled.drift().library else None
 
     def note(self) -> None:
         """The weights as they are become the anchor."""
@@ -346,7 +346,6 @@ class Drift:
         )
 
     def _moved(self) -> Tensor:
-        """How far all weights have moved from the anchor."""
         found = torch.empty_like(self.anchor)
         for chunk in itertools.chain(*self._chunks):
             chunk.moved(found[chunk.start : chunk.end])
@@ -434,7 +433,6 @@ class ApartWeights(ABC):
         return f"{self.exchanges} exchanges in {self.steps} steps, {each}"
 
     def _due(self) -> bool:
-        """Whether something travels after this step."""
         return True
 
     @abstractmethod

@@ -55,72 +55,88 @@ def parts_of(flat: Tensor, pieces: Pieces) -> list[Tensor]:
     return list(flat[: total_numbers(pieces)].split([piece.numbers for piece in pieces]))
 
 
-class ResidualMemory:
-    """One float32 number for each of a parameter's, from step to step."""
+class ErrorMemory:
+    """Float32 tensors by name, from step to step: what messages left out, and what goes with it.
+
+    What a step leaves is pending until ``settle``, and read before what is kept. ``scale`` is what
+    the gradients given to ``encode`` are multiplied by; memory is in the unit of the true gradient.
+    """
 
     def __init__(self) -> None:
-        self._by_name: dict[str, Tensor] = {}
-        self._flat: dict[Pieces, Tensor] = {}  # the same memory as buckets lie now
-        self._left: dict[Pieces, Tensor] = {}  # by the step under way
+        self.scale = 1.0
+        self._kept: dict[str, Tensor] = {}
+        self._pending: dict[str, Tensor] = {}
 
-    def kept(self, pieces: Pieces, device: torch.device) -> Tensor:
-        """The bucket's memory as of the last step that counted; zeros at first. Not to be changed.
+    def get(self, name: str) -> Tensor | None:
+        """What the next message is to make good; not to be changed."""
+        return self._pending.get(name, self._kept.get(name))
+
+    def is_pending(self, name: str) -> bool:
+        return name in self._pending
+
+    def leave(self, name: str, values: Tensor) -> None:
+        """What the step under way leaves out; ``values`` becomes the memory's."""
+        self._pending[name] = values
+
+    def settle(self, counted: bool) -> None:
+        """The step is over; if it didn't count, memory stays what it was before."""
+        if counted:
+            self._kept |= self._pending
+        self._pending = {}
+
+    def state(self) -> dict[str, Tensor]:
+        """As copies on the host."""
+        return {name: v.detach().to("cpu", copy=True) for name, v in self._kept.items()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """What ``state`` said, in the place of all that is remembered."""
+        self._kept = {name: v.detach().float().clone() for name, v in state.items()}
+        self._pending = {}
+
+    def encode(self, codec: Codec, numbers: Tensor, pieces: int, name: str, into: Tensor) -> None:
+        """Encode in so many pieces, one row of ``into`` each, with what was left out before."""
+        kept = self.get(name)
+        if kept is None or kept.numel() != numbers.numel():
+            kept = torch.zeros_like(numbers, dtype=torch.float32)
+        kept = kept.to(numbers.device)  # a checkpoint is read on the host
+        scaled = kept if self.scale == 1.0 else kept * self.scale
+        rest = torch.empty_like(kept)
+        rows = zip(into, *(t.view(pieces, -1) for t in (numbers, scaled, rest)), strict=True)
+        for row, piece, before, after in rows:
+            codec.encode_with_feedback(piece, before, row, after)
+        self.leave(name, rest if self.scale == 1.0 else rest.div_(self.scale))
+
+    def bucket(self, pieces: Pieces, device: torch.device) -> Tensor:
+        """The memory of a bucket's parameters end to end, zeros at first; not to be changed.
 
         Raises:
             ValueError: what is remembered of a parameter has another size.
         """
-        if pieces not in self._flat:
-            found = [self._of(piece, device) for piece in pieces]
-            flat = torch.cat(found) if found else torch.zeros(0, device=device)
-            self._adopt(pieces, flat)
-        return self._flat[pieces]
+        parts = []
+        for piece in pieces:
+            kept = self.get(piece.name)
+            if kept is None:
+                kept = torch.zeros(piece.numbers, device=device)
+            elif kept.numel() != piece.numbers:
+                raise ValueError(
+                    f"error feedback remembers {kept.numel()} numbers of {piece.name} and it has "
+                    f"{piece.numbers}: the memory is of another model"
+                )
+            parts.append(kept.to(device))
+        if not parts:
+            return torch.zeros(0, device=device)
+        # A bucket that stays as it is left its parts end to end in one tensor: no copy.
+        start = parts[0].storage_offset()
+        for part in parts:
+            same = part.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr()
+            if not same or part.storage_offset() != start:
+                return torch.cat(parts)
+            start += part.numel()
+        return parts[0].as_strided((total_numbers(pieces),), (1,))
 
-    def leave(self, pieces: Pieces, values: Tensor) -> None:
-        """What the step under way leaves out of this bucket; ``values`` becomes the memory's."""
-        self._left[pieces] = values[: total_numbers(pieces)]
-
-    def has_left(self, pieces: Pieces) -> bool:
-        """Whether the step under way has left something of this bucket already."""
-        return pieces in self._left
-
-    def settle(self, counted: bool) -> None:
-        """The step is over; if it didn't count, memory stays what it was before."""
-        left, self._left = self._left, {}
-        if counted:
-            for pieces, values in left.items():
-                self._adopt(pieces, values)
-
-    def state(self) -> dict[str, Tensor]:
-        """By parameter, as copies on the host."""
-        return {name: v.detach().to("cpu", copy=True) for name, v in self._by_name.items()}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """What ``state`` said, in the place of all that is remembered."""
-        self._flat, self._left = {}, {}
-        self._by_name = {name: v.detach().float().flatten().clone() for name, v in state.items()}
-
-    def _of(self, piece: BucketPart, device: torch.device) -> Tensor:
-        found = self._by_name.get(piece.name)
-        if found is None:
-            return torch.zeros(piece.numbers, device=device)
-        if found.numel() != piece.numbers:
-            raise ValueError(
-                f"error feedback remembers {found.numel()} numbers of {piece.name} and it has "
-                f"{piece.numbers}: the memory is of another model"
-            )
-        return found.to(device)
-
-    def _adopt(self, pieces: Pieces, flat: Tensor) -> None:
-        if pieces not in self._flat:  # other buckets that held these parameters are no more
-            names = {piece.name for piece in pieces}
-            self._flat = {
-                other: values
-                for other, values in self._flat.items()
-                if names.isdisjoint(piece.name for piece in other)
-            }
-        self._flat[pieces] = flat
-        for piece, values in zip(pieces, parts_of(flat, pieces), strict=True):
-            self._by_name[piece.name] = values
+    def leave_bucket(self, pieces: Pieces, values: Tensor) -> None:
+        for piece, part in zip(pieces, parts_of(values, pieces), strict=True):
+            self.leave(piece.name, part)
 
 
 # What every way to average gradients offers, and the plain one: their sum in full.
@@ -228,7 +244,7 @@ class TopKMean:
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum}; it must be at least 0 and below 1")
         self.codec, self.momentum = ChunkedTopK.of_share(ratio), momentum
-        self._velocity = ResidualMemory()
+        self._velocity = ErrorMemory()
 
     def start(self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks) -> Finish:
         message, left = self._chosen(flat, residual, pieces)
@@ -259,12 +275,12 @@ class TopKMean:
         if residual is None:
             residual = torch.zeros(len(flat), device=flat.device)
         if self.momentum:
-            flat = self._velocity.kept(pieces, flat.device) * self.momentum + flat
+            flat = self._velocity.bucket(pieces, flat.device) * self.momentum + flat
         left = torch.empty_like(residual)
         message, _ = self.codec.encode_with_feedback(flat, residual, None, left)
         if self.momentum:
             sent = self.codec.decode(message, len(flat)) != 0
-            self._velocity.leave(pieces, flat.masked_fill(sent, 0.0))
+            self._velocity.leave_bucket(pieces, flat.masked_fill(sent, 0.0))
         return message, left
 
     def _mean(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -301,7 +317,9 @@ class QuantisedMean(NoExtraMemory):
         self.codec, self.feedback, self._aligned = codec, feedback, aligned
 
     def start(self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks) -> Finish:
-        flat, back = self._in_range(flat, ranks.world)
+        back = 1.0
+        if self.codec.name == "half":  # ends at 65504: no sum of ranks may reach beyond it
+            flat, back = flat / ranks.world, float(ranks.world)
         shards = self._shards(len(flat), ranks.world)
         rows = torch.zeros(ranks.world, self._row(shards), dtype=torch.uint8, device=flat.device)
         left = None if residual is None else torch.empty_like(residual)
@@ -341,10 +359,6 @@ class QuantisedMean(NoExtraMemory):
 
     def sent_bytes(self, pieces: Pieces, world: int) -> int:
         return 2 * gathered_bytes(self._row(self._shards(total_numbers(pieces), world)), world)
-
-    def _in_range(self, flat: Tensor, world: int) -> tuple[Tensor, float]:
-        """fp16 ends at 65504: no sum of ranks may reach beyond it, nor one rank's share."""
-        return (flat / world, float(world)) if self.codec.name == "half" else (flat, 1.0)
 
     def _shards(self, count: int, world: int) -> list[tuple[int, int]]:
         """Where each rank's shard begins and ends; the last ones may be short or empty."""
@@ -393,8 +407,7 @@ class PowerSGDMean:
         if rank < 1:
             raise ValueError(f"rank is {rank}; a factor has at least 1 column")
         self.rank = rank
-        self._right: dict[str, Tensor] = {}  # Q of each matrix, the next step's start
-        self._learnt: dict[str, Tensor] = {}  # by the step under way
+        self._right = ErrorMemory()  # Q of each matrix, the next step's start
 
     def start(self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks) -> Finish:
         matrices, rest = self._split(_sum(flat, residual), pieces)
@@ -445,16 +458,13 @@ class PowerSGDMean:
         return sum(reduced_bytes(size, world) for size in sizes)
 
     def settle(self, counted: bool) -> None:
-        learnt, self._learnt = self._learnt, {}
-        if counted:
-            self._right |= learnt
+        self._right.settle(counted)
 
     def state(self) -> dict[str, Any]:
-        return {"right": {name: q.detach().to("cpu", copy=True) for name, q in self._right.items()}}
+        return {"right": self._right.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self._right = {name: q.float().clone() for name, q in state.get("right", {}).items()}
-        self._learnt = {}
+        self._right.load(state.get("right", {}))
 
     def _outcome(
         self,
@@ -477,7 +487,7 @@ class PowerSGDMean:
                 (_, matrix), basis, mine, right = next(found)
                 into.copy_((basis @ right.T).flatten())
                 over.copy_((matrix - basis @ mine.float().T * world).flatten())
-                self._learnt[piece.name] = right
+                self._right.leave(piece.name, right)
             else:
                 into.copy_(whole[beside : beside + piece.numbers])
                 beside += piece.numbers
@@ -567,8 +577,12 @@ class CompressionSettings:
     every: int = 20
 
     def __post_init__(self) -> None:
-        if self.method not in (*METHODS, *WHOLE):
-            raise ValueError(_unknown(self.method))
+        known = (*METHODS, *WHOLE)
+        if self.method not in known:
+            hint = did_you_mean(self.method, known)
+            raise ValueError(
+                f"no sparsity_method is called {self.method!r}{hint}; there are {', '.join(known)}"
+            )
         if self.scope not in SCOPES:
             raise ValueError(f"scope is {self.scope!r}; it is {' or '.join(SCOPES)}")
         if self.scope != "all" and self.method in WHOLE:
@@ -608,12 +622,6 @@ class CompressionSettings:
         if self.method == "powersgd":
             return PowerSGDMean(self.rank)
         return QuantisedMean(codec(self.method), feedback=self.method in ("int8", "int4"))
-
-
-def _unknown(method: str) -> str:
-    known = (*METHODS, *WHOLE)
-    hint = did_you_mean(method, known)
-    return f"no sparsity_method is called {method!r}{hint}; there are {', '.join(known)}"
 
 
 def backend_of(asked: str | None) -> str | None:

@@ -183,11 +183,7 @@ def checksum(parameters: Iterable[Tensor]) -> int:
         ):
             places = 2 * torch.arange(len(sums), device=sums.device) + 1
             total = (total * 1_000_003 + int((sums * places).sum())) % 2**64  # waits
-    return _mixed(total) >> 1
-
-
-def _mixed(value: int) -> int:
-    """Each of 64 bits spread over all of them, one to one (SplitMix: Steele et al., OOPSLA 2014)"""
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
-    return value ^ (value >> 31)
+    # Each of 64 bits spread over all of them, one to one (SplitMix: Steele et al., OOPSLA 2014).
+    total = (total ^ (total >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    total = (total ^ (total >> 27)) * 0x94D049BB133111EB % 2**64
+    return (total ^ (total >> 31)) >> 1

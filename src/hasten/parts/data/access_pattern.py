@@ -116,14 +116,10 @@ class IndexedReader:
             return self._request(index, index + 1)[0]
         if index in self._held:
             return self._held.pop(index)
-        return self._merged(index) if self._promising(index) else self._watched(index)
-
-    def _promising(self, index: int) -> bool:
-        """Whether the pattern still holds and gives this index company."""
         if 2 * len(self._held) > self._fetched:  # false, too, when nothing was merged yet
             self._forget()
         start, stop = self.pattern.range(index, len(self))
-        return stop - start > 1
+        return self._merged(index) if stop - start > 1 else self._watched(index)
 
     def _watched(self, index: int) -> Any:
         self._window.append(index)

@@ -53,7 +53,8 @@ class DynamicBatcher:
     ) -> None:
         self.initial_size, self.max_size = initial_size, max_size
         self.growth_factor, self.memory_threshold = growth_factor, memory_threshold
-        meter = meter or memory_meter(device or _here())
+        here = torch.accelerator.current_accelerator(check_available=True)
+        meter = meter or memory_meter(device or here or torch.device("cpu"))
         self._room = Headroom(initial_size, max_size, growth_factor, memory_threshold, meter)
         self._held: list[Any] = []
         self._last = 0  # records of the batch that was given last
@@ -264,11 +265,6 @@ def release_memory() -> None:
         torch.accelerator.memory.empty_cache()
 
 
-def _here() -> torch.device:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found or torch.device("cpu")
-
-
 # A batch sampler whose batches hold as many records as fit a budget of tokens.
 #
 # Works wherever a ``batch_sampler`` does: ``DataLoader``, the Hugging Face Trainer, Lightning.
@@ -411,8 +407,10 @@ class DynamicBatchSampler(Sampler[list[int]]):
             return self._even(_cut(order, self.lengths, self.max_tokens, self.padded))
         draw = np.random.default_rng([self.seed, self.epoch])
         order = draw.permutation(self._records)
-        if self.padded:
-            order = _sorted_in_pools(order, self.lengths)
+        if self.padded and len(order):
+            pools = [order[i : i + POOL] for i in range(0, len(order), POOL)]
+            ordered = [pool[np.argsort(self.lengths[pool], kind="stable")] for pool in pools]
+            order = np.concatenate(ordered)
         batches = _cut(order, self.lengths, self.max_tokens, self.padded)
         batches = self._even([batches[i] for i in draw.permutation(len(batches))])
         batches.sort(key=lambda b: (self._cost(b), len(b)))
@@ -497,12 +495,6 @@ def _within(lengths: NDArray[np.int64], max_tokens: int, too_long: TooLong) -> N
         stacklevel=3,
     )
     return np.flatnonzero(lengths <= max_tokens) if too_long == "drop" else np.arange(len(lengths))
-
-
-def _sorted_in_pools(order: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    pools = [order[i : i + POOL] for i in range(0, len(order), POOL)]
-    ordered = [pool[np.argsort(lengths[pool], kind="stable")] for pool in pools]
-    return np.concatenate(ordered) if ordered else order
 
 
 def _cut(

@@ -274,7 +274,6 @@ class GroupedOrder:
         return np.concatenate(pieces) if pieces else drawn
 
     def _ends(self, sizes: NDArray[np.int64]) -> list[int]:
-        """Where each step ends in the sorted order."""
         if self.records is not None:
             return [*range(self.records, len(sizes), self.records), len(sizes)]
         sums = np.cumsum(sizes)

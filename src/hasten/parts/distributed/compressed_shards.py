@@ -26,7 +26,7 @@ from hasten.parts.comm import groups as full_duplex
 from hasten.parts.comm.buckets import BucketExchange
 from hasten.parts.comm.codecs import ChunkedTopK, Codec, codec
 from hasten.parts.comm.exchange import Ranks, WireError
-from hasten.parts.comm.methods import BucketPart, CompressionSettings, Pieces
+from hasten.parts.comm.methods import BucketPart, CompressionSettings, ErrorMemory, Pieces
 from hasten.parts.comm.rank_check import checksum
 from hasten.parts.distributed.fsdp import (
     RowReduceScatter,
@@ -91,7 +91,7 @@ class ShardedGradients:
         self._settings, self._codec = settings, row_codec(settings)
         self._feedback = settings.method in FEEDBACK
         self._scale = loss_scale
-        self._memory = _RowMemory()
+        self._memory = ErrorMemory()  # by group, as (ranks, row)
         self.groups: list[ShardGroup] = []
         self.steps = 0  # begun
         self.sent_bytes = 0
@@ -118,12 +118,12 @@ class ShardedGradients:
         """A backward pass begins; ``last``: of its step. Every rank calls it."""
         if self._over:
             self.steps += 1
-            self._memory.forget()  # of a step that wasn't confirmed
+            self._memory.settle(False)  # of a step that wasn't confirmed
         self._over = last
 
     def confirm(self) -> None:
         """The weights are about to move by the gradients of this step."""
-        self._memory.keep()
+        self._memory.settle(True)
 
     def check(self, parameters: Iterable[Tensor]) -> None:
         """Ranks hold different pieces, so there is nothing to compare."""
@@ -131,14 +131,22 @@ class ShardedGradients:
     def predicted(self) -> int:
         """Bytes that a rank sends in one backward pass past the dense start, exactly, of gradients
         in float32."""
-        return sum(self._bytes(group, self._takes(group)) for group in self.groups)
+        total = 0
+        for group in self.groups:
+            row = self._codec.message_bytes(group.row) if self._takes(group) else 4 * group.row
+            total += row * (group.ranks - 1)
+        return total
 
     def state(self) -> dict[str, Any]:
         """This rank's memory by parameter, in the form in which GradientCompressor has it."""
+        kept, residual = self._memory.state(), dict[str, Tensor]()
+        for group in self.groups:
+            if group.name in kept:
+                residual |= values_of(kept[group.name].view(group.ranks, -1), group)
         return {
             "method": self._settings.method,
             "steps": self.steps,
-            "residual": self._memory.state(self.groups),
+            "residual": residual,
             "way": {},
         }
 
@@ -152,16 +160,24 @@ class ShardedGradients:
             raise ValueError(
                 f"the memory is of {state['method']} and the method is {self._settings.method}"
             )
-        self._memory.load(state["residual"], self.groups)
+        kept: dict[str, Tensor] = {}
+        for group in self.groups:
+            sizes = {w.name: w.numbers for w in group.weights if w.name in state["residual"]}
+            values = {name: state["residual"][name] for name in sizes}
+            for name, numbers in sizes.items():
+                if values[name].numel() != numbers:
+                    raise ValueError(
+                        f"error feedback remembers {values[name].numel()} numbers of {name} and it "
+                        f"has {numbers}: the memory is of another model or layout"
+                    )
+            if values:
+                kept[group.name] = rows_of(values, group, torch.device("cpu"))
+        self._memory.load(kept)
         self.steps = int(state["steps"])
 
     def _takes(self, group: ShardGroup) -> bool:
         """Whether a group is encoded once compression has begun: small ones aren't worth it."""
         return group.ranks > 1 and group.row * group.ranks >= self._settings.minimum
-
-    def _bytes(self, group: ShardGroup, encoded: bool) -> int:
-        row = self._codec.message_bytes(group.row) if encoded else 4 * group.row
-        return row * (group.ranks - 1)
 
     def _of(self, group: ShardGroup) -> Callable[[Tensor, Tensor, Any, Any], None]:
         def reduce(output: Tensor, rows: Tensor, ranks: Any, op: Any) -> None:
@@ -171,7 +187,7 @@ class ShardedGradients:
                 self._encoded(group, output, rows, ranks, op)
                 return
             self.sent_bytes += rows.nbytes // group.ranks * (group.ranks - 1)
-            _reduce_scatter(output, rows, op=op, group=ranks)
+            full_duplex.reduce_scatter(output, rows, op=op, group=ranks)
 
         return reduce
 
@@ -185,10 +201,7 @@ class ShardedGradients:
         size = self._codec.message_bytes(row)
         messages = torch.empty(group.ranks, size, dtype=torch.uint8, device=rows.device)
         if self._feedback:
-            before, left = self._memory.of(group, rows.device), torch.empty_like(given)
-            for numbers, kept, message, rest in zip(given, before, messages, left, strict=True):
-                self._codec.encode_with_feedback(numbers, kept, message, rest)
-            self._memory.leave(group, left)
+            self._memory.encode(self._codec, given, group.ranks, group.name, messages)
         else:
             for numbers, message in zip(given, messages, strict=True):
                 self._codec.encode(numbers, message)
@@ -200,55 +213,7 @@ class ShardedGradients:
         output.copy_(self._codec.decode_mean(received, row).mul_(factor))
 
 
-class _RowMemory:
-    """Of each group what its messages left out, as (ranks, row) in float32."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}  # as of the last step that counted
-        self._left: dict[str, Tensor] = {}  # by the step under way
-
-    def of(self, group: ShardGroup, device: torch.device) -> Tensor:
-        """What the next message is to make good; not to be changed."""
-        found = self._left.get(group.name, self._kept.get(group.name))
-        return rows_of({}, group, device) if found is None else found.to(device)
-
-    def leave(self, group: ShardGroup, rows: Tensor) -> None:
-        self._left[group.name] = rows
-
-    def keep(self) -> None:
-        self._kept.update(self._left)
-        self._left = {}
-
-    def forget(self) -> None:
-        self._left = {}
-
-    def state(self, groups: Iterable[ShardGroup]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for group in groups:
-            if group.name in self._kept:
-                found |= values_of(self._kept[group.name].cpu(), group)
-        return found
-
-    def load(self, state: Mapping[str, Tensor], groups: Iterable[ShardGroup]) -> None:
-        kept: dict[str, Tensor] = {}
-        for group in groups:
-            known = {w.name: state[w.name] for w in group.weights if w.name in state}
-            for weight in group.weights:
-                size = known[weight.name].numel() if weight.name in known else weight.numbers
-                if size != weight.numbers:
-                    raise ValueError(
-                        f"error feedback remembers {size} numbers of {weight.name} and it has "
-                        f"{weight.numbers}: the memory is of another model or layout"
-                    )
-            if known:
-                kept[group.name] = rows_of(known, group, torch.device("cpu"))
-        self._kept, self._left = kept, {}
-
-
 # Copies of a sharded model.
-
-# torch 2.13 has a new name for it and warns at the old one.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class CopiedShards:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.parts.nn.quantised import QuantisedLinear
@@ -64,13 +64,10 @@ def reduce_now(module: DistributedDataParallel) -> None:
     # What DDP.forward does around the module (torch 2.13): new buckets, buffers, "gradients come".
     module._pre_forward()
     module._post_forward(None)
-    # DDP listens where a gradient is accumulated: adding zero makes it take what is there.
-    torch.autograd.backward(parameters, [_zeros_like(p) for p in parameters])
-
-
-def _zeros_like(parameter: Tensor) -> Tensor:
-    """Zeros of a shape that take the memory of one."""
-    return parameter.detach().new_zeros(()).expand_as(parameter)
+    # DDP listens where a gradient is accumulated: adding zero makes it take what is there. A zero
+    # takes the memory of one number.
+    zeros = [p.detach().new_zeros(()).expand_as(p) for p in parameters]
+    torch.autograd.backward(parameters, zeros)
 
 
 # How long DistributedDataParallel's gradients were under way in a step, and how much of it showed.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -248,7 +248,6 @@ def _by_width(hidden: int) -> dict[str, int]:
 
 
 def _autos(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """The paths of all values that are "auto"."""
     found: list[tuple[str, ...]] = []
     for key, value in section.items():
         if isinstance(value, Mapping):
@@ -363,7 +362,6 @@ def _number(section: Mapping[str, Any], name: str) -> float | None:
 
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers that the file says itself."""
     optimizer = _section(_section(config, "optimizer"), "params")
     scheduler = _section(config, "scheduler")
     timing = _section(scheduler, "params")
@@ -410,7 +408,11 @@ def _rows(config: Mapping[str, Any]) -> Iterator[DeepSpeedKey]:
 def _row(key: str, name: str, value: Any, fate: Sequence[str]) -> DeepSpeedKey:
     """The table's word, unless the value changes it."""
     kind, words = fate
-    if kind == REFUSED and not _switched_on(value):
+    if isinstance(value, Mapping):
+        is_on = bool(value.get("enabled", bool(value)))
+    else:  # a partition or pipeline of one is none; true isn't that one, though it equals it
+        is_on = bool(value) and (value is True or value != 1)
+    if kind == REFUSED and not is_on:
         return DeepSpeedKey(key, IGNORED, "off")
     if key in SPECIAL:
         reason = SPECIAL[key](value)
@@ -423,21 +425,9 @@ def _row(key: str, name: str, value: Any, fate: Sequence[str]) -> DeepSpeedKey:
     return DeepSpeedKey(key, kind, words)
 
 
-def _switched_on(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return bool(value.get("enabled", bool(value)))
-    # A partition or pipeline of one is none; true isn't that one, though it equals it.
-    return bool(value) and (value is True or value != 1)
-
-
 def _wrong_offload(value: Any) -> str | None:
     device = value.get("device", "none") if isinstance(value, Mapping) else "none"
     return None if device in ("cpu", "none") else f"can't offload to {device}: only to cpu"
-
-
-def _wrong_optimizer(value: Any) -> str | None:
-    known = isinstance(value, str) and value.lower() in {*ADAMW, "adam"}
-    return None if known else f"{value!r} has no counterpart; AdamW has"
 
 
 def _wrong_parameters(value: Any) -> str | None:
@@ -450,19 +440,19 @@ def _wrong_parameters(value: Any) -> str | None:
     return None
 
 
-def _wrong_schedule(value: Any) -> str | None:
-    return None if str(value) in SCHEDULES else f"{value!r} is none of {', '.join(SCHEDULES)}"
-
-
-def _wrong_scale(value: Any) -> str | None:
-    return None if value == 0 else f"a fixed loss scale of {value}: say 0, a dynamic one"
-
-
-SPECIAL = {
+SPECIAL: dict[str, Callable[[Any], str | None]] = {
     "zero_optimization.offload_optimizer": _wrong_offload,
     "zero_optimization.offload_param": _wrong_offload,
-    "optimizer.type": _wrong_optimizer,
+    "optimizer.type": lambda value: (
+        None
+        if isinstance(value, str) and value.lower() in {*ADAMW, "adam"}
+        else f"{value!r} has no counterpart; AdamW has"
+    ),
     "optimizer.params": _wrong_parameters,
-    "scheduler.type": _wrong_schedule,
-    "fp16.loss_scale": _wrong_scale,
+    "scheduler.type": lambda value: (
+        None if str(value) in SCHEDULES else f"{value!r} is none of {', '.join(SCHEDULES)}"
+    ),
+    "fp16.loss_scale": lambda value: (
+        None if value == 0 else f"a fixed loss scale of {value}: say 0, a dynamic one"
+    ),
 }

@@ -334,7 +334,7 @@ class SharedExperts:
         """
         first, parts = dist.get_rank() == 0, [weight.data for weight in self.parameters()]
         needed = sum(part.nbytes for part in parts) * dist.get_world_size(self.group)
-        fits = not first or _has_room(parts[0].device, needed)
+        fits = not first or has_room(parts[0].device, needed)
         for weight in self.parameters():
             whole = layer_of(weight).whole(weight)  # one after the other: others need no memory
             if whole is not None:
@@ -412,7 +412,7 @@ def holds_part(weight: Tensor) -> bool:
     return hasattr(weight, MARK)
 
 
-def _has_room(device: torch.device, needed: int) -> bool:
+def has_room(device: torch.device, needed: int) -> bool:
     """Whether so many bytes are half of what is free there at most."""
     if device.type == "cpu":
         return True

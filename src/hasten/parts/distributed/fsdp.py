@@ -65,7 +65,11 @@ def shard(
     reduce = None if how.dtype is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=how.dtype, reduce_dtype=reduce)
     offload = CPUOffloadPolicy() if how.offload else OffloadPolicy()
-    for block in _blocks(module):
+    try:
+        blocks = decoder_blocks(module)
+    except ValueError:  # nothing repeats: the whole module is one group
+        blocks = []
+    for block in blocks:
         before(block)
         fully_shard(
             block,
@@ -100,13 +104,6 @@ def let_go(module: nn.Module) -> None:
     for found in module.modules():
         if isinstance(found, FSDPModule):
             found.reshard()
-
-
-def _blocks(module: nn.Module) -> list[nn.Module]:
-    try:
-        return decoder_blocks(module)
-    except ValueError:  # nothing repeats: the whole module is one group
-        return []
 
 
 # The groups of weights that FSDP2 reduces at once, and how they lie in its messages.

@@ -18,6 +18,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from hasten.parts.distributed.expert_parallel import has_room
 from hasten.parts.distributed.fsdp import let_go
 from hasten.parts.optim.muon import MuonAdamW
 
@@ -180,8 +181,11 @@ def whole_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator
     whole: dict[int, nn.Parameter] = {}
     for _, _, parameter in places:
         if id(parameter) not in whole:
-            full = _whole(parameter)
-            full = _where_there_is_room(full, needed) if first else full.new_empty(0)
+            with torch.no_grad():  # pieces in host memory travel by way of the mesh's device
+                full = parameter.to(parameter.device_mesh.device_type).full_tensor()
+            if first and not has_room(full.device, needed):
+                full = full.cpu()
+            full = full if first else full.new_empty(0)
             whole[id(parameter)] = nn.Parameter(full, parameter.requires_grad)
     if not first:
         yield False
@@ -209,34 +213,17 @@ def whole_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator
                 table.move_to_end(key)
 
 
-def _whole(parameter: DTensor) -> Tensor:
-    """All pieces together; those in host memory travel by way of the mesh's device."""
-    with torch.no_grad():
-        return parameter.to(parameter.device_mesh.device_type).full_tensor()
-
-
-def _where_there_is_room(full: Tensor, needed: int) -> Tensor:
-    """On its device if all of the model fits into half of what is free there, else on the host."""
-    if full.device.type == "cpu":
-        return full
-    free, _ = torch.get_device_module(full.device).mem_get_info(full.device)
-    return full if 2 * needed <= free else full.cpu()
-
-
 def _engine_hooks(model: nn.Module) -> list[tuple[Any, list[int]]]:
     """Forward hooks of torch's engines: the tables that hold them, and their keys there."""
     found = []
     for module in model.modules():
         tables: tuple[Any, Any] = (module._forward_pre_hooks, module._forward_hooks)
         for table in tables:
-            ours = [key for key, hook in table.items() if _origin(hook).startswith(ENGINE)]
+            origins = {key: getattr(hook, "__module__", "") for key, hook in table.items()}
+            ours = [key for key, origin in origins.items() if (origin or "").startswith(ENGINE)]
             if ours:
                 found.append((table, ours))
     return found
-
-
-def _origin(hook: Any) -> str:
-    return str(getattr(hook, "__module__", None) or "")
 
 
 # A state of pieces brought together, tensor by tensor, and dealt out again: for checkpoints.

@@ -12,7 +12,6 @@ What a plan doesn't name stays whole on every rank, and its gradient comes out w
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -222,7 +221,9 @@ def split_layers(
     inner = trunk(model)
     _check_plain(inner, (*plan.column, *plan.row))
     between = Shard(SEQUENCE) if sequence else Replicate()
-    nested = {n for n in _matches(inner, plan.row) if _inside(n, inner, plan.scattered)}
+    # Regions that end whole lie around these.
+    regions = tuple(f"{region}." for region in _matches(inner, plan.scattered))
+    nested = {name for name in _matches(inner, plan.row) if name.startswith(regions)}
     for name in _matches(inner, plan.column):
         layer = inner.get_submodule(name)
         parallelize_module(base_of(layer), mesh, ColwiseParallel())
@@ -344,13 +345,9 @@ def _matches(inner: nn.Module, patterns: tuple[str, ...]) -> list[str]:
     return found
 
 
-def _inside(name: str, inner: nn.Module, patterns: tuple[str, ...]) -> bool:
-    """Whether a region that ends whole lies around it."""
-    return any(name.startswith(f"{region}.") for region in _matches(inner, patterns))
-
-
 def _check_plain(inner: nn.Module, patterns: tuple[str, ...]) -> None:
-    for name, module in _named(inner, patterns):
+    for name in _matches(inner, patterns):
+        module = inner.get_submodule(name)
         reason, base = why_not(module), base_of(module)
         if reason:
             raise ValueError(f"{name} {reason}; take fsdp2 as the layout")
@@ -359,8 +356,3 @@ def _check_plain(inner: nn.Module, patterns: tuple[str, ...]) -> None:
                 f"{name} is {type(base).__name__} with code of its own, and only plain linear "
                 "layers can be cut; leave out what replaces them"
             )
-
-
-def _named(inner: nn.Module, patterns: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
-    for name in _matches(inner, patterns):
-        yield name, inner.get_submodule(name)

@@ -68,8 +68,9 @@ class VocabularyParallelHead(nn.Module):
         if not isinstance(self.weight, DTensor):
             return label_only_cross_entropy(hidden, weight, labels, chunk, bias, terms)
         # By the largest piece: ranks with fewer rows have to take as many chunks as the others.
-        rows = chunk_rows(chunk, _piece(self.out_features, self._mesh))
-        first = _first_row(self.out_features, self._mesh)
+        piece = -(-self.out_features // self._mesh.size())
+        rows = chunk_rows(chunk, piece)
+        first = min(piece * self._mesh.get_local_rank(), self.out_features)
         group = self._mesh.get_group()
         return vocabulary_parallel_cross_entropy(
             hidden, weight, labels, first, group, rows, bias, terms, self.out_features
@@ -182,15 +183,3 @@ def _loss_and_gradient(
 
 def _local(parameter: nn.Parameter | None) -> Tensor | None:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _first_row(rows: int, mesh: DeviceMesh) -> int:
-    """Where this rank's rows begin, as ``Shard(0)`` cuts them: all pieces but the last alike."""
-    place: int = mesh.get_local_rank()
-    return min(_piece(rows, mesh) * place, rows)
-
-
-def _piece(rows: int, mesh: DeviceMesh) -> int:
-    """Rows of every piece but the last, which may have fewer."""
-    found: int = -(-rows // mesh.size())
-    return found

@@ -17,7 +17,6 @@ import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -137,6 +136,10 @@ def update(updates: Iterable[TensorUpdate], divisor: Tensor | None = None) -> No
         formats = one.weight.dtype, one.grad.dtype, one.first.dtype, one.copy is None
         alike.setdefault(formats, []).append(one)
     for tensors in alike.values():
+        numbers: list[float] = []
+        for one in tensors:  # as the kernel has them: differences are taken here, in float64
+            rate, keep, beta1, beta2, root, eps = one.rule
+            numbers += [rate, keep, 1 - beta1, beta2, 1 - beta2, root, eps]
         if divisor is not None:
             divisor = divisor.to(tensors[0].weight.device, torch.float32)
         adamw_(
@@ -146,8 +149,8 @@ def update(updates: Iterable[TensorUpdate], divisor: Tensor | None = None) -> No
             [one.second for one in tensors],
             [scale for one in tensors for scale in one.scales or ()],
             [one.copy for one in tensors if one.copy is not None],
-            [number for one in tensors for number in _numbers(one.rule)],
-            [_signed(one.key) for one in tensors],
+            numbers,
+            [one.key - (one.key >> 63 << 64) for one in tensors],  # as signed numbers
             divisor,
         )
 
@@ -173,11 +176,12 @@ def adamw_(
         chosen = [
             i
             for i, size in enumerate(sizes)
-            if size and (step == STEP) == _in_steps(size, [a[i] for a in addresses])
+            if size
+            and (step == STEP)
+            == (size % STEP == 0 and all(a[i] % (2 * STEP) == 0 for a in addresses))
         ]
         if chosen:
-            of = functools.partial(_of, chosen)
-            table = [of(sizes), of(keys), *(of(a) for a in addresses)]
+            table = [[column[i] for i in chosen] for column in (sizes, keys, *addresses)]
             numbers = [rules[7 * i + k] for i in chosen for k in range(7)]
             given = weights[0].dtype, grads[0].dtype, firsts[0].dtype
             _launch(table, numbers, weights[0], given, bool(copies), step, divisor)
@@ -197,7 +201,8 @@ def _launch(
     step: int,
     divisor: Tensor | None,
 ) -> None:
-    kernels, device = _kernels(), weight.device
+    kernels = importlib.import_module("hasten.parts.kernels.adamw_triton")
+    device = weight.device
     programs = [-(-size // kernels.CHUNK) for size in table[0]]
     starts = list(accumulate(programs, initial=0))
     tensors = len(programs)
@@ -231,26 +236,3 @@ def _sent(values: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return values
     return values.pin_memory().to(device, non_blocking=True)
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    return importlib.import_module("hasten.parts.kernels.adamw_triton")
-
-
-def _of(chosen: Sequence[int], values: Sequence[int]) -> list[int]:
-    return [values[i] for i in chosen]
-
-
-def _in_steps(size: int, addresses: Sequence[int]) -> bool:
-    return size % STEP == 0 and all(address % (2 * STEP) == 0 for address in addresses)
-
-
-def _numbers(rule: AdamWRule) -> tuple[float, ...]:
-    """As the kernel has them: differences are taken here, in float64."""
-    rate, keep, beta1, beta2, root, eps = rule
-    return rate, keep, 1 - beta1, beta2, 1 - beta2, root, eps
-
-
-def _signed(key: int) -> int:
-    return key - (key >> 63 << 64)

@@ -40,11 +40,8 @@ def fits(*tensors: Tensor) -> bool:
 
 
 def _call(name: str, flops: int, *arguments: Any) -> None:
-    kernels = library()
-    if kernels.library is None:
-        raise RuntimeError(kernels.reason)
     threads = torch.get_num_threads() if flops >= WORTH_THREADS else 1
-    getattr(kernels.library, name)(*arguments, c_int(threads))
+    library().function(name)(*arguments, c_int(threads))
 
 
 def _at(tensor: Tensor) -> c_void_p:
@@ -125,7 +122,8 @@ def attention(
     """
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     tokens, heads, _ = query.shape
-    _check_starts(starts, tokens)
+    if list(starts) != sorted(starts) or not starts or (starts[0], starts[-1]) != (0, tokens):
+        raise ValueError(f"documents that start at {list(starts)} don't cover {tokens} tokens")
     out = query.new_empty(tokens, heads, value.shape[-1])
     lse = query.new_empty(heads, tokens, dtype=torch.float32)
     strides, shape = _layout(query, key, value, len(starts) - 1)
@@ -193,11 +191,6 @@ def _layout(
             "don't belong together"
         )
     return _int64(strides), _int64((tokens, heads, groups, dk, dv, documents))
-
-
-def _check_starts(starts: Sequence[int], tokens: int) -> None:
-    if list(starts) != sorted(starts) or not starts or (starts[0], starts[-1]) != (0, tokens):
-        raise ValueError(f"documents that start at {list(starts)} don't cover {tokens} tokens")
 
 
 def _flops(query: Tensor, value: Tensor, starts: Sequence[int]) -> int:

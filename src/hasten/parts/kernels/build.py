@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 SOURCES = Path(__file__).parent / "cpu"
 FOLDER = Path("~/.cache/hasten/kernels")
@@ -47,6 +48,12 @@ class LoadedLibrary:
 
     library: ctypes.CDLL | None
     reason: str = ""
+
+    def function(self, name: str) -> Any:
+        """One of its functions; RuntimeError with the reason where there is no library."""
+        if self.library is None:
+            raise RuntimeError(self.reason)
+        return getattr(self.library, name)
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ def _kernels(*names: str, place: Path | None = None) -> _Target:
     return _Target(
         name="-".join(names),
         sources=tuple(place / f"{name}.cpp" for name in names),
-        flags=_flags(),
+        flags=(*FLAGS, WIDE) if "avx512f" in processor_flags() else FLAGS,
         libraries=(runtime or "-fopenmp",),
         depends=(*(h.read_text() for h in sorted(place.glob("*.h"))), str(runtime)),
     )
@@ -205,10 +212,6 @@ def _whole(name: str, folder: int) -> int | None:
     # It stays in its place until the new one takes it: another process may be faster.
     warnings.warn(f"{name} {fault} and compiled again", stacklevel=3)
     return None
-
-
-def _flags() -> tuple[str, ...]:
-    return (*FLAGS, WIDE) if "avx512f" in processor_flags() else FLAGS
 
 
 def _key(compiler: str, target: _Target) -> str:

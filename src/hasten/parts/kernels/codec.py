@@ -1,12 +1,14 @@
 """Codecs on the processor: ``codec.cpp``, with the signatures of ``codec_reference.py``.
 
-Nothing is checked here; :mod:`hasten.parts.comm.codecs` and :mod:`hasten.parts.comm.codecs`
-have checked shapes and formats before they call.
+Nothing is checked here; :mod:`hasten.parts.comm.codecs` has checked shapes and formats before it
+calls.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
+from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import Any
 
@@ -41,12 +43,9 @@ def rule_for(bits: int, seed: int | None) -> _Rule:
     return _Rule(rule.share, rule.low, rule.cap, rule.most, *dice)
 
 
-def _call(name: str, count: int, *arguments: Any) -> Any:
-    loops = library()
-    if loops.library is None:
-        raise RuntimeError(loops.reason)
+def _call(name: str, count: int, *arguments: Any, of: LoadedLibrary | None = None) -> Any:
     threads = torch.get_num_threads() if count >= WORTH_THREADS else 1
-    return getattr(loops.library, name)(*arguments, c_int(threads))
+    return (of or library()).function(name)(*arguments, c_int(threads))
 
 
 def _at(tensor: Tensor | None) -> c_void_p:
@@ -119,3 +118,61 @@ def topk_decode(
     sizes = (c_int64(ranks), c_int64(n), c_int(k))
     where = (c_float(factor), c_int(add), _at(out))
     _call("codec_topk_decode", n * ranks, *_rows(places), *_rows(sent), *sizes, *where)
+
+
+# Weights beside their anchor: ``drift.cpp``, one pass over each number.
+# :mod:`hasten.parts.comm.local_sgd` calls it where it fits.
+
+
+def drift() -> LoadedLibrary:
+    """The compiled loops, or why there are none."""
+    return build_library("drift")
+
+
+class FlatWeights:
+    """Float32 weights of several parameters one after the other, each part without gaps."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        count = len(parts)
+        self.numbers = sum(p.numel() for p in parts)
+        self._at = (c_void_p * count)(*(p.data_ptr() for p in parts))
+        starts = itertools.accumulate((p.numel() for p in parts), initial=0)
+        self._starts = (c_int64 * (count + 1))(*starts)
+        self._parts = list(parts)  # as long as this lives, their memory does
+        self._given = (self._at, self._starts, c_int64(count))
+
+    def encode(self, anchor: Tensor, codes: Tensor, scales: Tensor, block: int, bits: int) -> bool:
+        """``weights - anchor`` into codes and scales; whether all of it is finite."""
+        sizes = (c_int64(self.numbers), c_int64(block), c_int(bits))
+        rule = ctypes.byref(rule_for(bits, None))
+        tensors = (c_void_p(t.data_ptr()) for t in (anchor, codes, scales))
+        given = (*self._given, *tensors, *sizes, rule)
+        return bool(_call("drift_encode", self.numbers, *given, of=drift()))
+
+    def take(
+        self,
+        anchor: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        shares: Sequence[float],
+        own: int,
+        block: int,
+        bits: int,
+    ) -> None:
+        """Anchor and weights move by the messages (ranks, ...) times shares; weights not by
+        ``own``, which they have done already.
+        """
+        ranks = len(shares)
+        sizes = (c_int64(ranks), c_int64(own), c_int64(self.numbers), c_int64(block), c_int(bits))
+        _call(
+            "drift_take",
+            ranks * self.numbers,
+            *self._given,
+            c_void_p(anchor.data_ptr()),
+            c_void_p(codes.data_ptr()),
+            c_int64(codes.stride(0)),
+            c_void_p(scales.data_ptr()),
+            (c_float * ranks)(*shares),
+            *sizes,
+            of=drift(),
+        )

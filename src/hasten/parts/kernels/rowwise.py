@@ -38,11 +38,8 @@ def fits(*tensors: Tensor) -> bool:
 
 def call(name: str, count: int, *arguments: Any) -> Any:
     """Run one loop over ``count`` numbers, on several threads where that is worth waking them."""
-    loops = library()
-    if loops.library is None:
-        raise RuntimeError(loops.reason)
     threads = torch.get_num_threads() if count >= WORTH_THREADS else 1
-    return getattr(loops.library, name)(*arguments, c_int(threads))
+    return library().function(name)(*arguments, c_int(threads))
 
 
 def _at(tensor: Tensor | None) -> c_void_p:

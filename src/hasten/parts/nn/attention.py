@@ -223,32 +223,25 @@ def _by_documents(decoder: Any, usual: Callable[..., Any], *args: Any, **kwargs:
     given = kwargs
     if args:
         given = inspect.signature(usual).bind_partial(*args).arguments | kwargs
-    states = _states(given)
+    states = given.get("input_ids")
+    if states is None:
+        states = given.get("inputs_embeds")
     if states is None:
         return usual(**given)
     told = given.get("document_lengths") is not None
     if told:
-        _check_mask(given.get("attention_mask"))
+        mask = given.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.numel() and not bool(mask.all()):
+            raise ValueError(
+                "document_lengths say which tokens see each other, and an attention_mask that "
+                "hides some was given too; leave one of them out"
+            )
     else:
         given = {**given, **_found_documents(decoder, states, given)}
         told = "document_lengths" in given
     if told:
         given["attention_mask"] = states.new_empty((1, 1, 0, 0), dtype=torch.bool)
     return usual(**given)
-
-
-def _check_mask(mask: Any) -> None:
-    if isinstance(mask, Tensor) and mask.numel() and not bool(mask.all()):
-        raise ValueError(
-            "document_lengths say which tokens see each other, and an attention_mask that hides "
-            "some was given too; leave one of them out"
-        )
-
-
-def _states(given: Mapping[str, Any]) -> Any:
-    """What a decoder is called with for each token: its id, or its embedding."""
-    ids = given.get("input_ids")
-    return given.get("inputs_embeds") if ids is None else ids
 
 
 def _found_documents(decoder: Any, states: Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,7 +334,6 @@ def _name(ours: str, usual: str) -> str:
 
 
 def _register() -> None:
-    """Make the names known to this process's Transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for usual in USUAL:
@@ -354,14 +346,12 @@ _by_documents.unpickled = _register  # type: ignore[attr-defined]  # see hasten.
 
 
 def _usual_mask(*args: Any, config: Any, **kwargs: Any) -> Any:
-    """The mask that the former attention would have."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     return ALL_MASK_ATTENTION_FUNCTIONS[usual_of(config)](*args, config=config, **kwargs)
 
 
 def _usual(module: Any) -> Callable[..., Any]:
-    """The former attention's function."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     usual = usual_of(module.config)
@@ -439,7 +429,6 @@ def _causal(
 
 
 def _fits_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """Whether torch's variable-length kernel takes these tensors."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     narrow = _kernel_width(query, value) <= WIDEST_HEAD
     takes = query.is_cuda and half and narrow and not dropout

@@ -86,8 +86,12 @@ class CompiledBlocks:
             for name, part in block.named_children():
                 if any(rebind.has_own_forward(inner) for inner in part.modules()):
                     continue
-                _lead_around(part)
-                self._bind(name, part)
+                config: Any = getattr(part, "config", None)
+                if config is not None and attention.by_documents(config):
+                    attention.outside_graphs(config)  # it takes the way around the graphs
+                graph = _Graph(self, f"{name}: {type(part).__name__}")
+                rebind.bind(part, _compiled, graph)
+                self.parts += 1
         if not self.parts:
             raise ValueError(
                 "every part of the blocks runs code of its own already (fused layers), so nothing "
@@ -103,10 +107,6 @@ class CompiledBlocks:
     def compiled_shapes(self) -> int:
         """The most shapes that any part was compiled for."""
         return max((len(shapes) for shapes in self.seen.values()), default=0)
-
-    def _bind(self, name: str, part: nn.Module) -> None:
-        rebind.bind(part, _compiled, _Graph(self, f"{name}: {type(part).__name__}"))
-        self.parts += 1
 
     def run(self, graph: _Graph, part: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A pass of a part, by its compiled code where its inputs are compiled."""
@@ -128,7 +128,6 @@ class CompiledBlocks:
     def _takes(
         self, seen: set[tuple[object, ...]], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> bool:
-        """Whether inputs like these are compiled, or may still be."""
         first = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
         shape: tuple[object, ...] = () if self._dynamic else tuple(first.shape)
         if shape not in seen and len(seen) < self.shapes:
@@ -156,13 +155,6 @@ class _Graph:
 def _compiled(part: nn.Module, usual: Forward, *args: Any, **kwargs: Any) -> Any:
     graph: _Graph | None = rebind.state_of(part, _compiled)
     return usual(*args, **kwargs) if graph is None else graph.owner.run(graph, part, args, kwargs)
-
-
-def _lead_around(part: nn.Module) -> None:
-    """Let an attention that works document by document take the way around the graphs."""
-    config: Any = getattr(part, "config", None)
-    if config is not None and attention.by_documents(config):
-        attention.outside_graphs(config)
 
 
 def filled_rows(inputs: Mapping[str, Any], bucket: int) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -60,11 +59,6 @@ def _liger_now(kernel: str) -> Liger | None:
     return None if torch.compiler.is_compiling() or is_refused(kernel) else liger()
 
 
-@functools.cache
-def _kernels() -> ModuleType:
-    return importlib.import_module("hasten.parts.kernels.rowwise_triton")
-
-
 def launch(kernel: Any, programs: tuple[int, ...], x: Tensor, *others: Any, **fixed: Any) -> None:
     """Run a kernel on the GPU of ``x``, its first argument; Triton would take the current one."""
     with torch.cuda.device_of(x):
@@ -72,7 +66,8 @@ def launch(kernel: Any, programs: tuple[int, ...], x: Tensor, *others: Any, **fi
 
 
 def _launch(name: str, *given: Any, **fixed: Any) -> None:
-    launch(getattr(_kernels(), name), *given, **fixed)
+    kernels = importlib.import_module("hasten.parts.kernels.rowwise_triton")
+    launch(getattr(kernels, name), *given, **fixed)
 
 
 def why_not(device: str) -> str:

@@ -131,7 +131,9 @@ def _kind(module: nn.Module, tile_products: bool) -> str:
         return "linear" if tile_products else ""
     if name.endswith("RMSNorm") and isinstance(getattr(module, "variance_epsilon", None), float):
         return "norm"
-    if name.endswith("MLP") and _is_gated(module):
+    inner = dict(module.named_children())
+    gated = {"gate_proj", "up_proj", "down_proj"} <= inner.keys()
+    if name.endswith("MLP") and gated and type(inner.get("act_fn")).__name__.startswith("SiLU"):
         return "mlp"
     if name in ("LlamaAttention", "Qwen2Attention", "Qwen3Attention"):
         return "attention"
@@ -140,12 +142,6 @@ def _kind(module: nn.Module, tile_products: bool) -> str:
     if name in tuple(f"{model}Attention" for model in LATENT):
         return "latent attention"
     return ""
-
-
-def _is_gated(module: nn.Module) -> bool:
-    parts = dict(module.named_children())
-    activation = type(parts.get("act_fn")).__name__
-    return {"gate_proj", "up_proj", "down_proj"} <= set(parts) and activation.startswith("SiLU")
 
 
 def _norm(self: Any, usual: Usual, hidden_states: Tensor) -> Tensor:

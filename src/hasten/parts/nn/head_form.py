@@ -91,7 +91,11 @@ def head_form(model: nn.Module) -> HeadForm:
 
 def _recognised(model: nn.Module, inner: Any) -> HeadForm:
     for module in (*_passed_over(model, inner), inner.lm_head):
-        _check_unchanged(module)
+        name = type(module).__name__
+        if "forward" in vars(module):
+            raise ValueError(f"the forward of this {name} instance was replaced")
+        if any(getattr(module, hooks, None) for hooks in HOOKS):
+            raise ValueError(f"a hook is registered on {name}, which would no longer be called")
     _check_library(model, inner)
     with _probing(model, inner) as probe:
         state_scale, scale, softcap = _logit_form(probe)
@@ -146,14 +150,6 @@ def _passed_over(model: nn.Module, inner: Any) -> list[nn.Module]:
     return [*found, inner]
 
 
-def _check_unchanged(module: nn.Module) -> None:
-    name = type(module).__name__
-    if "forward" in vars(module):
-        raise ValueError(f"the forward of this {name} instance was replaced")
-    if any(getattr(module, hooks, None) for hooks in HOOKS):
-        raise ValueError(f"a hook is registered on {name}, which would no longer be called")
-
-
 def _check_library(model: nn.Module, inner: Any) -> None:
     """Each forward on the way is that of the library that the class comes from."""
     if not _defined(type(inner)).startswith("transformers.models."):
@@ -170,7 +166,6 @@ def _check_library(model: nn.Module, inner: Any) -> None:
 
 
 def _defined(kind: type) -> str:
-    """Where the forward of a class was written."""
     code: Any = getattr(kind, "forward", None)
     return f"{getattr(code, '__module__', '')}.{getattr(code, '__qualname__', '')}"
 
@@ -324,7 +319,6 @@ def _probing(model: nn.Module, inner: Any) -> Iterator[_Probe]:
 
 
 def _hooks_in(module: nn.Module) -> int:
-    """The number of hooks on a module and those inside it."""
     return sum(len(getattr(m, name, None) or ()) for m in module.modules() for name in HOOKS)
 
 

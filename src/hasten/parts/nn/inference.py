@@ -71,7 +71,10 @@ def _fused(model: nn.Module) -> nn.Module:
             continue
         for index in range(len(inner) - 1):
             layer = inner[index]
-            if type(layer) is nn.Linear and type(inner[index + 1]) is nn.ReLU and _bare(layer):
+            if type(layer) is not nn.Linear or type(inner[index + 1]) is not nn.ReLU:
+                continue
+            hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks)
+            if not any(hooks) and "weight" in layer._parameters:  # its weight is its own
                 inner[index], inner[index + 1] = LinearReLU(layer), nn.Identity()
                 count += 1
     print(
@@ -79,9 +82,3 @@ def _fused(model: nn.Module) -> nn.Module:
         "linear layers fused with the ReLU behind them; torch's optimisation is for eval()"
     )
     return model
-
-
-def _bare(layer: nn.Module) -> bool:
-    """Nobody listens to the layer, and its weight is its own."""
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks)
-    return not any(hooks) and "weight" in layer._parameters

@@ -249,8 +249,14 @@ class Rounding(NamedTuple):
         """``a @ b.T``, (M, N) in ``dtype``."""
         if self.emulate:
             return (dequantise(a_MK) @ dequantise(b_NK).t()).to(dtype)
-        # Tokens come in any number; filler adds zero to the sum.
-        a_data, b_data = (_padded(q.data, -q.data.shape[1] % SIDE) for q in (a_MK, b_NK))
+        a_data, b_data = a_MK.data, b_NK.data
+        if filler := -a_data.shape[1] % SIDE:
+            # Tokens come in any number; filler adds zero to the sum. Float8 has no pad of its own;
+            # a zero is the zero byte.
+            a_data, b_data = (
+                F.pad(data.view(torch.uint8), (0, filler)).view(data.dtype)
+                for data in (a_data, b_data)
+            )
         found: Tensor = torch._scaled_mm(
             a_data, b_data.t(), scale_a=a_MK.scale, scale_b=b_NK.scale.t(), out_dtype=torch.bfloat16
         )
@@ -318,14 +324,10 @@ class Float8Input(NamedTuple):
         if not learns:
             return cls(rounding.by_rows(flat), None)
         if is_thrown_away() and rounding.in_one_pass(flat):
-            return cls(rounding.by_rows(flat), _not_rounded(flat))
+            # By columns in shape alone; whoever should use it all the same gets NaN.
+            data, scale = quantised_gpu.empty_columns(flat, E4M3)
+            return cls(rounding.by_rows(flat), Float8Blocks(data, scale, (1, data.shape[1])))
         return cls(*rounding.by_both(flat))
-
-
-def _not_rounded(x: Tensor) -> Float8Blocks:
-    """What ``by_columns`` gives, in shape alone; whoever should use it all the same gets NaN."""
-    data, scale = quantised_gpu.empty_columns(x, E4M3)
-    return Float8Blocks(data, scale, (1, data.shape[1]))
 
 
 class _QuantisedLinear(torch.autograd.Function):
@@ -517,10 +519,3 @@ def _in_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     right, below = -x.shape[1] % columns, -x.shape[0] % rows
     padded = F.pad(x, (0, right, 0, below)) if right or below else x  # a pad by nothing copies too
     return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-
-
-def _padded(data: Tensor, columns: int) -> Tensor:
-    if not columns:
-        return data
-    # Float8 has no pad of its own; a zero is the zero byte.
-    return F.pad(data.view(torch.uint8), (0, columns)).view(data.dtype)

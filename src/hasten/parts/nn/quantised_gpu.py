@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -66,13 +65,9 @@ def _asked(device: str) -> bool:
     return not fused_gpu.why_not(device)
 
 
-@functools.cache
-def _kernels() -> ModuleType:
-    return importlib.import_module("hasten.parts.kernels.few_bits_triton")
-
-
 def _launch(name: str, *given: Any, **fixed: Any) -> None:
-    fused_gpu.launch(getattr(_kernels(), name), *given, **fixed)
+    kernels = importlib.import_module("hasten.parts.kernels.few_bits_triton")
+    fused_gpu.launch(getattr(kernels, name), *given, **fixed)
 
 
 def row_warps(block: int) -> int:

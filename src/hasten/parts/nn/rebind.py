@@ -42,7 +42,9 @@ def bind(module: nn.Module, function: Forward, state: Any = None) -> None:
     Raises:
         ValueError: the function isn't one of a module.
     """
-    _check(function)
+    holder: Any = sys.modules.get(getattr(function, "__module__", ""))
+    if getattr(holder, getattr(function, "__qualname__", ""), None) is not function:
+        raise ValueError(f"{function} isn't a function of a module, so that no copy would find it")
     if state is not None:
         _put(module, _STATES, function, state)
     if is_bound(module, function):
@@ -119,12 +121,6 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
         if _bound_by(kind) is not None:
             found = kind.__mro__[1]
     return found
-
-
-def _check(function: Forward) -> None:
-    holder: Any = sys.modules.get(getattr(function, "__module__", ""))
-    if getattr(holder, getattr(function, "__qualname__", ""), None) is not function:
-        raise ValueError(f"{function} isn't a function of a module, so that no copy would find it")
 
 
 def _put(module: nn.Module, place: str, key: Forward, value: Any) -> None:

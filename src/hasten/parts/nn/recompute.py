@@ -248,9 +248,11 @@ class BlockRecompute:
     def _measure(self, start: int, run: Forward, args: Any, kwargs: dict[str, Any]) -> None:
         """What this block would keep, by one more pass of it that leaves no trace."""
         hidden = args[0]
-        devices = [] if hidden.device.type == "cpu" else [hidden.device]
+        devices, kind = [hidden.device], hidden.device.type
+        if kind == "cpu":
+            devices, kind = [], "cuda"  # fork_rng needs a kind
         shared = [v for v in _tensors(list(kwargs.values())) if v is not hidden]
-        with torch.random.fork_rng(devices=devices, device_type=_kind(hidden)):
+        with torch.random.fork_rng(devices=devices, device_type=kind):
             kept = saved_bytes(lambda: run(*args, **kwargs), self.blocks[start], aside=shared)
         self._measured[start] = (kept, hidden.untyped_storage().nbytes())
         if len(self._measured) == len(self.blocks):
@@ -375,10 +377,6 @@ def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 def _place(tensor: Tensor) -> int:
     place: int = tensor.untyped_storage()._cdata  # fakes have no memory
     return place
-
-
-def _kind(tensor: Tensor) -> str:
-    return "cuda" if tensor.device.type == "cpu" else tensor.device.type  # fork_rng needs a kind
 
 
 def _parameters(module: nn.Module) -> int:

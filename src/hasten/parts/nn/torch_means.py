@@ -85,8 +85,12 @@ class SummedMean(nn.Module):
             mean = self.loss_fn(output, target).float()
             count = self._count(output, target)
             return mean * count, count
-        total = _summed(self.loss_fn)(output, target)
-        return total, self._count(output, target)
+        if isinstance(self.loss_fn, nn.Module):
+            summed: Any = copy.copy(self.loss_fn)  # shares the weights
+            summed.reduction = "sum"
+        else:
+            summed = functools.partial(self.loss_fn, reduction="sum")
+        return summed(output, target), self._count(output, target)
 
     def _count(self, output: Tensor, target: Tensor) -> Tensor:
         labels = label_count(self.loss_fn, target)
@@ -145,12 +149,3 @@ def _setting(loss_fn: Any, name: str, default: Any) -> Any:
     if isinstance(loss_fn, nn.Module):
         return getattr(loss_fn, name)
     return getattr(loss_fn, "keywords", {}).get(name, default)
-
-
-def _summed(loss_fn: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """The same loss with its sum as reduction."""
-    if not isinstance(loss_fn, nn.Module):
-        return functools.partial(loss_fn, reduction="sum")
-    summed: Any = copy.copy(loss_fn)  # shares the weights
-    summed.reduction = "sum"
-    return summed  # type: ignore[no-any-return]

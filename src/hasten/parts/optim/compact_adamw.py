@@ -193,9 +193,10 @@ class CompactAdamW(Optimizer):
         count, device = parameter.numel(), parameter.device
         if parameter.ndim >= 2 and self.moments == "int8":
             size = blocks(count)
+            zero = int((signed_table(torch.device("cpu")) == 0).nonzero())  # its code
             return {
                 "step": 0,
-                "first": torch.full((size * BLOCK,), _zero(), dtype=torch.uint8, device=device),
+                "first": torch.full((size * BLOCK,), zero, dtype=torch.uint8, device=device),
                 "second": torch.zeros(size * BLOCK, dtype=torch.uint8, device=device),
                 "first_scale": torch.zeros(size, device=device),
                 "second_scale": torch.zeros(size, device=device),
@@ -213,7 +214,6 @@ class CompactAdamW(Optimizer):
 
 
 def _by_kernel(parameter: Tensor) -> bool:
-    """Whether the GPU's kernel moves a parameter."""
     form = adamw.COMPACT if parameter.ndim >= 2 else adamw.PLAIN
     return parameter.is_contiguous() and adamw.takes(parameter, form)
 
@@ -263,8 +263,3 @@ def _keep(state: State, part: slice, first: Tensor, second: Tensor, dice: torch.
 def _rows(part: slice) -> slice:
     """The blocks of a chunk, which begins at a block."""
     return slice(part.start // BLOCK, blocks(part.stop))
-
-
-def _zero() -> int:
-    """The place of 0 in the table of first moments."""
-    return int((signed_table(torch.device("cpu")) == 0).nonzero())

@@ -112,9 +112,12 @@ class FusedAdamW(Optimizer):
         if state["step"].device.type != "cpu":  # as torch's fused AdamW had it; read once
             state["step"] = state["step"].cpu()
         state["step"] += 1
+        grad = weight.grad
+        if grad.stride() != weight.stride():  # the pass is over plain memory: numbers in one order
+            grad = torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
         return adamw.TensorUpdate(
             weight.detach(),
-            _laid_out_as(weight, weight.grad),
+            grad,
             state["exp_avg"],
             state["exp_avg_sq"],
             adamw.rule_of(group, int(state["step"].item())),  # on the host
@@ -141,10 +144,3 @@ def told_by_scaler(optimizer: Any) -> tuple[Tensor | None, bool]:
     if hasattr(optimizer, "grad_scale"):
         del optimizer.grad_scale
     return divisor, False
-
-
-def _laid_out_as(weight: Tensor, grad: Tensor) -> Tensor:
-    """The gradient with its numbers in the order of the weight's: the pass is over plain memory."""
-    if grad.stride() == weight.stride():
-        return grad
-    return torch.empty_like(weight, dtype=grad.dtype).copy_(grad)

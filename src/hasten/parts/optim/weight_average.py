@@ -58,7 +58,10 @@ class WeightAverage:
             self._take([p.detach().to(torch.float32) for p in parameters])
             return
         if not self._staging:
-            self._staging = [_host_memory(p) for p in parameters]
+            self._staging = [  # pinned where a device has pins: copies needn't be waited for
+                torch.empty(p.shape, dtype=torch.float32, pin_memory=host.pins_for(p.device))
+                for p in parameters
+            ]
         for memory, parameter in zip(self._staging, parameters, strict=True):
             memory.copy_(parameter.detach(), non_blocking=True)
         # Copies and later updates are in one stream, so that weights don't move on before.
@@ -122,17 +125,6 @@ class WeightAverage:
             )
 
 
-def _devices(parameters: Sequence[Tensor]) -> set[torch.device]:
-    """Whose copies arrive on the host while it does other things."""
-    return {p.device for p in parameters if p.device.type != "cpu"}
-
-
-def _host_memory(parameter: Tensor) -> Tensor:
-    """Float32 memory of the host that a copy from a device needn't wait for, where it has pins."""
-    pinned = host.pins_for(parameter.device)
-    return torch.empty(parameter.shape, dtype=torch.float32, pin_memory=pinned)
-
-
 @torch.no_grad()
 def _put(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for parameter, value in zip(parameters, values, strict=True):
@@ -163,3 +155,8 @@ def decayed_groups(
         {"params": others, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _devices(parameters: Sequence[Tensor]) -> set[torch.device]:
+    """Whose copies arrive on the host while it does other things."""
+    return {p.device for p in parameters if p.device.type != "cpu"}

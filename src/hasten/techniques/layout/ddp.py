@@ -96,7 +96,11 @@ class Replicas:
             wire.attach(module)
             return module
         gpu = None if self._device == "cpu" else [torch.device(self._device)]
-        cap = self._bucket_cap_mb or self._by_link()
+        cap = self._bucket_cap_mb
+        if not cap:  # for the link as it is now; all ranks measure together and take one answer
+            choice = by_link(TopoAwareCollective("nccl" if gpu else "gloo", "measure").topology)
+            self.buckets = f"; buckets of {choice.reason}"
+            cap = choice.megabytes
         freeze_indexers(module)
         wrapped = DistributedDataParallel(
             module,
@@ -109,13 +113,6 @@ class Replicas:
         wire.attach(wrapped)
         self._watched = ReplicaTraffic(wrapped, wire)
         return wrapped
-
-    def _by_link(self) -> int:
-        """The size for the link as it is now; all ranks measure together and take one answer."""
-        backend = "gloo" if self._device == "cpu" else "nccl"
-        choice = by_link(TopoAwareCollective(backend, "measure").topology)
-        self.buckets = f"; buckets of {choice.reason}"
-        return choice.megabytes
 
     def traffic(self) -> Traffic | None:
         """What the step's gradients, or the weights in their place, took on their way."""

@@ -118,7 +118,12 @@ class DeepSpeed(Technique):
                 "take ddp or fsdp2 with a loss of your own"
             )
         config = self.settings_of(self._known(setup))
-        _check_clipping(self.name(), config, setup.job.max_grad_norm)
+        clipping, max_norm = config.get("gradient_clipping"), setup.job.max_grad_norm
+        if clipping is not None and clipping != (max_norm or 0.0):
+            raise InputError(
+                f"{self.name()}: gradient_clipping is {clipping} and max_grad_norm {max_norm}; say "
+                "auto, or both the same"
+            )
         setup.layout = Zero(setup)
         setup.engine = lambda assembly: ZeroEngine(assembly, config)
 
@@ -161,15 +166,6 @@ class DeepSpeed(Technique):
             steps > 0 and session.setup.layout.size > 1,
             f"ZeRO-{engine.zero.stage} on {session.setup.layout.size} ranks; the optimizer of this "
             f"one moves {held:,} weights; {steps} steps",
-        )
-
-
-def _check_clipping(name: str, config: dict[str, Any], max_norm: float | None) -> None:
-    said = config.get("gradient_clipping")
-    if said is not None and said != (max_norm or 0.0):
-        raise InputError(
-            f"{name}: gradient_clipping is {said} and max_grad_norm {max_norm}; say auto, or both "
-            "the same"
         )
 
 

@@ -155,11 +155,9 @@ class ExpertsInDDP:
         return module
 
     def within(self, module: nn.Module) -> nn.Module:
-        try:
-            group, self._replicas = expert_groups(self._ranks, self._device)
-            self.shared = share_experts(module, group)
-        except ValueError as error:
-            raise InputError(f"expert_parallel: {error}") from error
+        self.shared, self._replicas = shared_out(
+            "expert_parallel", module, self._ranks, self._device
+        )
         return module
 
     def across(self, module: nn.Module, wire: Wire) -> nn.Module:
@@ -197,12 +195,7 @@ class ExpertsInDDP:
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Each expert once: its copies in other groups have the same gradient."""
         rest = total_norm([p for p in parameters if not holds_part(p)])
-        parts = [p for p in parameters if holds_part(p) and p.grad is not None]
-        if not parts:
-            return rest
-        square = total_norm(parts).double().square()
-        dist.all_reduce(square, group=self._held().group)
-        return (square + rest.double().square()).sqrt().to(rest.dtype)
+        return norm_with_experts(rest, parameters, self._held())
 
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
         return self._held().gathered()
@@ -217,6 +210,27 @@ class ExpertsInDDP:
         if self.shared is None:
             raise InputError("expert_parallel: the experts aren't shared out before `within`")
         return self.shared
+
+
+def shared_out(
+    name: str, module: nn.Module, ranks: int, device: str
+) -> tuple[SharedExperts, dist.ProcessGroup]:
+    """Experts on so many neighbours each, and the group of the ranks with the same ones."""
+    try:
+        group, replicas = expert_groups(ranks, device)
+        return share_experts(module, group), replicas
+    except ValueError as error:
+        raise InputError(f"{name}: {error}") from error
+
+
+def norm_with_experts(rest: Tensor, parameters: Sequence[Tensor], shared: SharedExperts) -> Tensor:
+    """Of the whole gradient: ``rest`` is that of all but the experts, on every rank."""
+    parts = [p for p in parameters if holds_part(p) and p.grad is not None]
+    if not parts:
+        return rest
+    square = total_norm(parts).double().square()
+    dist.all_reduce(square, group=shared.group)
+    return (square + rest.double().square()).sqrt().to(rest.dtype)
 
 
 def whole_of(weight: Tensor, value: Tensor) -> Tensor:
@@ -298,11 +312,7 @@ class ExpertsInFSDP:
         return module
 
     def within(self, module: nn.Module) -> nn.Module:
-        try:
-            group, self._replicas = expert_groups(self._ranks, self._device)
-            self.shared = share_experts(module, group)
-        except ValueError as error:
-            raise InputError(f"hybrid: {error}") from error
+        self.shared, self._replicas = shared_out("hybrid", module, self._ranks, self._device)
         return module
 
     def across(self, module: nn.Module, wire: Wire) -> nn.Module:
@@ -342,12 +352,7 @@ class ExpertsInFSDP:
         """Each piece once, and each expert once: its copies have the same gradient."""
         rest = [p for p in parameters if not holds_part(p)]
         found = self.weights.norm(rest, self.size, self.everywhere)
-        parts = [p for p in parameters if holds_part(p) and p.grad is not None]
-        if not parts:
-            return found
-        square = total_norm(parts).double().square()
-        dist.all_reduce(square, group=self._held().group)
-        return (square + found.double().square()).sqrt().to(found.dtype)
+        return norm_with_experts(found, parameters, self._held())
 
     @contextmanager
     def gather(self, model: nn.Module) -> Iterator[bool]:

@@ -94,7 +94,10 @@ class MeshLayout:
         self.size, self.data_size = world.size, sizes.data_size
         self.data_rank = sizes.data_rank(world.rank)
         self.averages = sizes.data_size
-        self.weights = _weights(setup)
+        if isinstance(setup.precision, MasterWeights):  # float32 pieces are masters already
+            self.weights = LocalShards(GivenPrecision(), setup.precision.dtype)
+        else:
+            self.weights = LocalShards(setup.precision)
         setup.precision = self.weights
         self._first, self._device = world.is_main, setup.job.device
         self._module = nn.Module()
@@ -102,7 +105,13 @@ class MeshLayout:
         self._exchange: Exchange | None = None
         self._counted = 0  # bytes that the exchange had sent when a step was asked for
         self.arrived_bytes = 0  # of weights that one rank of a host sent to the others
-        self._sends = how.once and _can_send(setup)
+        # Ranks may begin with a skeleton where the job knows one, and nothing looks at weights
+        # before they are there, as routing that is balanced, a base in few bits and DoRA do.
+        adapters = [t.settings() for t in setup.plan if t.slot is Slot.ADAPTER]
+        looks = any(given.get("base") or given.get("dora") for given in adapters)
+        plain = setup.routing is None and not looks
+        has_skeleton = setup.job.skeleton is not None and setup.facts.world.size > 1
+        self._sends = how.once and plain and has_skeleton
         self.builds = not self._sends or world.local_rank == 0
 
     @cached_property
@@ -128,7 +137,7 @@ class MeshLayout:
             arrival = WeightBroadcast(self.builds) if self._sends else None
             mesh = data_mesh(self.mesh, self._exchange is None)
             try:
-                shard(module, mesh, how, arrival or _nothing)
+                shard(module, mesh, how, arrival or (lambda part: None))
             except ValueError as error:
                 raise InputError(f"{self.how.name}: {error}") from error
             self.arrived_bytes = 0 if arrival is None else arrival.sent_bytes
@@ -183,26 +192,6 @@ class MeshLayout:
 
     def part_of(self, weight: Tensor, whole: Tensor) -> Tensor:
         return part_of(self.weights, weight, whole)
-
-
-def _weights(setup: Setup) -> LocalShards:
-    """PRECISION as it works on shards: float32 pieces are masters already."""
-    if isinstance(setup.precision, MasterWeights):
-        return LocalShards(GivenPrecision(), setup.precision.dtype)
-    return LocalShards(setup.precision)
-
-
-def _can_send(setup: Setup) -> bool:
-    """Whether ranks may begin with a skeleton: the job knows one, and nothing looks at weights
-    before they are there, as routing that is balanced, a base in few bits and DoRA do."""
-    adapters = [t.settings() for t in setup.plan if t.slot is Slot.ADAPTER]
-    looks = any(given.get("base") or given.get("dora") for given in adapters)
-    plain = setup.routing is None and not looks
-    return plain and setup.job.skeleton is not None and setup.facts.world.size > 1
-
-
-def _nothing(part: nn.Module) -> None:
-    return None
 
 
 def lay_out(setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:

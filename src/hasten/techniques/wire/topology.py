@@ -41,7 +41,13 @@ class Hierarchical(Technique):
         for name in ("within", "between"):
             if getattr(self, name) not in CODECS:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give {', '.join(CODECS)}")
-        _check(self.topology, self.timeout, self.check_every)
+        check_name(self.topology)
+        if self.check_every < 0:
+            raise ValueError(
+                f"check_every is {self.check_every}; give a number of steps, or 0 for never"
+            )
+        if not self.timeout > 0:
+            raise ValueError(f"timeout is {self.timeout}; it must be more than 0 seconds")
 
     @property
     def fidelity(self) -> Fidelity:
@@ -70,7 +76,14 @@ class Hierarchical(Technique):
         wire = session.setup.wire
         if not isinstance(wire, RoutedWire):
             return Proof(False, "one rank: nothing travels")
-        return Proof(wire.buckets.routed > 0, _seen(wire.buckets))
+        buckets, last = wire.buckets, wire.buckets.last
+        sent = buckets.collective.bytes_sent / max(buckets.steps, 1)
+        text = (
+            f"{buckets.routed} buckets routed in {buckets.steps} steps, {sent / 1e6:.3g} MB a step "
+            f"from this rank to other hosts; last step: {last.exposed:.3g} s of traffic exposed, "
+            f"{last.hidden:.3g} s hidden"
+        )
+        return Proof(buckets.routed > 0, text)
 
 
 class RoutedWire(Wire):
@@ -101,21 +114,3 @@ class RoutedWire(Wire):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.buckets.load_state_dict(state)
-
-
-def _seen(buckets: RoutedBuckets) -> str:
-    last = buckets.last
-    sent = buckets.collective.bytes_sent / max(buckets.steps, 1)
-    return (
-        f"{buckets.routed} buckets routed in {buckets.steps} steps, {sent / 1e6:.3g} MB a step "
-        f"from this rank to other hosts; last step: {last.exposed:.3g} s of traffic exposed, "
-        f"{last.hidden:.3g} s hidden"
-    )
-
-
-def _check(topology: str, timeout: float, check_every: int) -> None:
-    check_name(topology)
-    if check_every < 0:
-        raise ValueError(f"check_every is {check_every}; give a number of steps, or 0 for never")
-    if not timeout > 0:
-        raise ValueError(f"timeout is {timeout}; it must be more than 0 seconds")

@@ -224,7 +224,8 @@ class PipelineModel(nn.Module):
             if rank in (None, homes[index])
         }
         self.stages = nn.ModuleList(own.values())
-        place = _device(device, self.stages)
+        own_device = next((p.device for p in self.stages.parameters()), torch.device("cpu"))
+        place = own_device if device is None else torch.device(device)
         work = PipelineWork(settings, PassHooks(), place)
         self.runner: StageRunner
         if group is None:
@@ -293,12 +294,6 @@ def _costs(
     return [float(c) for c in costs], 0.0, 0.0
 
 
-def _device(given: torch.device | str | None, module: nn.Module) -> torch.device:
-    if given is not None:
-        return torch.device(given)
-    return next((p.device for p in module.parameters()), torch.device("cpu"))
-
-
 # A model in place that loses what other stages hold, and gets it back to be saved.
 #
 # :func:`prune_stage` takes other ranks' layers, embedding, norm and head out of a model; what stays
@@ -353,11 +348,18 @@ def put_together(pruned: Pruned, group: dist.ProcessGroup) -> Iterator[bool]:
         if pruned.rank == home:
             module = pruned.owner(name)._modules[name.rpartition(".")[2]]
             assert module is not None  # this rank is its home
-            _send(_named(module), group)
+            tensors = (tensor for _, _, tensor in _tensors(module))
+            _send({str(place): tensor for place, tensor in enumerate(tensors)}, group)
         elif first:
             came.append(name)
-            _fill(pruned.absent[name], home, group)
-            _replace(pruned.owner(name), name.rpartition(".")[2], pruned.absent[name])
+            absent = pruned.absent[name]
+            slots = list(_tensors(absent))
+            for (inner, key, old), (_, new) in zip(slots, _received(home, group), strict=True):
+                if isinstance(old, nn.Parameter):
+                    inner._parameters[key] = nn.Parameter(new.cpu(), old.requires_grad)
+                else:
+                    inner._buffers[key] = new.cpu()
+            _replace(pruned.owner(name), name.rpartition(".")[2], absent)
     if first and pruned.tied:
         pruned.model.causal.lm_head.weight = pruned.model.trunk.embed_tokens.weight
     try:
@@ -420,20 +422,6 @@ def _received(source: int, group: dist.ProcessGroup) -> Iterator[tuple[str, Tens
         if tensor.numel():
             dist.recv(tensor, group=group, group_src=source)
         yield name, tensor
-
-
-def _named(module: nn.Module) -> dict[str, Tensor]:
-    return {str(place): tensor for place, (_, _, tensor) in enumerate(_tensors(module))}
-
-
-def _fill(module: nn.Module, home: int, group: dist.ProcessGroup) -> None:
-    """Give a structure the weights of its other self on another rank."""
-    places = list(_tensors(module))
-    for (inner, key, old), (_, new) in zip(places, _received(home, group), strict=True):
-        if isinstance(old, nn.Parameter):
-            inner._parameters[key] = nn.Parameter(new.cpu(), requires_grad=old.requires_grad)
-        else:
-            inner._buffers[key] = new.cpu()
 
 
 def _wire_device(group: dist.ProcessGroup) -> torch.device:

@@ -245,7 +245,10 @@ class RanksRunner:
                 hidden = self._received(places[index - 1])
             hidden = self.work.forward(stage, index, 0, hidden)
             if index < self.work.last and places[index + 1] != self.rank:
-                self._send(hidden, places[index + 1])
+                about = [(tuple(hidden.shape), hidden.dtype)]
+                to: Any = {"group": self.group, "group_dst": places[index + 1]}
+                dist.send_object_list(about, **to, device=self.device)
+                dist.send(hidden.detach().contiguous(), **to)
         return self._everywhere(self.work.total)
 
     def _everywhere(self, total: Tensor) -> Tensor:
@@ -328,11 +331,6 @@ class RanksRunner:
 
     def _loss(self, total: Tensor, number: Any) -> Tensor:
         return total * self._scale
-
-    def _send(self, hidden: Tensor, to: int) -> None:
-        about = [(tuple(hidden.shape), hidden.dtype)]
-        dist.send_object_list(about, group=self.group, group_dst=to, device=self.device)
-        dist.send(hidden.detach().contiguous(), group=self.group, group_dst=to)
 
     def _received(self, source: int) -> Tensor:
         about: list[Any] = [None]
@@ -443,7 +441,10 @@ class LocalRunner:
         if stage:
             hidden = self._to(self._sent[stage - 1, number][1].detach(), stage)
             hidden = hidden.requires_grad_(hidden.is_floating_point())
-        self._place(self.work.inputs(number), stage)
+        inputs: Any = self.work.inputs(number)  # a micro-batch goes along with its hidden states
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                inputs[name] = self._to(value, stage)
         out = self.work.forward(self._stages[stage], stage, number, hidden)
         self._sent[stage, number] = hidden, out
 
@@ -456,12 +457,6 @@ class LocalRunner:
         if hidden is not None and hidden.grad is not None:
             self._returned[stage - 1, number] = self._to(hidden.grad, stage - 1)
         self.work.seams.after_backward()
-
-    def _place(self, inputs: Any, stage: int) -> None:
-        """A micro-batch goes from stage to stage with its hidden states."""
-        for name, value in inputs.items():
-            if isinstance(value, Tensor):
-                inputs[name] = self._to(value, stage)
 
     def _to(self, tensor: Any, stage: int) -> Any:
         """On the stage's device; the copy waits for nobody where memory and device allow."""
