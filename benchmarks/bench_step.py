@@ -34,6 +34,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from smoke import arguments as asked_of
 from step.given import Given, Settings
 
 WORKLOADS, ARCHITECTURES = ("ragged", "fixed", "lora"), ("llama", "qwen2", "v2_lite", "v3")
@@ -230,7 +231,8 @@ def arguments() -> argparse.Namespace:
     add("--arm", help=argparse.SUPPRESS)
     add("--out", type=Path, help=argparse.SUPPRESS)
     add("--sweep", type=float, help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
+    small = {"steps": 3, "warmup": 1, "rounds": 1, "sweep_seconds": 0.5}
+    chosen = asked_of(parser, tiny=True, **small)
     if min(chosen.steps, chosen.rounds, chosen.threads) < 1:
         parser.error("steps, rounds and threads are at least 1")
     if chosen.records < 32 or chosen.records % 32:

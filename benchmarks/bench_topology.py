@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from smoke import arguments
+
 WAYS = {
     "torch, ranks dealt over hosts": None,
     "flat, host by host": ("flat", "none"),
@@ -37,7 +39,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mtu", type=int, default=1500)
     parser.add_argument("--as-rank", action="store_true", help="used by the script itself")
-    asked = parser.parse_args()
+    asked = arguments(parser, rate="1gbit", megabytes=0.1, rounds=1)
     if asked.as_rank:
         _rank(int(asked.megabytes * 250_000), asked.rounds)
         return

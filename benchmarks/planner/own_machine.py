@@ -253,8 +253,19 @@ def _own_run(row: dict[str, Any], rates: dict[str, float]) -> tuple[Case, Any]:
     case = Case(**{k: v for k, v in row.items() if k != "seconds"})
     peak = rates["flops"]
     # A processor takes tiles one by one, so none stand idle: one unit.
-    best = {"peak32": peak, "reached16": peak, "reached32": peak}
-    chip = Device("cpu", peak, 16e9, rates["memory"], GBIT, 1, 1, **best, gloo=True)
+    chip = Device(
+        "cpu",
+        peak,
+        16e9,
+        rates["memory"],
+        GBIT,
+        per_node=1,
+        units=1,
+        peak32=peak,
+        reached16=peak,
+        reached32=peak,
+        gloo=True,
+    )
     link = rates["link"] * case.gbit  # as much of its nominal rate as at the first case's
     cluster = Cluster(chip, 1, 1, link, link, inter_latency=1e-4, topology="single_node")
     cluster = replace(cluster, nodes=case.ranks)
