@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    options = arguments(parser, layers=1, width=64, rounds=2)
+    options = arguments(parser, layers=1, width=64, rounds=1)
     found: dict[str, list[tuple[float, float, float, float]]] = {"each": [], "once": []}
     for _ in range(options.rounds):
         for way, rows in found.items():

@@ -131,6 +131,7 @@ def main() -> None:
     given = arguments(
         parser,
         folder=Path("article"),
+        ranks=1,
         budget="10m",
         rounds=2,
         steps=1,

@@ -93,8 +93,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
-    small = {"hidden_size": 32, "num_hidden_layers": 1}
-    asked = arguments(parser, rounds=2, STEPS=1, WARMUP=1, LENGTH=16, SHAPE={**SHAPE, **small})
+    few = {name: ARMS[name] for name in ("plain", "threads + glibc, huge pages")}
+    shape = {**SHAPE, "hidden_size": 32, "num_hidden_layers": 1}
+    asked = arguments(parser, rounds=2, STEPS=1, WARMUP=1, LENGTH=16, SHAPE=shape, ARMS=few)
     if asked.arm:
         arm(asked.arm)
         return

@@ -36,6 +36,7 @@ from hasten.parts.data.packing import choose_method, pack_lengths, plan_rows
 RANKS, HIDDEN = 8, 4096
 TRL_RECORDS = 100_000  # one list of tokens for each of a million records would not fit
 FEW = 20_000  # records of few different lengths
+PLANTED = (100, 1000, 4096, 32768)  # rows of perfect packings
 DEALT = 200_000  # lengths whose rows are dealt, the first hundred steps of them
 
 
@@ -123,7 +124,7 @@ def planted(sets: int) -> None:
     print(f"\nperfect packings: sets solved of {sets} with 5, 10, 20, 50, 100 and 200 rows each")
     print("| rows of | up to 7 records | up to 4 records | CPU seconds, worst |")
     print("|---|---|---|---|")
-    for row in (100, 1000, 4096, 32768):
+    for row in PLANTED:
         solved, worst = {7: 0, 4: 0}, 0.0
         for pieces, rows, seed in itertools.product(solved, (5, 10, 20, 50, 100, 200), range(sets)):
             draw = np.random.default_rng(seed)
@@ -175,7 +176,7 @@ def main() -> None:
     parser.add_argument("--sets", type=int, default=8, help="random sets a line")
     parser.add_argument("--trl", action="store_true")
     small = {"count": 2000, "row": 512, "dealt": 4000, "rounds": 1, "sets": 1}
-    chosen = arguments(parser, **small, TRL_RECORDS=1000, FEW=500)
+    chosen = arguments(parser, **small, TRL_RECORDS=1000, FEW=500, PLANTED=(100,))
     packing(chosen.count, chosen.row, chosen.rounds, chosen.trl)
     few_values(chosen.row, chosen.sets)
     planted(chosen.sets)

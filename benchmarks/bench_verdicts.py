@@ -60,7 +60,7 @@ def print_coverage(draws: int) -> None:
     print("|---" * (len(ROUNDS) + 2) + "|")
     for name, draw in NOISES.items():
         shares = [coverage(draw, rounds, draws) for rounds in ROUNDS]
-        shares.append(coverage(draw, 8, 1000, truth=1.0))
+        shares.append(coverage(draw, 8, min(draws, 1000), truth=1.0))
         print(f"| {name} | {' | '.join(f'{100 * share:.1f} %' for share in shares)} |")
 
 
@@ -143,7 +143,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--builds", type=int, default=2, help="of each arm in a real one")
     parser.add_argument("--spread", type=int, default=0, help="builds of copies of one program")
     parser.add_argument("--record", type=Path, help="where to write a recording")
-    modes = {"coverage": True, "draws": 100, "replays": 1}
+    modes = {"coverage": True, "draws": 10, "replays": 1}
     if len(sys.argv) > 2:  # a mode of those that start processes
         modes = {"rounds": 6, "steps": 2}
     chosen = asked_of(parser, **modes, BUSY_ROUNDS=(8,), CALM_ROUNDS=(5,), CALM=(0.01,))
