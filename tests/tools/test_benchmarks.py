@@ -45,6 +45,7 @@ MORE = (
     "bench_plan.py own",
     "bench_step.py --loss --profile --arms hasten hf_best",
     "bench_verdicts.py --real 1",
+    "bench_verdicts.py --record speeds.json",
     "bench_verdicts.py --spread 2",
     "bench_wire.py loss",
     "bench_wire.py table",
