@@ -5,6 +5,7 @@ VENV := .venv
 # and systems refuse such a line with a space in a path or more than 127 characters.
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
+CODE := src tests tools benchmarks scripts examples
 MINUTES ?= 600
 JOBS ?= 1
 
@@ -54,13 +55,13 @@ quick: install
 	$(PY) scripts/quick.py $(if $(SINCE),--since $(SINCE))
 
 lint: install
-	$(PY) -m ruff check src tests tools
-	$(PY) -m ruff format --check src tests tools
+	$(PY) -m ruff check $(CODE)
+	$(PY) -m ruff format --check $(CODE)
 	$(PY) -m mypy
 
 format: install
-	$(PY) -m ruff check --fix src tests tools
-	$(PY) -m ruff format src tests tools
+	$(PY) -m ruff check --fix $(CODE)
+	$(PY) -m ruff format $(CODE)
 
 calibrate: install
 	$(PY) benchmarks/planner/calibrate.py

@@ -18,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from smoke import arguments
+
 RANK = """
 import sys, time
 from pathlib import Path
@@ -64,7 +66,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    options = arguments(parser, layers=1, width=64, rounds=1)
     found: dict[str, list[tuple[float, float, float, float]]] = {"each": [], "once": []}
     for _ in range(options.rounds):
         for way, rows in found.items():

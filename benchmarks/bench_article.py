@@ -16,16 +16,19 @@ measures three plans in the same rounds: none, the articles' switches together, 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hasten.cli.terminal import Display
+from smoke import arguments
+
 from hasten.core.plan import Plan
-from hasten.measure.ablation import Arm, Design
+from hasten.measure.ablation import Arm, Design, Kind
 from hasten.measure.choose import choose
 from hasten.measure.recipe_experiment import measured, prepared
+from hasten.progress import Display
 from hasten.recipe.preset_plans import preset
 from hasten.recipe.schema import AutoPlan, Recipe
 from hasten.recipe.yaml_reader import read_duration
@@ -74,8 +77,9 @@ def three_plans(recipe: Recipe, design: Design, display: Display) -> None:
     open_plan = {"plan": [], "auto_plan": AutoPlan()}
     choice = choose(recipe.model_copy(update=open_plan), display)
     plans = {NONE: Plan(), ARTICLE: subject.plan, AUTO: Plan.from_list(choice.entries, CATALOGUE)}
-    kinds = dict(zip(plans, ("baseline", "other", "other"), strict=True))
+    kinds: dict[str, Kind] = {NONE: "baseline", ARTICLE: "other", AUTO: "other"}
     found = measured(subject, plans, kinds, replace(design, noise=False), False, display)
+    assert subject.data is not None
     records = subject.data.record_facts
     known = {"epoch_tokens": records.tokens, "epoch_records": records.count}
     base, *others = found.arms
@@ -111,8 +115,9 @@ def _figures(subject: Any, base: Arm, arm: Arm, design: dict[str, Any]) -> Seque
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required="--smoke" not in sys.argv)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a turn")
     parser.add_argument("--budget", default="15m")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--model", default="deepseek-llm-tiny")
@@ -123,11 +128,23 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--beside-auto", action="store_true")
     parser.add_argument("--auto-budget", default="2m")
-    given = parser.parse_args()
+    given = arguments(
+        parser,
+        folder=Path("article"),
+        ranks=1,
+        budget="10m",
+        rounds=2,
+        steps=1,
+        builds=1,
+        records=80,
+        cutoff=64,
+        batch=4,
+        auto_budget="1m",
+    )
     recipe = recipe_of(given)
     design = Design(
         rounds=given.rounds,
-        steps=STEPS,
+        steps=given.steps,
         warmup=2,
         longest_warmup=8,
         builds=given.builds,

@@ -22,6 +22,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from smoke import arguments
+
 from hasten.core.plan import Plan
 from hasten.machine.locks import one_measurement
 from hasten.measure.ablation import Design
@@ -29,21 +31,23 @@ from hasten.measure.choose import choose
 from hasten.measure.recipe_experiment import measured, prepared
 from hasten.measure.statistics import paired_ratio
 from hasten.progress import SilentProgress
-from hasten.recipe.build import catalogue
 from hasten.recipe.schema import Recipe, load_recipe
+from hasten.recipe.shorthands import catalogue
 
 STEPS = 100_000  # of the planted job: its races never reach its end
+EXAMPLE = str(Path(__file__).parents[1] / "examples" / "stdlib_tiny.yaml")
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("recipes", nargs="*", default=["examples/stdlib_tiny.yaml"])
+    parser.add_argument("recipes", nargs="*", default=[EXAMPLE])
     parser.add_argument("--budget", default="3m")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--change", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--planted", type=int, default=0, metavar="RUNS")
-    asked = parser.parse_args()
+    small = ["max_records=200", "cutoff_len=64", "global_batch_size=4"]
+    asked = arguments(parser, budget="30s", rounds=3, change=small)
     if asked.planted:
         _planted(asked)
         return

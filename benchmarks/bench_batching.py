@@ -15,6 +15,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from smoke import arguments
+
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.measure.ablation import Arm, Design
@@ -42,13 +44,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--batch", type=int, default=32, help="records per step")
-    chosen = parser.parse_args()
+    parser.add_argument("--cutoff", type=int, default=1024, help="tokens of a record, at most")
+    parser.add_argument("--records", type=int, help="of a data set, at most")
+    chosen = arguments(parser, rounds=2, steps=1, batch=8, cutoff=64, records=200)
     design = Design(rounds=chosen.rounds, steps=chosen.steps, warmup=2, evaluations=1)
     print("| data | batches | tokens/s | against padded | padding | held-out loss |")
     print("|---|---|---|---|---|---|")
     for name, dataset in datasets().items():
         with tempfile.TemporaryDirectory() as folder:
-            for row in measured(name, dataset, Path(folder), design, chosen.batch):
+            for row in measured(name, dataset, Path(folder), design, chosen):
                 print(row, flush=True)
 
 
@@ -62,15 +66,18 @@ def datasets() -> dict[str, str]:
     return found
 
 
-def measured(name: str, dataset: str, folder: Path, design: Design, batch: int) -> list[str]:
+def measured(
+    name: str, dataset: str, folder: Path, design: Design, chosen: argparse.Namespace
+) -> list[str]:
     """A row of the table for each arm."""
     recipe = Recipe(
         model="deepseek-llm-tiny",
         dataset=dataset,
         held_out=48,
-        cutoff_len=1024,
+        cutoff_len=chosen.cutoff,
+        max_records=chosen.records,
         max_steps=design.steps_in_all,
-        global_batch_size=batch,
+        global_batch_size=chosen.batch,
         learning_rate=2e-3,
         warmup_steps=4,
         output=str(folder),

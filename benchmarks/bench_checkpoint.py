@@ -18,9 +18,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from smoke import arguments
 from torch import Tensor
 
 from hasten.parts.checkpoint import load
@@ -77,12 +79,16 @@ def touched(state: State) -> float:
     return sum(float(t.view(torch.int32).reshape(-1)[::512].sum()) for t in state.values())
 
 
+def _loaded(path: Path) -> float:
+    return touched(load(path)[0])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured")
-    chosen = parser.parse_args()
+    chosen = arguments(parser, megabytes=1, rounds=2)
     place = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=chosen.folder))
     try:
         report(state_of(chosen.megabytes), place, chosen.rounds)
@@ -91,7 +97,11 @@ def main() -> None:
 
 
 def report(state: State, place: Path, rounds: int) -> None:
-    kinds = {STAGED: (False, True), "in the step": (False, False), "shuffle": ("shuffle", False)}
+    kinds: dict[str, tuple[bool | str, bool]] = {
+        STAGED: (False, True),
+        "in the step": (False, False),
+        "shuffle": ("shuffle", False),
+    }
     savers = {k: Saver(place / k, 2, c, asynchronous=a) for k, (c, a) in kinds.items()}
     ways = {TORCH: with_torch, **{k: with_saver(saver) for k, saver in savers.items()}}
     saved: dict[str, list[Timing]] = {name: [] for name in ways}
@@ -104,7 +114,7 @@ def report(state: State, place: Path, rounds: int) -> None:
             if name == TORCH:
                 found.append(reading(lambda: touched(torch.load(place / "state.pt"))))
             else:
-                found.append(reading(lambda path=path: touched(load(path)[0])))
+                found.append(reading(partial(_loaded, path)))
         if not turn:  # the first round makes files and buffers
             for timings in (*saved.values(), *read.values()):
                 timings.clear()

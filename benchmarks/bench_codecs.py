@@ -21,6 +21,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import torch
+from smoke import arguments
 from torch import Tensor
 
 from hasten.parts.comm.codecs import CastCodec, QuantisedCodec
@@ -116,8 +117,8 @@ class Bench:
 
 def library(processor: str) -> Callable[[], build.LoadedLibrary]:
     """What stands for ``codec.library`` while kernels for that processor have their turn."""
-    build.FLAGS = tuple(PLAIN if flag.startswith(PLAIN[:7]) else flag for flag in build.FLAGS)
-    build.FLAGS = tuple(flag.replace("native", processor) for flag in build.FLAGS)
+    flags = (PLAIN if flag.startswith(PLAIN[:7]) else flag for flag in build.FLAGS)
+    vars(build)["FLAGS"] = tuple(flag.replace("native", processor) for flag in flags)
     build.build_library.cache_clear()
     found = build.build_library("codec")
     if found.library is None:
@@ -134,7 +135,7 @@ def main() -> None:
     parser.add_argument("--torch", action="store_true", help="the ways without a compiler too")
     parser.add_argument("--processor", default="native", help="compile for these: x86-64-v3")
     parser.add_argument("--minutes", type=float, default=float("inf"))
-    asked = parser.parse_args()
+    asked = arguments(parser, numbers=10_000, rounds=1)
     torch.set_num_threads(1)
     bench, processors = Bench(asked.numbers), asked.processor.split(",")
     libraries = {p: library(p) for p in processors}

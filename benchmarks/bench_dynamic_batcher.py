@@ -6,11 +6,13 @@ fixed part; prints a table. The last line is the cost of one batch and one readi
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import time
 
 import numpy as np
 import torch
+from smoke import arguments
 
 from hasten.machine.memory import Headroom
 from hasten.parts.data import collate
@@ -41,6 +43,7 @@ def simulate(start: float, fixed: float) -> tuple[int, float, int, int]:
 
 
 def main() -> None:
+    arguments(argparse.ArgumentParser(description=__doc__), STEPS=40)
     torch.set_num_threads(1)
     print(f"{'start':>6} {'fixed':>6} {'steps to 90 %':>14} {'final':>6} {'redone':>7} {'late':>5}")
     for start in (0.1, 0.25, 0.5, 1.0, 2.0, 4.0):

@@ -5,9 +5,11 @@ Slots and stragglers are counted, not timed; planning is timed per epoch.
 
 from __future__ import annotations
 
+import argparse
 import time
 
 import numpy as np
+from smoke import arguments
 
 from hasten.parts.data.dynamic_batch import DynamicBatchSampler
 
@@ -15,6 +17,7 @@ RECORDS, BUDGET = 100_000, 8192
 
 
 def main() -> None:
+    arguments(argparse.ArgumentParser(description=__doc__), RECORDS=2000)
     draw = np.random.default_rng(0)
     lengths = np.clip(draw.lognormal(5, 0.8, RECORDS).astype(int), 1, 4096)
     size = int(BUDGET / lengths.mean())

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from smoke import arguments
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
@@ -43,7 +44,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     for name, value in (("top-k", 4), ("hidden", 512), ("inner", 128)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    asked = parser.parse_args()
+    asked = arguments(parser, ranks=2, tokens=32, rounds=1, experts=4, top_k=2, hidden=32, inner=16)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, (asked, folder), nprocs=asked.ranks)
         found = [

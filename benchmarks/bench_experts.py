@@ -13,9 +13,11 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from smoke import arguments
 from transformers import AutoModelForCausalLM
 
 from hasten.models.presets import build_config, preset
@@ -50,7 +52,7 @@ def passes(name: str, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
             watched.remove()
         model.zero_grad(set_to_none=True)
 
-    found: dict[str, Callable[[], None]] = {k: (lambda k=k: once(k)) for k in KINDS}
+    found: dict[str, Callable[[], None]] = {k: partial(once, k) for k in KINDS}
     return {**found, BALANCED: lambda: once("grouped_mm", balance=True)}
 
 
@@ -70,7 +72,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--without", choices=KINDS[1:], help="leave this way out")
-    given = parser.parse_args()
+    given = arguments(parser, rounds=1, ROWS=1, LENGTH=16, VOCABULARY=64)
     torch.set_num_threads(given.threads)
     print(f"torch {torch.__version__}, {given.threads} threads, {ROWS * LENGTH} tokens a pass")
     print("| preset | format | way | ms | of grouped_mm |")

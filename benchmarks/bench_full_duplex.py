@@ -15,10 +15,10 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from smoke import arguments
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
@@ -87,15 +87,15 @@ def main() -> None:
     parser.add_argument("--hosts", default="2,3")
     parser.add_argument("--rates", default="100mbit,1gbit,none")
     parser.add_argument("--rounds", type=int, default=5)
-    given: Any = parser.parse_args()
+    given = arguments(parser, hosts="2", rates="1gbit,none", rounds=1, SIZES=(20_000, 300_000))
     if "RANK" in os.environ:
         on_rank(given.rounds)
         return
     for hosts in map(int, given.hosts.split(",")):
         for rate in given.rates.split(","):
             with Lab(hosts, 1, None if rate == "none" else rate) as lab:
-                command = [sys.executable, "-W", "ignore", str(Path(__file__).absolute())]
-                results = lab.run([*command, "--rounds", str(given.rounds)], seconds=1200)
+                command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:]]
+                results = lab.run(command, seconds=1200)
             (said,) = (w for w in results[0].output.splitlines() if w.startswith("FOUND "))
             print(
                 "\n".join(table(json.loads(said.removeprefix("FOUND ")), hosts, rate)), flush=True

@@ -1,6 +1,6 @@
 """What the host's settings do to a training step: seconds and page faults, one setting a row.
 
-    python benchmarks/bench_host.py [ROUNDS]
+    python benchmarks/bench_host.py [--rounds 6]
 
 Every arm is a process of its own, started with its technique's variables, and trains the same small
 llama on the same rows. Arms take turns of a few steps, in an order that shifts from round to round;
@@ -9,6 +9,7 @@ the others are stopped. Ratios are medians over rounds to the plain arm of the s
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import statistics
@@ -18,6 +19,7 @@ import time
 from typing import Any
 
 import torch
+from smoke import arguments
 
 from hasten.core.facts import Facts, ModelFacts
 from hasten.core.job import Job, Stop
@@ -87,7 +89,16 @@ def arm(name: str) -> None:
         print(json.dumps([statistics.median(seconds), faults]), flush=True)
 
 
-def main(rounds: int) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    few = {name: ARMS[name] for name in ("plain", "threads + glibc, huge pages")}
+    shape = {**SHAPE, "hidden_size": 32, "num_hidden_layers": 1}
+    asked = arguments(parser, rounds=2, STEPS=1, WARMUP=1, LENGTH=16, SHAPE=shape, ARMS=few)
+    if asked.arm:
+        arm(asked.arm)
+        return
     here = known()
     processes: dict[str, subprocess.Popen[str]] = {}
     for name, techniques in ARMS.items():
@@ -96,7 +107,7 @@ def main(rounds: int) -> None:
             print(f"left out {name}: {reasons[0]}")
             continue
         processes[name] = subprocess.Popen(
-            [sys.executable, __file__, "--arm", name],
+            [sys.executable, __file__, *sys.argv[1:], "--arm", name],
             env=environment.child_environment(Plan(techniques).environ(here)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -105,14 +116,15 @@ def main(rounds: int) -> None:
         turn(processes[name], WARMUP)  # one at a time, the imports included
     found: dict[str, list[list[float]]] = {name: [] for name in processes}
     names = list(processes)
-    for number in range(rounds):
+    for number in range(asked.rounds):
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
             found[name].append(turn(processes[name], STEPS))
     for process in processes.values():
         process.send_signal(signal.SIGCONT)
         process.communicate()
-    print(f"llama, 6 blocks of 256, {BATCH} x {LENGTH} tokens, {time.strftime('%Y-%m-%d')}")
+    blocks = f"{SHAPE['num_hidden_layers']} blocks of {SHAPE['hidden_size']}"
+    print(f"llama, {blocks}, {BATCH} x {LENGTH} tokens, {time.strftime('%Y-%m-%d')}")
     print("| setting | ms per step | of plain | page faults per step |\n|---|---|---|---|")
     for name, turns in found.items():
         pairs = zip(turns, found["plain"], strict=True)
@@ -134,7 +146,4 @@ def turn(process: subprocess.Popen[str], steps: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--arm"]:
-        arm(sys.argv[2])
-    else:
-        main(int(sys.argv[1]) if len(sys.argv) > 1 else 6)
+    main()

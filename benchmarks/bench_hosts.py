@@ -1,7 +1,6 @@
 """What ``hasten.speed_up`` gains in other trainers: tokens per second with it over those without.
 
     python benchmarks/bench_hosts.py [--hosts trainer,sft,sft_packed] [--runs 3] [--steps 30]
-    python benchmarks/bench_hosts.py --smoke
 
 A run trains the same model on the same rows in the same order, once plainly and once with
 ``speed_up``, one after the other, in turns. Tokens are those of the data, without padding; the
@@ -18,9 +17,11 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from smoke import arguments
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hasten
@@ -29,10 +30,7 @@ from hasten.machine import host
 from hasten.measure.statistics import paired_ratio
 
 WARM_UP = 5  # steps without a part in the speed
-SIZES = {  # hidden, layers, vocabulary, mean length of a row, rows of a batch
-    "usual": (256, 4, 8192, 96, 8),
-    "smoke": (32, 1, 128, 16, 4),
-}
+HIDDEN, LAYERS, VOCABULARY, MEAN, BATCH = 256, 4, 8192, 96, 8  # mean length of a row
 
 
 class StepClock(TrainerCallback):
@@ -49,38 +47,37 @@ class StepClock(TrainerCallback):
         self.seconds.append(time.perf_counter() - self._began)
 
 
-def rows(count: int, mean: int, vocabulary: int) -> list[list[int]]:
+def rows(count: int) -> list[list[int]]:
     """Token rows of uneven length: walks with small steps, so that there is something to learn."""
     draw = torch.Generator().manual_seed(0)
-    lengths = torch.empty(count).log_normal_(math.log(mean * 0.7), 0.8, generator=draw)
+    lengths = torch.empty(count).log_normal_(math.log(MEAN * 0.7), 0.8, generator=draw)
     found = []
-    for length in lengths.clamp(8, 4 * mean).long().tolist():
+    for length in lengths.clamp(8, 4 * MEAN).long().tolist():
         steps = torch.randint(0, 5, (length,), generator=draw)
-        found.append(((steps.cumsum(0) + 7) % (vocabulary - 4) + 4).tolist())
+        found.append(((steps.cumsum(0) + 7) % (VOCABULARY - 4) + 4).tolist())
     return found
 
 
-def model_of(size: str) -> LlamaForCausalLM:
-    hidden, layers, vocabulary, mean, _ = SIZES[size]
+def model_of() -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=hidden,
-            intermediate_size=int(hidden * 2.75),
-            num_hidden_layers=layers,
-            num_attention_heads=max(hidden // 64, 1),
-            max_position_embeddings=8 * mean,
+            vocab_size=VOCABULARY,
+            hidden_size=HIDDEN,
+            intermediate_size=int(HIDDEN * 2.75),
+            num_hidden_layers=LAYERS,
+            num_attention_heads=max(HIDDEN // 64, 1),
+            max_position_embeddings=8 * MEAN,
             pad_token_id=0,
         )
     )
 
 
-def settings_of(size: str, steps: int, folder: str) -> dict[str, Any]:
+def settings_of(steps: int, folder: str) -> dict[str, Any]:
     return {
         "output_dir": folder,
         "max_steps": steps,
-        "per_device_train_batch_size": SIZES[size][4],
+        "per_device_train_batch_size": BATCH,
         "learning_rate": 1e-3,
         "lr_scheduler_type": "constant",
         "report_to": [],
@@ -92,31 +89,25 @@ def settings_of(size: str, steps: int, folder: str) -> dict[str, Any]:
     }
 
 
-def trainer(size: str, steps: int, folder: str) -> Any:
-    batch = SIZES[size][4]
-    data: Any = [{"input_ids": ids, "labels": ids} for ids in data_of(size, steps * batch)]
-    arguments = TrainingArguments(**settings_of(size, steps, folder))
-    return Trainer(model_of(size), arguments, data_collator=padded_rows, train_dataset=data)
+def trainer(steps: int, folder: str) -> Any:
+    data: Any = [{"input_ids": ids, "labels": ids} for ids in rows(steps * BATCH)]
+    settings = TrainingArguments(**settings_of(steps, folder))
+    return Trainer(model_of(), settings, data_collator=padded_rows, train_dataset=data)
 
 
-def sft(size: str, steps: int, folder: str, packing: bool = False) -> Any:
+def sft(steps: int, folder: str, packing: bool = False) -> Any:
     trl: Any = importlib.import_module("trl")
     datasets: Any = importlib.import_module("datasets")
-    batch, mean = SIZES[size][4], SIZES[size][3]
-    lists = data_of(size, steps * batch * (8 if packing else 1))
-    more = {"packing": packing, "max_length": 4 * mean, "bf16": False}
+    lists = rows(steps * BATCH * (8 if packing else 1))
+    more = {"packing": packing, "max_length": 4 * MEAN, "bf16": False}
     more["gradient_checkpointing"] = False
-    arguments = trl.SFTConfig(**settings_of(size, steps, folder), **more)
+    settings = trl.SFTConfig(**settings_of(steps, folder), **more)
     return trl.SFTTrainer(
-        model=model_of(size),
-        args=arguments,
+        model=model_of(),
+        args=settings,
         train_dataset=datasets.Dataset.from_list([{"input_ids": ids} for ids in lists]),
-        processing_class=_tokenizer(SIZES[size][2]),
+        processing_class=_tokenizer(VOCABULARY),
     )
-
-
-def data_of(size: str, count: int) -> list[list[int]]:
-    return rows(count, SIZES[size][3], SIZES[size][2])
 
 
 def _tokenizer(vocabulary: int) -> Any:
@@ -130,17 +121,17 @@ def _tokenizer(vocabulary: int) -> Any:
     )
 
 
-HOSTS: dict[str, Callable[[str, int, str], Any]] = {
+HOSTS: dict[str, Callable[[int, str], Any]] = {
     "trainer": trainer,
     "sft": sft,
-    "sft_packed": lambda size, steps, folder: sft(size, steps, folder, packing=True),
+    "sft_packed": partial(sft, packing=True),
 }
 
 
-def run(name: str, size: str, steps: int, fast: bool) -> tuple[float, list[float]]:
+def run(name: str, steps: int, fast: bool) -> tuple[float, list[float]]:
     """Seconds of the steps after the warm-up, and all losses."""
     with tempfile.TemporaryDirectory() as folder:
-        made, clock = HOSTS[name](size, steps, folder), StepClock()
+        made, clock = HOSTS[name](steps, folder), StepClock()
         made.add_callback(clock)
         if fast:
             hasten.speed_up(made)
@@ -154,9 +145,8 @@ def main() -> None:
     parser.add_argument("--hosts", default=",".join(HOSTS), help="which, separated by commas")
     parser.add_argument("--runs", type=int, default=3, help="runs of each [default: 3]")
     parser.add_argument("--steps", type=int, default=30, help="steps of a run [default: 30]")
-    parser.add_argument("--smoke", action="store_true", help="tiny model, one run of seven steps")
-    chosen = parser.parse_args()
-    size, runs, steps = ("smoke", 1, 7) if chosen.smoke else ("usual", chosen.runs, chosen.steps)
+    small = {"HIDDEN": 32, "LAYERS": 1, "VOCABULARY": 128, "MEAN": 16, "BATCH": 4}
+    chosen = arguments(parser, runs=2, steps=7, **small)
     hardware = host.hardware()
     print(f"{hardware.cpu}, {host.usable_cores()} cores, torch {torch.__version__}")
     print("\n| trainer | tokens/s with / without | largest difference of a step's loss |")
@@ -167,9 +157,9 @@ def main() -> None:
             continue
         seconds: dict[bool, list[float]] = {False: [], True: []}
         apart = 0.0
-        for number in range(runs):
+        for number in range(chosen.runs):
             order = (False, True) if number % 2 == 0 else (True, False)
-            found = {fast: run(name, size, steps, fast) for fast in order}
+            found = {fast: run(name, chosen.steps, fast) for fast in order}
             for fast in order:
                 seconds[fast].append(found[fast][0])
             pairs = zip(found[False][1], found[True][1], strict=True)

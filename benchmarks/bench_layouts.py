@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from layouts.arms import Load, arms
 from layouts.table import PLACES, Place, due, rows, together
+from smoke import arguments
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
@@ -56,7 +57,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1000, help="of a sitting, at most")
     parser.add_argument("--json", type=Path, default=Path("layouts.json"))
     parser.add_argument("--table", action="store_true", help="measure nothing more")
-    given = parser.parse_args()
+    given = arguments(
+        parser, minutes=0.1, places="2", size="tiny", records=2, tokens=16, rounds=2, STARTING=300.0
+    )
     places = given.places.split(",")
     if strange := [name for name in places if name not in PLACES]:
         parser.error(f"there is no place {strange[0]!r}; it is one of {', '.join(PLACES)}")

@@ -20,9 +20,10 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from smoke import arguments
 from torch import Tensor
 
-from hasten.machine import host
+from hasten.machine import host, processes
 from hasten.parts.nn.losses import chunk_rows, label_only_cross_entropy, whole_cross_entropy
 
 ROWS, WIDTH = 1024, 512
@@ -74,7 +75,7 @@ def once(way: Loss, tensors: tuple[Tensor, Tensor, Tensor]) -> float:
 
 def added_megabytes(name: str, vocabulary: int, dtype: str) -> float:
     """The process's highest memory after one pass, less that before it."""
-    command = [sys.executable, __file__, "--alone", name, str(vocabulary), dtype]
+    command = [sys.executable, __file__, *sys.argv[1:], "--alone", name, str(vocabulary), dtype]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
@@ -83,9 +84,9 @@ def alone(name: str, vocabulary: int, dtype: torch.dtype) -> float:
     once(WAYS[name], small)  # libraries are loaded and kernels built
     tensors = data(vocabulary, dtype)
     host.reset_memory_peak("cpu")
-    before = host.host_memory_peak()
+    before = processes.host_memory_peak()
     once(WAYS[name], tensors)
-    return (host.host_memory_peak() - before) / 2**20
+    return (processes.host_memory_peak() - before) / 2**20
 
 
 def table(dtype: torch.dtype, rounds: int) -> None:
@@ -116,7 +117,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--alone", nargs=3, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = arguments(parser, rounds=1, ROWS=32, WIDTH=32, VOCABULARIES=(256,))
     torch.set_num_threads(given.threads)
     if given.alone:
         name, vocabulary, dtype = given.alone

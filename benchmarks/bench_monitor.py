@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import psutil
+from smoke import arguments
 
 from hasten.monitor.run import Run
 from hasten.monitor.watching import Cursor, page_update
@@ -88,7 +89,7 @@ def _sent(run: Run, cursor: Cursor) -> tuple[int, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
-    for steps in parser.parse_args().steps:
+    for steps in arguments(parser, steps=[1000]).steps:
         for name, value in measure(steps):
             print(f"{name:<24} {value}")
         print()

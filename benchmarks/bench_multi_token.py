@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import torch
+from smoke import arguments
 from transformers import AutoModelForCausalLM
 
 from hasten.core.facts import Facts, ModelFacts
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", default="v3-small")
-    given = parser.parse_args()
+    given = arguments(parser, rounds=1, model="v3-tiny", VOCABULARY=64, RECORDS=2, LENGTH=16)
     torch.set_num_threads(given.threads)
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCABULARY, (RECORDS, LENGTH), generator=draw)

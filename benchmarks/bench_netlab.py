@@ -1,6 +1,6 @@
 """What a lab's links carry: rate over one TCP connection, and a byte's way there and back.
 
-    python benchmarks/bench_netlab.py [SECONDS]
+    python benchmarks/bench_netlab.py [--seconds 3]
 
 The clock is of one machine; rates are of the payload, so a link full of packets of 1,500 bytes
 shows some 95 % of its rate.
@@ -8,9 +8,12 @@ shows some 95 % of its rate.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
+
+from smoke import arguments
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
@@ -38,7 +41,9 @@ def measure(rate: str, delay_ms: float, mtu: int, seconds: float) -> tuple[float
 
 
 def main() -> None:
-    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 3.0
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of a transfer")
+    seconds = arguments(parser, seconds=0.05).seconds
     print("| link | rate | delay, one way | MTU | Mbit/s | there and back |")
     print("|---|---|---|---|---|---|")
     for rate, delay_ms, mtu in LINKS:

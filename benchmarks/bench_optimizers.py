@@ -9,12 +9,14 @@ run: the loss of a small teacher's task after the same steps from the same start
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from smoke import arguments
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -23,7 +25,7 @@ from hasten.parts.optim.compact_adamw import CompactAdamW
 from hasten.parts.optim.muon import MuonAdamW, muon_groups
 from hasten.parts.optim.weight_average import WeightAverage, decayed_groups
 
-ROUNDS, SEEDS, STEPS = 5, 5, 300
+ROUNDS, SEEDS, STEPS, HIDDEN, LAYERS = 5, 5, 300, 256, 8
 Named = list[tuple[str, nn.Parameter]]
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95)}
 
@@ -51,9 +53,9 @@ WAYS: dict[str, Callable[[Named], Optimizer]] = {
 def llama() -> Named:
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=256,
+        hidden_size=HIDDEN,
         intermediate_size=688,
-        num_hidden_layers=8,
+        num_hidden_layers=LAYERS,
         num_attention_heads=8,
         vocab_size=4096,
     )
@@ -89,6 +91,8 @@ def final_loss(build: Callable[[Named], Optimizer], seed: int) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    arguments(parser, ROUNDS=1, SEEDS=1, STEPS=10, HIDDEN=32, LAYERS=1)
     models = {name: llama() for name in WAYS}
     optimizers = {name: build(models[name]) for name, build in WAYS.items()}
     average, weights = WeightAverage(), [p for _, p in models["AdamW, fused"]]

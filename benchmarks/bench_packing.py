@@ -22,6 +22,7 @@ import time
 
 import numpy as np
 from numpy.typing import NDArray
+from smoke import arguments
 
 from hasten.parts.data.epoch_order import (
     PackedOrder,
@@ -34,6 +35,8 @@ from hasten.parts.data.packing import choose_method, pack_lengths, plan_rows
 
 RANKS, HIDDEN = 8, 4096
 TRL_RECORDS = 100_000  # one list of tokens for each of a million records would not fit
+FEW = 20_000  # records of few different lengths
+PLANTED = (100, 1000, 4096, 32768)  # rows of perfect packings
 DEALT = 200_000  # lengths whose rows are dealt, the first hundred steps of them
 
 
@@ -99,7 +102,7 @@ def packing(count: int, row: int, rounds: int, trl: bool) -> None:
 
 
 def few_values(row: int, sets: int) -> None:
-    print(f"\nfew different lengths: 20,000 records, rows of {row}, {sets} random sets a line")
+    print(f"\nfew different lengths: {FEW:,} records, rows of {row}, {sets} random sets a line")
     print("| values | of a row | rows / bound, mean | worst | CPU seconds, worst |")
     print("|---|---|---|---|---|")
     for values, low, high in itertools.product((2, 5, 20, 48), (0.05, 0.3), (0.45,)):
@@ -107,7 +110,7 @@ def few_values(row: int, sets: int) -> None:
         for seed in range(sets):
             draw = np.random.default_rng(seed)
             kinds = draw.integers(int(low * row), int(high * row) + 1, values)
-            sizes = draw.choice(kinds, 20_000, p=draw.dirichlet(np.full(values, 2)))
+            sizes = draw.choice(kinds, FEW, p=draw.dirichlet(np.full(values, 2)))
             began = time.process_time()
             found = plan_rows(sizes, row).efficiency
             times.append(time.process_time() - began)
@@ -121,7 +124,7 @@ def planted(sets: int) -> None:
     print(f"\nperfect packings: sets solved of {sets} with 5, 10, 20, 50, 100 and 200 rows each")
     print("| rows of | up to 7 records | up to 4 records | CPU seconds, worst |")
     print("|---|---|---|---|")
-    for row in (100, 1000, 4096, 32768):
+    for row in PLANTED:
         solved, worst = {7: 0, 4: 0}, 0.0
         for pieces, rows, seed in itertools.product(solved, (5, 10, 20, 50, 100, 200), range(sets)):
             draw = np.random.default_rng(seed)
@@ -170,11 +173,13 @@ def main() -> None:
     parser.add_argument("--row", type=int, default=4096)
     parser.add_argument("--dealt", type=int, default=DEALT)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sets", type=int, default=8, help="random sets a line")
     parser.add_argument("--trl", action="store_true")
-    chosen = parser.parse_args()
+    small = {"count": 2000, "row": 512, "dealt": 4000, "rounds": 1, "sets": 1}
+    chosen = arguments(parser, **small, TRL_RECORDS=1000, FEW=500, PLANTED=(100,))
     packing(chosen.count, chosen.row, chosen.rounds, chosen.trl)
-    few_values(chosen.row, 10)
-    planted(8)
+    few_values(chosen.row, chosen.sets)
+    planted(chosen.sets)
     dealing(chosen.dealt, chosen.row, 8)
     dealing(chosen.dealt, chosen.row, 2)
     dealing(chosen.dealt, 8 * chosen.row, 16)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from smoke import arguments
+
 from hasten.errors import InputError
 from hasten.measure.paper.request import PaperTrace, traces
 from paper_recipes import WHOLE_MODELS
@@ -37,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="*", help=f"of {', '.join(WHOLE_MODELS)}; all if left out")
     parser.add_argument("--device", default="h200")
-    given = parser.parse_args()
+    given = arguments(parser, name=list(WHOLE_MODELS)[:1])
     print(f"| on paper, {given.device} | syncs | launches per layer and pass (optimizer's a step) ")
     print("| MB a token | peak GB | tokens/s at most | MFU | host / device s |")
     for name in given.name or WHOLE_MODELS:

@@ -25,12 +25,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from smoke import arguments
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("bubbles", "link"))
+    parser.add_argument("what", nargs="?", default="bubbles", choices=("bubbles", "link"))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=0.06, help="of each pass of a rank")
@@ -40,7 +42,7 @@ def main() -> None:
     parser.add_argument("--schedules", help="comma-separated; all of them if left out")
     parser.add_argument("--drawings", type=Path, help="a folder for the measured timetables")
     parser.add_argument("--as-rank", action="store_true", help="used by the script itself")
-    asked = parser.parse_args()
+    asked = arguments(parser, ranks=2, micro_batches=4, seconds=0.01, rate="1gbit", rounds=1)
     if asked.as_rank:
         _rank(asked)
         return

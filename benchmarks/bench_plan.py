@@ -15,6 +15,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from smoke import arguments
+
 from hasten.models.architecture import Architecture
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import LayoutSpace, PlannedJob, enumerate_layouts
@@ -52,11 +54,12 @@ def main() -> None:
     if sys.argv[1:2] == ["own"]:
         from planner import own_machine
 
-        own_machine.main(sys.argv[2:])
+        few = ["--minutes", "0.1", "--first", "3"]
+        own_machine.main(few if "--smoke" in sys.argv else sys.argv[2:])
         return
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    rounds = arguments(parser, rounds=1, CASES=CASES[:2]).rounds
     print("| model | devices | layouts | enumerate s | and predict s | whole plan s | 100,000: s |")
     print("|---|---|---|---|---|---|---|")
     for name, cluster, job in CASES:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from smoke import arguments
 from torch import Tensor, nn
 
 from hasten.parts.nn.quantised import Float8Layers, QuantisedLinear
@@ -26,12 +27,12 @@ def layers(inside: int, outside: int) -> dict[str, tuple[Callable[[Tensor], Tens
         "float32": (plain, plain.weight.nbytes)
     }
     for kind in ("int8", "nf4"):
-        made = QuantisedLinear(plain, kind)  # type: ignore[arg-type]
+        made = QuantisedLinear(plain, kind)
         found[kind] = (made, made.codes.nbytes + made.scale.nbytes)
     for recipe in ("rowwise", "blockwise"):
         copy = nn.Linear(inside, outside, bias=False).requires_grad_(False)
         copy.load_state_dict(plain.state_dict())
-        Float8Layers(recipe, emulate=True).attach(nn.ModuleDict({"proj": copy}))  # type: ignore[arg-type]
+        Float8Layers(recipe, emulate=True).attach(nn.ModuleDict({"proj": copy}))
         found[f"float8 {recipe}, emulated"] = (copy, copy.weight.nbytes)
     return found
 
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--sides", type=int, nargs=2, default=(1024, 2816))
     parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
+    options = arguments(parser, tokens=32, sides=(128, 256), rounds=2)
     torch.manual_seed(0)
     inside, outside = options.sides
     x = torch.randn(options.tokens, inside, requires_grad=True)

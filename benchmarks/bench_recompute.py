@@ -9,6 +9,7 @@ matrix products and attention and recomputes the elementwise rest.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from smoke import arguments
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -23,11 +25,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hasten.parts.nn.losses import LabelOnlyLoss
 from hasten.parts.nn.recompute import BlockRecompute, decoder_blocks
 
-LAYERS, ROUNDS, BATCH, LENGTH = 8, 7, 4, 256
+ROUNDS, BATCH, LENGTH = 7, 4, 256
 SHAPE: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 688,
-    "num_hidden_layers": LAYERS,
+    "num_hidden_layers": 8,
     "num_attention_heads": 8,
     "vocab_size": 4096,
 }
@@ -89,6 +91,9 @@ def step(module: nn.Module, inputs: dict[str, Any]) -> float:
 
 
 def main() -> None:
+    small = {"hidden_size": 32, "num_hidden_layers": 4}
+    parser = argparse.ArgumentParser(description=__doc__)
+    arguments(parser, ROUNDS=1, BATCH=2, LENGTH=32, SHAPE={**SHAPE, **small})
     ids = torch.randint(0, 4096, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "labels": ids.roll(-1, 1)}
     steps: dict[str, Callable[[], float]] = {}
@@ -101,8 +106,8 @@ def main() -> None:
             recompute.remove()
         steps[name] = partial(step, module, inputs)
         steps[name]()  # a budget is planned in the first pass
-        saved[name] = recompute.saved_bytes(lambda m=module: m(**inputs), module)
-    module, kept = built(), []
+        saved[name] = recompute.saved_bytes(partial(module, **inputs), module)
+    module, kept = built(), list[int]()
     product_keeper(module, kept)
     name = "torch, products kept"
     steps[name] = partial(step, module, inputs)
@@ -115,10 +120,11 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(ROUNDS + 1):
         for name, run in steps.items():
-            taken = run()
+            one = run()
             if turn:  # the first round warms up
-                seconds[name].append(taken)
-    print(f"llama, {LAYERS} blocks of 256, {BATCH} x {LENGTH} tokens, torch {torch.__version__}")
+                seconds[name].append(one)
+    blocks = f"{SHAPE['num_hidden_layers']} blocks of {SHAPE['hidden_size']}"
+    print(f"llama, {blocks}, {BATCH} x {LENGTH} tokens, torch {torch.__version__}")
     print("| way | saved MB | of plain | ms per step | of plain |\n|---|---|---|---|---|")
     for name, taken in seconds.items():
         ratio = statistics.median(a / b for a, b in zip(taken, seconds["plain"], strict=True))

@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from smoke import arguments
+
 METHODS = ("none", "bf16", "int8", "int4", "topk")
 RANK = """
 import sys, time
@@ -69,7 +71,7 @@ def main() -> None:
     parser.add_argument("--millions", type=float, default=4, help="weights")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabits", type=float, default=0, help="of the link; 0: as it is")
-    options = parser.parse_args()
+    options = arguments(parser, millions=0.01, rounds=1)
     found = measured(round(1000 * options.millions), options.rounds)
     plain = [seconds for seconds, _ in found["none"]]
     print(f"{options.millions:g} M weights, 2 ranks, {options.rounds} rounds; ratio to none")

@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from smoke import arguments
+
 from hasten.cli.demo import DESIGN, recipe_for
 from hasten.report.speedup import ablate
 
@@ -25,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=2)
-    asked = parser.parse_args()
+    asked = arguments(parser, rounds=2, pairs=1)
     found: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_for(Path(folder), gpu_bytes=0)

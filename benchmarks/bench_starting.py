@@ -18,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from smoke import arguments
+
 READ = """
 import sys, time
 from safetensors import safe_open
@@ -48,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    options = arguments(parser, megabytes=16, rounds=1)
     import torch
     from safetensors.torch import save_file
 

@@ -34,6 +34,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from smoke import arguments as asked_of
 from step.given import Given, Settings
 
 WORKLOADS, ARCHITECTURES = ("ragged", "fixed", "lora"), ("llama", "qwen2", "v2_lite", "v3")
@@ -165,7 +166,7 @@ class Bench:
 
 
 def settings_of(chosen: argparse.Namespace) -> Settings:
-    sizes = dict(TINY) if chosen.tiny else {"hidden": chosen.hidden, "records": chosen.records}
+    sizes = dict(TINY) if chosen.smoke else {"hidden": chosen.hidden, "records": chosen.records}
     return Settings(
         workload=chosen.workload,
         architecture=chosen.architecture,
@@ -208,7 +209,6 @@ def arguments() -> argparse.Namespace:
     add("--workload", choices=WORKLOADS, default="ragged")
     add("--architecture", choices=ARCHITECTURES, default="llama")
     add("--hidden", type=int, default=384, help="width of the model")
-    add("--tiny", action="store_true", help="a toy model and few records, to see that all runs")
     add("--records", type=int, default=3840, help="records to train on, whole steps of 32")
     add("--arms", nargs="+", choices=ARMS, help="all of them if left out")
     add("--steps", type=int, default=60)
@@ -230,7 +230,7 @@ def arguments() -> argparse.Namespace:
     add("--arm", help=argparse.SUPPRESS)
     add("--out", type=Path, help=argparse.SUPPRESS)
     add("--sweep", type=float, help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
+    chosen = asked_of(parser, steps=3, warmup=1, rounds=1, sweep_seconds=1.0)
     if min(chosen.steps, chosen.rounds, chosen.threads) < 1:
         parser.error("steps, rounds and threads are at least 1")
     if chosen.records < 32 or chosen.records % 32:

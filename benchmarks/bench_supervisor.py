@@ -1,6 +1,6 @@
 """How soon two ranks train again after one was killed or stopped, and what watching costs a step.
 
-    python benchmarks/bench_supervisor.py [KILLS] [STOPS]
+    python benchmarks/bench_supervisor.py [--kills 10] [--stops 10]
 
 Ranks are forked from a process with torch loaded, so that recovery is what the supervisor needs and
 not what Python's imports need; a rank that is stopped is noticed after the limit, one second here.
@@ -8,6 +8,7 @@ not what Python's imports need; a rank that is stopped is noticed after the limi
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from smoke import arguments
 
 from hasten.core.health import fingerprints
 from hasten.machine.processes import Heartbeat
@@ -47,9 +49,12 @@ def microseconds(work: Callable[[], object], times: int) -> float:
 
 
 def main() -> None:
-    kills, stops = (int(w) for w in (*sys.argv[1:3], "10", "10")[:2])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--stops", type=int, default=10)
+    asked = arguments(parser, kills=1, stops=1)
     print("| fault | times | to the next step, median | longest |\n|---|---|---|---|")
-    found = recoveries(kills, stops)
+    found = recoveries(asked.kills, asked.stops)
     for name in ("SIGKILL", "SIGSTOP"):
         seconds = [s for fault, s in found if fault == name]
         if seconds:

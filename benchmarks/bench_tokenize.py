@@ -30,6 +30,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from smoke import arguments
+
 VOCABULARY = 8192
 CUTOFF = 2048
 # deepseek-llm's format with the answers marked, as TRL needs it; hasten reads the mark as nothing.
@@ -48,7 +50,10 @@ TEMPLATE = """\
 {%- endif %}"""
 
 
-def pairs(folder: Path) -> list[tuple[str, str]]:
+def pairs(folder: Path | None) -> list[tuple[str, str]]:
+    """Questions and answers of the two data sets; made up where there is no folder."""
+    if folder is None:
+        return [(f"What is {n} and {n + 1}?", f"It is {2 * n + 1}.") for n in range(100)]
     with (folder / "gsm8k_train.jsonl").open() as file:
         found = [(row["question"], row["answer"]) for row in map(json.loads, file)]
     rows = json.loads((folder / "alpaca_en_demo.json").read_text())
@@ -166,10 +171,11 @@ def compare(
     workers: list[int],
     trl_workers: list[int],
     place: Path,
+    smoke: bool,
 ) -> None:
     from hasten.data.tokenize import train_bpe
 
-    known = pairs(Path(os.environ["HASTEN_TEST_DATA"]))
+    known = pairs(None if smoke else Path(os.environ["HASTEN_TEST_DATA"]))
     tokenizer = train_bpe((text for pair in known for text in pair), VOCABULARY)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(place / "tokenizer")
@@ -217,7 +223,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help="where to work; a temporary one if left out")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
+    chosen = arguments(parser, records=40, hasten_workers=[1], trl_workers=[1], VOCABULARY=300)
     if chosen.arm:
         arm = hasten_arm if chosen.arm == "hasten" else trl_arm
         print(json.dumps(arm(chosen.folder, chosen.out, chosen.workers)))
@@ -230,6 +236,7 @@ def main() -> None:
             chosen.hasten_workers,
             chosen.trl_workers,
             Path(place),
+            chosen.smoke,
         )
 
 

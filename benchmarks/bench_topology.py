@@ -2,8 +2,8 @@
 
     python benchmarks/bench_topology.py --rate 100mbit --megabytes 20 --rounds 3
 
-The hosts are network namespaces with a link of that rate (``python tools/netlab``); ranks are dealt over
-hosts, so that torch's own ring leaves a host at every step. Each round takes every way once; the
+The hosts are network namespaces with a link of that rate (``python tools/netlab``); ranks are dealt
+over hosts, so that torch's own ring leaves a host at every step. Each round takes every way once; the
 table has medians, and ratios within rounds.
 """
 
@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from smoke import arguments
 
 WAYS = {
     "torch, ranks dealt over hosts": None,
@@ -37,7 +39,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mtu", type=int, default=1500)
     parser.add_argument("--as-rank", action="store_true", help="used by the script itself")
-    asked = parser.parse_args()
+    asked = arguments(parser, rate="1gbit", megabytes=0.1, rounds=1)
     if asked.as_rank:
         _rank(int(asked.megabytes * 250_000), asked.rounds)
         return

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from smoke import arguments
 from tuner.problems import PROBLEMS, WAYS_OF, Problem
 
 from hasten.tune.samplers import (
@@ -122,7 +123,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=40)
     parser.add_argument("--problem", choices=tuple(PROBLEMS))
     parser.add_argument("--only", default="", help="ways whose name ends like this")
-    asked = parser.parse_args()
+    asked = arguments(parser, seeds=1, problem="grid", TRIALS=3)
     for name, make in PROBLEMS.items():
         if asked.problem not in (None, name):
             continue

@@ -26,6 +26,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from smoke import arguments as asked_of
+
 from evidence.planted import RECORDED, TRUTHS, Proofs, Truth, counts, recorded, word_of
 from evidence.planted_techniques import small_proofs
 from evidence.simulated import NOISES, ROUNDS, coverage
@@ -58,7 +60,7 @@ def print_coverage(draws: int) -> None:
     print("|---" * (len(ROUNDS) + 2) + "|")
     for name, draw in NOISES.items():
         shares = [coverage(draw, rounds, draws) for rounds in ROUNDS]
-        shares.append(coverage(draw, 8, 1000, truth=1.0))
+        shares.append(coverage(draw, 8, min(draws, 1000), truth=1.0))
         print(f"| {name} | {' | '.join(f'{100 * share:.1f} %' for share in shares)} |")
 
 
@@ -141,7 +143,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--builds", type=int, default=2, help="of each arm in a real one")
     parser.add_argument("--spread", type=int, default=0, help="builds of copies of one program")
     parser.add_argument("--record", type=Path, help="where to write a recording")
-    chosen = parser.parse_args()
+    modes = {"coverage": True, "draws": 10, "replays": 1}
+    if len(sys.argv) > 2:  # a mode of those that start processes
+        modes = {"rounds": 6, "steps": 2}
+    chosen = asked_of(parser, **modes, BUSY_ROUNDS=(8,), CALM_ROUNDS=(5,), CALM=(0.01,))
     if not (chosen.coverage or chosen.replays or chosen.real or chosen.record or chosen.spread):
         parser.error("nothing to do: say --coverage, --replays, --real, --spread or --record")
     return chosen

@@ -39,6 +39,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from smoke import arguments
 from wire import links
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
@@ -59,7 +60,7 @@ SLOW = {"ddp": 3, "half": 3, "int8": 5}  # steps of a turn over a slow link
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("speed", "loss", "table"))
+    parser.add_argument("what", nargs="?", default="speed", choices=("speed", "loss", "table"))
     parser.add_argument("--methods", help="comma-separated, see benchmarks/wire/methods.py")
     parser.add_argument("--size", default="10M", choices=("10M", "3M", "tiny"))
     parser.add_argument("--text", type=Path)
@@ -75,7 +76,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="table: 25 in all; loss: no limit")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--jsonl", type=Path, default=Path("wire_loss.jsonl"))
-    given = parser.parse_args()
+    small = {"rounds": 1, "block": 3, "seeds": 1, "steps": 12, "minutes": 0.1}
+    given = arguments(
+        parser, size="tiny", rate="1gbit", rows=1, methods="apart,alone,ddp,int8,diloco:2", **small
+    )
     if given.minutes is None:
         given.minutes = 25.0 if given.what == "table" else float("inf")
     doing = {"speed": speed, "loss": losses, "table": tables}[given.what]

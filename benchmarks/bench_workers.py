@@ -23,6 +23,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from smoke import arguments
+
 from hasten.machine import host
 from hasten.machine.processes import LoadMeter
 from hasten.measure.loops import loop_spec
@@ -33,6 +35,7 @@ from hasten.measure.workers import WorkerPool
 from hasten.progress import SilentProgress
 from hasten.recipe.schema import load_recipe
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "stdlib_tiny.yaml"
 TIMEOUT = 600.0
 ROUNDS_OF_TURNS = 200
 
@@ -41,9 +44,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("recipe", type=Path, nargs="?", default=Path("examples/stdlib_tiny.yaml"))
+    parser.add_argument("recipe", type=Path, nargs="?", default=EXAMPLE)
     parser.add_argument("overrides", nargs="*")
-    asked = parser.parse_args()
+    small = ["max_records=200", "cutoff_len=64", "global_batch_size=4"]
+    asked = arguments(parser, rounds=2, steps=3, overrides=small, ROUNDS_OF_TURNS=10)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         print(f"{host.hardware().short}, {time.strftime('%Y-%m-%d')}")

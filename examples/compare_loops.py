@@ -1,11 +1,13 @@
 """Two ways to run the same step, compared: python examples/compare_loops.py"""
 
+from collections.abc import Callable
+
 import torch
 
 from hasten.report import compare
 
 
-def training(foreach):
+def training(foreach: bool) -> Callable[[], tuple[int, float]]:
     """A factory's work: build everything, return the function that does one step."""
     torch.manual_seed(0)
     layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(24)]
@@ -13,7 +15,7 @@ def training(foreach):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
     records = torch.randn(128, 64)
 
-    def step():
+    def step() -> tuple[int, float]:
         loss = (model(records) - records).square().mean()
         loss.backward()
         optimizer.step()
@@ -23,11 +25,11 @@ def training(foreach):
     return step
 
 
-def one_by_one():
+def one_by_one() -> Callable[[], tuple[int, float]]:
     return training(foreach=False)
 
 
-def all_at_once():
+def all_at_once() -> Callable[[], tuple[int, float]]:
     return training(foreach=True)
 
 

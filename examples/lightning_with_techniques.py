@@ -23,7 +23,7 @@ from hasten.techniques.wire.compress import Quantised
 
 
 class Counting(lightning.LightningModule):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.model = LlamaForCausalLM(
@@ -36,18 +36,18 @@ class Counting(lightning.LightningModule):
                 max_position_embeddings=128,
             )
         )
-        self.losses = []
+        self.losses: list[float] = []
 
-    def training_step(self, batch, index):
-        loss = self.model(**batch).loss
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
         self.losses.append(loss.item())
         return loss
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-def counting(records):
+def counting(records: int) -> list[dict[str, list[int]]]:
     """Rows of uneven lengths: 7, 8, 9, ..."""
     draw = torch.Generator().manual_seed(0)
     rows = []
@@ -57,11 +57,11 @@ def counting(records):
     return rows
 
 
-def padded(rows):
+def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     """A batch of rows filled up to the longest; Packed lays them end to end instead."""
     longest = max(len(row["input_ids"]) for row in rows)
 
-    def filled(row, filler):
+    def filled(row: dict[str, list[int]], filler: int) -> list[int]:
         ids = row["input_ids"]
         return ids + [filler] * (longest - len(ids))
 
@@ -70,7 +70,7 @@ def padded(rows):
     return {"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}
 
 
-def main(steps=20):
+def main(steps: int = 20) -> list[float]:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     module = Counting()
     plan = [LengthGrouped(), Packed(), DocumentAttention(), LabelledTokenLoss(), Quantised(8)]

@@ -14,7 +14,7 @@ from hasten.techniques.optimizer import Muon
 from hasten.techniques.sampler import PackedEpoch
 
 
-def main(steps=20):
+def main(steps: int = 20) -> list[float]:
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -35,7 +35,7 @@ def main(steps=20):
         steps=steps,
     )
     optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
-    losses = []
+    losses: list[float] = []
     for epoch in range(steps):
         for batch in run.loader(epoch):
             loss = model(**batch).loss

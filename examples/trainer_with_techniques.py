@@ -16,7 +16,7 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.sampler import LengthGrouped
 
 
-def counting(records):
+def counting(records: int) -> list[dict[str, list[int]]]:
     """Rows of uneven lengths: 7, 8, 9, ..."""
     draw = torch.Generator().manual_seed(0)
     rows = []
@@ -26,7 +26,7 @@ def counting(records):
     return rows
 
 
-def main(steps=20):
+def main(steps: int = 20) -> list[float]:
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -627,8 +627,9 @@ def main(words: Sequence[str] | None = None) -> int:
     print(f"{count} differences in {seconds:.0f} s")
     if not (given.only or given.quick):
         used = {name for outcome in outcomes for name in outcome.used}
-        for allowed in [one for one in MAY_DIFFER if one.name not in used]:
-            print(f"MAY_DIFFER: nothing needed {allowed.name}")
+        for one in MAY_DIFFER:
+            if one.name not in used:
+                print(f"MAY_DIFFER: nothing needed {one.name}")
     if given.save is not None:
         values = {"old": str(given.old), "new": str(given.new), "seconds": seconds}
         saved = {**values, "parts": [asdict(outcome) for outcome in outcomes]}

@@ -202,7 +202,7 @@ class _Tokenizer:
         (["--hidden", "100"], "a multiple of 64"),
         (["--peers", "/nowhere/python"], "no such interpreter"),
         (["--rounds", "0"], "at least 1"),
-        (["--json", "/nowhere/x.json", "--tiny"], "/nowhere/x.json: No such file"),
+        (["--json", "/nowhere/x.json", "--smoke"], "/nowhere/x.json: No such file"),
     ],
 )
 def test_bad_words_are_refused_before_anything_runs(words: list[str], said: str) -> None:

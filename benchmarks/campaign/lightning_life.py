@@ -20,7 +20,7 @@ from campaign.peers import Hook, Peer, Records, alone, finite
 from fault_kit import EVERY, Tell, build
 
 
-class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+class Module(lightning.LightningModule):
     """The kit's model and optimizer."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         return loss
 
 
-class Telling(Callback):  # type: ignore[misc]  # lightning isn't followed
+class Telling(Callback):
     """Tells steps and saves; checkpoint callbacks come last, so that a save lies between two."""
 
     def __init__(self, tell: Tell, hook: Hook) -> None:

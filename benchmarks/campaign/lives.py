@@ -201,7 +201,7 @@ def _damaged(
     told, code = forked(partial(trainer.train, whole, 2 * EVERY), PATIENCE)
     if code:
         raise RuntimeError(f"the run to be damaged ended with code {code}: {told[-1:]}")
-    found = []
+    found: list[Outcome] = []
     while len(found) < size:
         run, kind = folder / RUN, draw.choice(kinds)
         shutil.rmtree(run, ignore_errors=True)

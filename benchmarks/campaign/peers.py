@@ -85,7 +85,7 @@ class PowerFails:
             if path.is_relative_to(root.resolve()):
                 self.disk.force(path)
 
-        os.fsync = os.fdatasync = forced  # of this process, which is a fork for this one case
+        vars(os).update(fsync=forced, fdatasync=forced)  # this process is a fork for this one case
 
     def before(self, step: int) -> None:
         self.count += 1

@@ -31,7 +31,7 @@ class Net(nn.Module):
         return {"loss": loss}
 
 
-class Telling(TrainerCallback):  # type: ignore[misc]  # transformers isn't followed
+class Telling(TrainerCallback):
     """Tells steps and saves, and lets a hook act around the latter."""
 
     def __init__(self, tell: Tell, hook: Hook) -> None:

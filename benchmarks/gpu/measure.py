@@ -236,9 +236,9 @@ def measure(row: Row, device: str, found: Found, path: Path | None, until: float
     arms: dict[str, Arm] = {}
     found |= {"status": "partial", "said": "", "arms": {}, "tried": [], "repeats": {}}
     for name in row.arms:
-        arm, found["arms"][name] = first_that_fits(row, name, device, records, found["tried"])
-        arms[name] = arm
-        found["arms"][name]["syncs"] = waits_of_step(arm, device)
+        made, found["arms"][name] = first_that_fits(row, name, device, records, found["tried"])
+        arms[name] = made
+        found["arms"][name]["syncs"] = waits_of_step(made, device)
     found["left_out"] = sorted({r for a in found["arms"].values() for r in a["left_out"]})
     found["peers"] = {peer: _add_peer(peer, row, device, records, arms) for peer in row.peers}
     found["repeats"] = {name: [] for name in arms}

@@ -8,18 +8,25 @@ machine disturb less. The first runs of the list calibrate, all others are predi
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
+from smoke import arguments
 from transformers import AutoModelForCausalLM
 
 from hasten.machine.accelerators import Device
 from hasten.models.architecture import Architecture
 from hasten.models.presets import build_config, preset
-from hasten.planner.own_runs import OWN_STACK, OwnRun, calibrate_machine
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
+from hasten.planner.own_runs import OWN_STACK, OwnRun, calibrate_machine
 from hasten.planner.predict import predict
 
 # (model, micro-batch, micro-batches of a step, sequence); the first calibrate
@@ -51,9 +58,9 @@ def ceilings() -> tuple[float, float]:
     return 2 * SIDE**3 / min(products), 2 * 4 * COPIED / min(copies)
 
 
-def _spent(work: object) -> float:
+def _spent(work: Callable[[], object]) -> float:
     began = time.process_time()
-    work()  # type: ignore[operator]
+    work()
     return time.process_time() - began
 
 
@@ -75,6 +82,11 @@ def median_step(name: str, micro_batch: int, count: int, sequence: int) -> float
 
 
 def main() -> None:
+    small = [("deepseek-llm-tiny", n, 1, 8) for n in (1, 2, 3, 4)] + [
+        ("deepseek-llm-small", 1, 1, 8)
+    ]
+    parser = argparse.ArgumentParser(description=__doc__)
+    arguments(parser, RUNS=small, STEPS=4, SIDE=64, COPIED=1 << 16)
     torch.set_num_threads(1)
     peak, memory = ceilings()
     print(f"one thread: {peak / 1e9:.0f} GFLOP/s in fp32, {memory / 1e9:.1f} GB/s")

@@ -20,7 +20,6 @@ from published import PublishedMeasurement, read_record
 
 from hasten.errors import InputError
 from hasten.models.architecture import load_json
-from hasten.planner.own_runs import fit
 from hasten.planner.layout import Column, Layouts, PlannedLayout
 from hasten.planner.memory import MemoryColumns
 from hasten.planner.memory import memory as rank_memory
@@ -32,6 +31,7 @@ from hasten.planner.numbers import (
     machine,
     numbers,
 )
+from hasten.planner.own_runs import fit
 from hasten.planner.predict import steps
 
 NOISE = 0.05  # of the logarithm of seconds: releases of one framework differ by 5.5 %

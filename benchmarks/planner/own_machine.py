@@ -212,8 +212,8 @@ def _step(case: Case, rank: int) -> Callable[[], None]:
 
 def show(found: dict[str, Any]) -> None:
     """Every case against what the first one predicts of it."""
-    from hasten.planner.own_runs import OWN_STACK, OwnRun, calibrate_machine
     from hasten.planner.layout import Layouts
+    from hasten.planner.own_runs import OWN_STACK, OwnRun, calibrate_machine
     from hasten.planner.predict import predict
 
     rates = found["ceilings"]
@@ -247,15 +247,26 @@ def show(found: dict[str, Any]) -> None:
 def _own_run(row: dict[str, Any], rates: dict[str, float]) -> tuple[Case, Any]:
     from hasten.machine.accelerators import Device
     from hasten.models.architecture import Architecture
-    from hasten.planner.own_runs import OwnRun
     from hasten.planner.cluster import Cluster
     from hasten.planner.layout import PlannedJob, PlannedLayout
+    from hasten.planner.own_runs import OwnRun
 
     case = Case(**{k: v for k, v in row.items() if k != "seconds"})
     peak = rates["flops"]
     # A processor takes tiles one by one, so none stand idle: one unit.
-    best = {"peak32": peak, "reached16": peak, "reached32": peak}
-    chip = Device("cpu", peak, 16e9, rates["memory"], GBIT, 1, 1, **best, gloo=True)
+    chip = Device(
+        "cpu",
+        peak,
+        16e9,
+        rates["memory"],
+        GBIT,
+        per_node=1,
+        units=1,
+        peak32=peak,
+        reached16=peak,
+        reached32=peak,
+        gloo=True,
+    )
     link = rates["link"] * case.gbit  # as much of its nominal rate as at the first case's
     cluster = Cluster(chip, 1, 1, link, link, inter_latency=1e-4, topology="single_node")
     cluster = replace(cluster, nodes=case.ranks)

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 
-from hasten.machine import host
+from hasten.machine import host, processes
 
 
 class Clock:
@@ -47,7 +47,7 @@ class Clock:
             self.marks["first_step_after_process"] = time.time() - psutil.Process().create_time()
         self.ends.append(time.perf_counter())
         self.tokens.append(int(tokens))
-        self.peak_bytes = host.host_memory_peak()
+        self.peak_bytes = processes.host_memory_peak()
         self.device_peak_bytes = host.memory_peak(host.default_device())
 
     def result(self) -> dict[str, Any]:

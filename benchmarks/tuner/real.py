@@ -42,7 +42,7 @@ from hasten.recipe.build import batch_of, requested_plan
 from hasten.recipe.schema import Recipe, load_recipe, recipe_from
 from hasten.recipe.yaml_reader import read_duration
 from hasten.report.verdicts import floor_of, ratio_between
-from hasten.techniques import CATALOGUE
+from hasten.techniques.batch import Accumulate
 from hasten.tune.api import tune
 from hasten.tune.report import duel_rows
 from hasten.tune.study_folder import StudyResult
@@ -190,8 +190,7 @@ def _doubled(subject: ExperimentSubject, budget: float, told: Told) -> dict[str,
 def _cut(subject: ExperimentSubject, size: int | None) -> Plan:
     """The plan with micro-batches of so many records; None, or the whole step: uncut."""
     whole = batch_of(subject.recipe).records or 0
-    (accumulate,) = [k for k in CATALOGUE if k.slot is Slot.BATCH and k.name() == "accumulate"]
-    own = [] if size is None or size >= whole else [accumulate(micro_batch_size=size)]
+    own = [] if size is None or size >= whole else [Accumulate(micro_batch_size=size)]
     return Plan([*(t for t in subject.plan if t.slot is not Slot.BATCH), *own])
 
 

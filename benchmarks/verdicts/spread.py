@@ -45,7 +45,8 @@ def spreads(builds: int, rounds: int, steps: int) -> dict[str, Spread]:
     plain = Plan(BASELINE)
     kinds = {DEFAULT: plain, KEPT: Plan((Allocator(huge_pages=True), *BASELINE))}
     plans = {f"{kind} {n}": plan for n in range(COPIES) for kind, plan in kinds.items()}
-    roles: dict[str, Kind] = dict.fromkeys(plans, "other") | {next(iter(plans)): "baseline"}
+    roles: dict[str, Kind] = dict.fromkeys(plans, "other")
+    roles[next(iter(plans))] = "baseline"
     design = Design(builds * rounds, steps, WARM_UP, evaluations=1, builds=builds)
     with tempfile.TemporaryDirectory() as place:
         recipe = resolved_recipe(Path(place), design.steps_in_all)

@@ -20,7 +20,7 @@ AGAINST = ("apart", "alone", "ddp")  # denominators, where they are among the me
 
 @dataclass(frozen=True)
 class Link:
-    """A rate as ``python tools/netlab`` takes it (None: no limit), and a share of the table's time."""
+    """A rate as tools/netlab takes it (None: no limit), and a share of the table's time."""
 
     rate: str | None
     delay_ms: float

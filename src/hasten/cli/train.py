@@ -38,7 +38,7 @@ from hasten.training.recording import call_both
 from hasten.training.run import train as run_training
 
 
-def train(
+def train(  # noqa: C901  # each way that a recipe can be run
     path: Path,
     overrides: Sequence[str],
     started: float,

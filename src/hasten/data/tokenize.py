@@ -64,7 +64,7 @@ class _DiedError(Exception):
     """A worker's process is gone; says how."""
 
 
-def run(
+def run(  # noqa: C901  # one loop over all that workers answer
     work: TokenizeWork, tasks: Iterable[TokenizeTask], workers: int
 ) -> Generator[int, None, None]:
     """Do all tasks, in this process if `workers` is 1; yields each one's records as it is done.

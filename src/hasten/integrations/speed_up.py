@@ -101,7 +101,7 @@ def _techniques(plan: Iterable[Any]) -> Iterable[Technique]:
             yield from Plan.from_list([entry], CATALOGUE)
 
 
-def _chosen(
+def _chosen(  # noqa: C901  # a clause for each reason
     known: Facts,
     rows: Any,
     check: Carry,

@@ -126,7 +126,7 @@ def _require_fitting(trainer: Trainer, plan: Sequence[Technique]) -> Setup:
     return setup
 
 
-def _check(trainer: Trainer, technique: Technique) -> None:
+def _check(trainer: Trainer, technique: Technique) -> None:  # noqa: C901  # a clause for each refusal
     """Refuse what this trainer, and not every one, decides by itself."""
     kind, args, slot, name = type(trainer), trainer.args, technique.slot, technique.name()
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or args.n_gpu > 1:

@@ -545,7 +545,7 @@ def _keep(
         server.serve_forever()
 
 
-def guard(folder: Path, kind: type[Keeper] = Keeper) -> None:
+def guard(folder: Path, kind: type[Keeper] = Keeper) -> None:  # noqa: C901, PLR0915  # in order
     """Be the guard: leave for new namespaces, start the keeper, and clean up after it."""
     spec = json.loads((folder / "spec.json").read_text())
 

@@ -134,7 +134,7 @@ def fits_in_memory(plan: Plan, recipe: Recipe, known: Facts, slots: int) -> bool
     return needs_of(size_of(recipe, known), known, plan, slots).total <= room_of(known)
 
 
-def _judged(
+def _judged(  # noqa: C901  # a clause for each reason
     technique: Technique, recipe: Recipe, known: Facts, fidelity: str
 ) -> TechniqueCandidate:
     def refused(why: str) -> TechniqueCandidate:

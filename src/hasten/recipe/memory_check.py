@@ -260,7 +260,7 @@ def room_of(known: Facts) -> float:
     return hardware.memory_limit_bytes / ranks_here(known.world)
 
 
-def help_for(size: ModelSize, known: Facts, plan: Plan, slots: int, room: float) -> str:
+def help_for(size: ModelSize, known: Facts, plan: Plan, slots: int, room: float) -> str:  # noqa: C901  # techniques, then adapters
     """The nearest job that would fit, and its peak: more techniques, then LoRA; as advice."""
 
     def adapts(adapter: LoRA) -> bool:

@@ -399,7 +399,7 @@ def _plan(run: RunFacts) -> Any:
     return list(run.plan) if run.plan is not None else (run.recipe or {}).get("plan")
 
 
-def _warnings(runs: Sequence[RunFacts]) -> list[str]:
+def _warnings(runs: Sequence[RunFacts]) -> list[str]:  # noqa: C901  # a clause for each difference
     """Why a difference between these runs may not be what their plans make."""
     differs = _differing(runs)
     found = []

@@ -165,7 +165,7 @@ class ReferencePair:
             raise InputError(f"tune: a second copy of the job fails beside the first: {found.why}")
         return max(math.sqrt(statistics.fmean(x * x for x in found.logs)), LEAST_NOISE)
 
-    def measure(
+    def measure(  # noqa: C901  # each way that a trial ends
         self,
         point: Point,
         deadline: float,

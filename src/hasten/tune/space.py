@@ -249,7 +249,7 @@ class PlanSpace:
         return point, lost
 
 
-def plan_space(
+def plan_space(  # noqa: C901  # a clause for each kind of choice
     catalogue: Sequence[type[Technique]],
     base: Plan,
     facts: Facts,

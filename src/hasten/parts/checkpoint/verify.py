@@ -62,7 +62,7 @@ def verify(path: Path, thorough: bool = False) -> dict[str, Any]:
     return manifest
 
 
-def load(path: Path) -> State:
+def load(path: Path) -> State:  # noqa: C901  # each kind of damage in its own words
     """Tensors and meta of one checkpoint, verified.
 
     Raises:

@@ -163,7 +163,7 @@ def _as_cut(gradient: DTensor, parameter: Tensor) -> Tensor:
 
 
 @contextmanager
-def whole_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator[bool]:
+def whole_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator[bool]:  # noqa: C901  # all is put back as it was
     """A context in which the first rank's ``model`` is whole and runs by itself; all ranks enter.
 
     Weight by weight the pieces are brought together, kept on the first rank and dropped on the

@@ -166,7 +166,7 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.say(key, "dataset", sources[0] if sources == [str(sources[0])] else sources)
 
 
-def _sources(draft: RecipeDraft, place: str, entry: Mapping[str, Any]) -> list[Any]:
+def _sources(draft: RecipeDraft, place: str, entry: Mapping[str, Any]) -> list[Any]:  # noqa: C901  # a clause for each kind of source
     columns: dict[str, str] = {}
     for name, item in entry.items():
         if name in ("name", "split") and _hub(entry):

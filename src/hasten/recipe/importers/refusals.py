@@ -42,7 +42,7 @@ def refuse_other_training(path: Path, given: Mapping[str, Any]) -> None:
         )
 
 
-def _other_training(given: Mapping[str, Any]) -> tuple[str, str] | None:
+def _other_training(given: Mapping[str, Any]) -> tuple[str, str] | None:  # noqa: C901  # a clause for each refusal
     """The key that asks for it, and what it is called."""
     for key in STAGE_KEYS:
         value = given.get(key)
