@@ -3,8 +3,8 @@
     python benchmarks/bench_topology.py --rate 100mbit --megabytes 20 --rounds 3
 
 The hosts are network namespaces with a link of that rate (``python tools/netlab``); ranks are dealt
-over hosts, so that torch's own ring leaves a host at every step. Each round takes every way once; the
-table has medians, and ratios within rounds.
+over hosts, so that torch's own ring leaves a host at every step. Each round takes every way once;
+the table has medians, and ratios within rounds.
 """
 
 from __future__ import annotations
