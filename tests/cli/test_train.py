@@ -208,6 +208,7 @@ def test_a_supervisor_does_not_restart_what_is_trained_but_ends_with_code_1(
         (tmp_path / "summary.json").write_text(json.dumps({"unsaved": unsaved}))
         return 0
 
-    monkeypatch.setattr(train, "prepare_run", lambda *given: (None, Plan(), None))
+    prepared = SimpleNamespace(known=None, plan=Plan())
+    monkeypatch.setattr(train, "prepare_run", lambda *given: prepared)
     monkeypatch.setattr(train, "supervise", supervise)
     assert train.as_supervised_ranks(recipe, ExitStack()) == code

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from hasten.errors import EXTRAS, InputError, pip_install
-from hasten.recipe.foreign_keys import _words, foreign_words
-from hasten.recipe.schema import Recipe, recipe_from
+from hasten.recipe.schema import Recipe, _foreign_table, foreign_words, recipe_from
 from hasten.recipe.shorthands import catalogue
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +39,7 @@ def test_an_unknown_key_is_answered_with_what_to_write(key: str, instead: str) -
 
 def test_what_is_named_instead_is_a_key_or_a_technique() -> None:
     known = set(Recipe.model_fields) | {t.name() for t in catalogue()} | {"plan"}
-    for key, sentence in _words().items():
+    for key, sentence in _foreign_table().items():
         if " is " in sentence and sentence.endswith(" here"):
             words = sentence.partition(f"{key} is ")[2].replace(":", " ").split()
             assert any(word.strip(",(){}[]") in known for word in words), sentence

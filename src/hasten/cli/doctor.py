@@ -19,10 +19,10 @@ from hasten.machine.environment import World
 from hasten.models.adapters import lora_targets
 from hasten.parts.distributed.deepspeed_config import HONOURED, IGNORED, REFUSED
 from hasten.parts.kernels import amx, codec, rowwise
-from hasten.recipe.batch_check import check_batch_of_ranks
 from hasten.recipe.build import (
     batch_of,
     build_model,
+    check_batch_of_ranks,
     facts_of,
     job_of,
     requested_plan,

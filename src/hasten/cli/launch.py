@@ -25,7 +25,7 @@ from hasten.planner.launching import (
     scaled_rate,
     tiny_recipe,
 )
-from hasten.recipe.batch_check import check_batch_of_ranks
+from hasten.recipe.build import check_batch_of_ranks
 from hasten.recipe.schema import Recipe, load_recipe
 
 UNITS = {"m": 1, "h": 60, "d": 1440}

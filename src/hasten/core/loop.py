@@ -331,7 +331,15 @@ def fit(session: Session, watch: Watch | None = None) -> Outcome:
             watch.on_step(metrics)
             if watch.every_steps and metrics.step % watch.every_steps == 0:
                 _look(session, watch, outcome)
-                if _should_stop(outcome, watch):
+                best = outcome.best
+                if (
+                    watch.patience
+                    and best is not None
+                    and (
+                        len(outcome.evaluations) - 1 - outcome.evaluations.index(best)
+                        >= watch.patience
+                    )
+                ):
                     outcome.stopped = "early stop"
                     break
     stopped, in_haste = asked(session)
@@ -362,13 +370,6 @@ def _look(session: Session, watch: Watch, outcome: Outcome) -> None:
     if evaluation is outcome.best:
         watch.on_best(evaluation)  # first: an attempt after this one believes what was told
     watch.on_evaluation(evaluation)
-
-
-def _should_stop(outcome: Outcome, watch: Watch) -> bool:
-    best = outcome.best
-    if not watch.patience or best is None:
-        return False
-    return len(outcome.evaluations) - 1 - outcome.evaluations.index(best) >= watch.patience
 
 
 def _finite(loss: float | None) -> float | None:

@@ -241,10 +241,14 @@ def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) 
     for index, master in enumerate(own_masters(session)):
         master.data.copy_(tensors[f"master/{index}"])
     session.setup.precision.publish()
-    _restore_optimizer(session, tensors | _own_moments(session, tensors), numbers)
+    rank, ranks = session.setup.facts.world.rank, meta["random"]
+    moments = dict(tensors)
+    if session.setup.agreement.apart:  # ranks trained apart, each with moments of its own
+        own = f"rank/{rank}/"
+        moments |= {n.removeprefix(own): t for n, t in tensors.items() if n.startswith(own)}
+    _restore_optimizer(session, moments, numbers)
     for held, state in slots:
         held.load_state_dict(tensors_from_json(state, tensors))
-    rank, ranks = session.setup.facts.world.rank, meta["random"]
     if rank < len(ranks):  # one that the saved run didn't have keeps the beginning it was given
         set_random_state(ranks[rank])
     session.progress = Progress(**meta["progress"])
@@ -361,14 +365,6 @@ def _check_same_update(session: Session, tensors: dict[str, Tensor], meta: dict[
             f"the checkpoint holds {found} master weights and the plan's precision keeps {wanted}; "
             "resume with the plan that wrote it, or choose another folder"
         )
-
-
-def _own_moments(session: Session, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's optimizer state, where ranks trained apart and go on so."""
-    prefix = f"rank/{session.setup.facts.world.rank}/"
-    if not session.setup.agreement.apart:
-        return {}
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def _restore_optimizer(

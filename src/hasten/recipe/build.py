@@ -72,6 +72,8 @@ from hasten.recipe.shorthands import catalogue
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.hybrid import Hybrid
+from hasten.techniques.layout.pipeline import Pipeline
+from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.routing import RealTokens
 
 # Every way to deal ranks out to two or three layouts at once, for those who choose among them.
@@ -123,7 +125,10 @@ def words_of(recipe: Recipe) -> dict[str, Any]:
     lora = {key for key in Recipe.model_fields if key.startswith("lora_")}
     keys = {*WORDS, *(lora if recipe.finetuning_type == "lora" else ())}
     words = recipe.model_dump(mode="json", include=keys)
-    return {"model": _name(recipe.model), **words}
+    path = Path(recipe.model)
+    # Of a folder its own name and its parent's: trees may move, and runs/a/model isn't b's.
+    name = "/".join(path.resolve().parts[-2:]) if path.is_dir() else recipe.model.rstrip("/")
+    return {"model": name, **words}
 
 
 def terms_of(recipe: Recipe, data: PreparedData) -> dict[str, Any]:
@@ -138,10 +143,50 @@ def terms_of(recipe: Recipe, data: PreparedData) -> dict[str, Any]:
     }
 
 
-def _name(model: str) -> str:
-    """Of a folder its own name and its parent's: trees may move, and runs/a/model isn't b's."""
-    path = Path(model)
-    return "/".join(path.resolve().parts[-2:]) if path.is_dir() else model.rstrip("/")
+# The global batch against the ranks: one that is smaller leaves ranks without an example.
+#
+# Ranks that hold pieces of one copy of the model share its examples, so the batch is compared with
+# the number of copies.
+
+
+def check_batch_of_ranks(recipe: Recipe, ranks: int, tokens_of_example: float = 2.0) -> None:
+    """Refuse a step that has fewer examples than the ranks that take their own.
+
+    Args:
+        ranks: processes of the run.
+        tokens_of_example: mean length, for a batch that is given in tokens; 2 is the least that
+            trains anything.
+
+    Raises:
+        InputError: ranks would be without an example in every step.
+    """
+    copies = model_copies(requested_plan(recipe), ranks)
+    batch = batch_of(recipe)
+    key, size, unit = "global_batch_size", batch.records or 0, "examples"
+    examples = float(size)
+    if batch.tokens:
+        key, size, unit = "global_batch_tokens", batch.tokens, "tokens"
+        examples = size / tokens_of_example
+    if examples >= copies:
+        return
+    of = f"{ranks} ranks" if copies == ranks else f"{ranks} ranks with {copies} copies of the model"
+    least = copies if key == "global_batch_size" else round(copies * tokens_of_example)
+    raise InputError(
+        f"{key}: {size} {unit} a step are too few for {of}, some of which would never have an "
+        f"example: give at least {key}: {least}, or start fewer ranks"
+    )
+
+
+def model_copies(plan: Plan, ranks: int) -> int:
+    """How many copies of the model the ranks hold together; each takes examples of its own."""
+    for technique in plan:
+        if isinstance(technique, TensorParallel):
+            return max(ranks // (technique.size or ranks), 1)
+        if isinstance(technique, Pipeline):
+            return max(ranks // technique.ranks(ranks), 1)
+        if isinstance(technique, Hybrid):
+            return max(ranks // (technique.tp * technique.pp), 1)
+    return ranks
 
 
 # Facts, plan and job.
@@ -238,8 +283,11 @@ def job_of(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> Job:
 
     The plan decides how many steps the data makes, and so the length of the schedule.
     """
+    # The run's adapter may have to see weights, which a skeleton doesn't have.
+    sees = recipe.finetuning_type != "full" and (recipe.lora_base or recipe.lora_dora)
+    measures = recipe.metrics if recipe.held_out else []
     job = Job(
-        model=_factory(recipe, data),
+        model=partial(build_model, recipe, data) if sees else Building(recipe, data),
         loss=partial(WholeLogitsLoss, terms=LossTerms(recipe.label_smoothing, recipe.z_loss)),
         optimizer=partial(adamw, recipe),
         stop=Stop(recipe.max_steps, recipe.epochs, recipe.max_tokens),
@@ -250,7 +298,7 @@ def job_of(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> Job:
         adapter=_adapter(recipe),
         routing=RealTokens if known.model.router_loss else None,
         held_out=data.held_out,
-        metrics={name: partial(METRICS[name], records=data.held_out) for name in _asked(recipe)},
+        metrics={name: partial(METRICS[name], records=data.held_out) for name in measures},
         max_grad_norm=recipe.max_grad_norm,
         seed=recipe.seed,
         device=known.device,
@@ -320,17 +368,6 @@ class Building:
 
     def skeleton(self) -> nn.Module:
         return build_model(self.recipe, self.data, skeleton=True)
-
-
-def _factory(recipe: Recipe, data: PreparedData) -> Callable[[], nn.Module]:
-    """With a skeleton, unless the run's adapter has to see weights."""
-    sees = recipe.finetuning_type != "full" and (recipe.lora_base or recipe.lora_dora)
-    return partial(build_model, recipe, data) if sees else Building(recipe, data)
-
-
-def _asked(recipe: Recipe) -> list[str]:
-    """The measures that are taken; none without a record to take them on."""
-    return [str(name) for name in recipe.metrics] if recipe.held_out else []
 
 
 def _adapter(recipe: Recipe) -> Callable[[nn.Module], nn.Module]:

@@ -8,6 +8,7 @@ later runs open it at once.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -27,7 +28,7 @@ from hasten.data.conversation import Conversation, columns_of
 from hasten.data.corpus import stdlib_corpus
 from hasten.data.prompt_formats import choose_chat_template, missing_tokens
 from hasten.data.readers import ReadRecords, read_sources, unread_words
-from hasten.data.sources import Source, entry_of, source_of, weighted
+from hasten.data.sources import entry_of, source_of, weighted
 from hasten.data.spool import ConversationSink, IndexedConversations, Selection, spools
 from hasten.data.token_store import StoredRecords, Subset, TokenStore, split, tokenize
 from hasten.data.tokenize import sweep, train_bpe
@@ -38,7 +39,7 @@ from hasten.machine.files import write_atomic
 from hasten.machine.locks import one_writer
 from hasten.models.load import check_rows, load_tokenizer, read_config, stop_tokens
 from hasten.models.presets import PRESETS
-from hasten.recipe.schema import DataSource, Recipe
+from hasten.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,7 +112,12 @@ def _embedded(recipe: Recipe, name: str, gathered: Callable[[], ConversationSink
 
 def _files(recipe: Recipe, tell: Tell, gathered: Callable[[], ConversationSink]) -> Conversations:
     readings = read_sources(
-        [_source(recipe, data) for data in recipe.datasets], recipe.max_rejected, gathered
+        [
+            source_of(d.path, columns_of(recipe.columns if d.columns is None else d.columns))
+            for d in recipe.datasets
+        ],
+        recipe.max_rejected,
+        gathered,
     )
     groups = [
         _first(reading.conversations, data.max_records)
@@ -135,11 +141,6 @@ def _files(recipe: Recipe, tell: Tell, gathered: Callable[[], ConversationSink])
         containers=_merged(readings, "containers"),
         unread=_merged(readings, "unread"),
     )
-
-
-def _source(recipe: Recipe, data: DataSource) -> Source:
-    given = recipe.columns if data.columns is None else data.columns
-    return source_of(data.path, columns_of(given))
 
 
 def _held_out_file(
@@ -211,7 +212,8 @@ def stamps(names: Iterable[str], output: Path) -> list[list[Any]]:
                     f"{MOST_FILES:,}: name the files that are meant, or a smaller folder"
                 )
         elif depth == 0 or not _stamps_apart(path, depth, output.resolve()):
-            waiting += [(inner, depth + 1) for inner in _inside(path)]
+            with contextlib.suppress(OSError):  # whoever needs what is in it will say so
+                waiting += [(inner, depth + 1) for inner in path.iterdir()]
     return sorted(found, key=str)
 
 
@@ -220,13 +222,6 @@ def _stamps_apart(folder: Path, depth: int, output: Path) -> bool:
     if depth > DEEPEST or folder.name.startswith("."):
         return True
     return folder.resolve().is_relative_to(output) or (folder / "recipe.yaml").exists()
-
-
-def _inside(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:  # whoever needs what is in it will say so
-        return []
 
 
 def _stamp(path: Path) -> list[Any]:
@@ -461,7 +456,12 @@ def _key(recipe: Recipe) -> str:
 
     Contents are not read: a file that changed has another size or time, as for make.
     """
-    paths = [path for name in _named(recipe) for path in (name, *_behind(name))]
+    # Whatever of the recipe's words may be a file, and of a listed data set the list and the file.
+    paths = [source.path for source in recipe.datasets]
+    paths += [recipe.tokenizer or recipe.model, recipe.chat_template]
+    paths += [recipe.held_out] if isinstance(recipe.held_out, str) else []
+    for name, entry in [(name, entry_of(name)) for name in paths]:
+        paths += [name.rpartition(":")[0], str(entry[0])] if entry else []
     fields = recipe.model_dump(
         include={
             *("model", "tokenizer", "dataset", "held_out", "max_records", "max_rejected"),
@@ -478,18 +478,6 @@ def _key(recipe: Recipe) -> str:
     )
     parts = [fields, stamps(paths, Path(recipe.output)), host.versions()]
     return str(xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode()))
-
-
-def _named(recipe: Recipe) -> list[str]:
-    """Whatever of the recipe's words may be a file."""
-    names = [*(data.path for data in recipe.datasets), recipe.tokenizer or recipe.model]
-    return [*names, recipe.chat_template, *([h] if isinstance(h := recipe.held_out, str) else [])]
-
-
-def _behind(name: str) -> list[str]:
-    """The list and the file behind the name of a listed data set."""
-    entry = entry_of(name)
-    return [name.rpartition(":")[0], str(entry[0])] if entry else []
 
 
 # Held-out records that stand in the training data too: a held-out loss that flatters.
@@ -526,7 +514,7 @@ def overlap(data: PreparedData) -> Overlap:
         return Overlap(0, 0)
     wanted = [_digest(held_out[i]) for i in range(len(held_out))]
     alike = np.isin(_shapes(train), _shapes(held_out)).nonzero()[0]
-    found = set(wanted) & set(_digests(train, alike.tolist()))
+    found = set(wanted) & {_digest(train[i]) for i in alike.tolist()}
     return Overlap(sum(digest in found for digest in wanted), len(held_out))
 
 
@@ -578,10 +566,6 @@ def _shapes(records: Any) -> NDArray[np.int64]:
     counts = records.trained_counts.astype(np.int64)
     found: NDArray[np.int64] = (records.lengths.astype(np.int64) << 32) + counts
     return found
-
-
-def _digests(records: Any, indices: Iterable[int]) -> Iterable[int]:
-    return (_digest(records[i]) for i in indices)
 
 
 def _digest(record: Any) -> int:

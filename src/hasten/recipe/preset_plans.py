@@ -38,13 +38,12 @@ def preset(name: str, ranks: int = 1) -> dict[str, Any]:
             f"{', '.join(names())}"
         )
     found: dict[str, Any] = read_yaml_file(FOLDER / f"{name}.yaml", "plan")
-    return {**found, "switches": [_switch(switch, ranks) for switch in found["switches"]]}
-
-
-def _switch(stored: dict[str, Any], ranks: int) -> dict[str, Any]:
-    fits = "technique" in stored and ranks >= stored.get("ranks", 1)
-    gone = ("missing", "ranks") if fits else ("technique", "settings", "ranks")
-    return {key: value for key, value in stored.items() if key not in gone}
+    switches = []
+    for stored in found["switches"]:
+        fits = "technique" in stored and ranks >= stored.get("ranks", 1)
+        gone = ("missing", "ranks") if fits else ("technique", "settings", "ranks")
+        switches.append({key: value for key, value in stored.items() if key not in gone})
+    return {**found, "switches": switches}
 
 
 def entries_of(value: Any, ranks: Any = 1) -> Any:
@@ -55,7 +54,11 @@ def entries_of(value: Any, ranks: Any = 1) -> Any:
     if not isinstance(value, str):
         return value
     found = preset(value, ranks if type(ranks) is int else 1)["switches"]
-    return [_entry(switch) for switch in found if "technique" in switch]
+    return [
+        {switch["technique"]: switch["settings"]} if switch.get("settings") else switch["technique"]
+        for switch in found
+        if "technique" in switch
+    ]
 
 
 def preset_of(entries: list[Any], ranks: int = 1) -> dict[str, Any] | None:
@@ -65,8 +68,3 @@ def preset_of(entries: list[Any], ranks: int = 1) -> dict[str, Any] | None:
     """
     same = (name for name in names() if entries_of(name, ranks) == entries)
     return next((preset(name, ranks) for name in same), None)
-
-
-def _entry(switch: dict[str, Any]) -> Any:
-    settings = switch.get("settings")
-    return {switch["technique"]: settings} if settings else switch["technique"]

@@ -6,8 +6,10 @@ the nearest known one: a mistyped key that is silently dropped costs a day of so
 
 from __future__ import annotations
 
+import functools
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +20,6 @@ from hasten.core.health import SpikePolicy
 from hasten.errors import InputError
 from hasten.formatting import did_you_mean
 from hasten.launch.transport import checked
-from hasten.recipe.foreign_keys import foreign_words
 from hasten.recipe.preset_plans import entries_of
 from hasten.recipe.price import Price, price_of
 from hasten.recipe.shorthands import beside_deepspeed, read_resume, with_deepspeed, with_layout_key
@@ -430,18 +431,55 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe_from({**found, **read_overrides(overrides)}, str(path))
 
 
-def _instead(key: str) -> str:
-    """What to write in the place of an unknown key, as the end of a sentence."""
-    if words := foreign_words(key):
-        return f": {words}; `hasten import FILE` translates whole files of other trainers"
-    return f"{did_you_mean(key, Recipe.model_fields)}; docs/recipe.md lists all keys"
+# Keys that other trainers' files have: what a recipe has instead, in words for an error.
+#
+# The tables are those of ``hasten import`` (``importers/keys.json``), which translates whole files.
+
+KEYS = Path(__file__).parent / "importers" / "keys.json"
+VERBS = {"needless": "isn't needed here", "unmapped": "isn't supported", "sizes": "isn't supported"}
+TOOLS = {
+    "training": "transformers'",
+    "training_arguments": "TRL's",
+    "llama_factory": "LLaMA-Factory's",
+    "axolotl": "Axolotl's",
+    "ms_swift": "ms-swift's",
+    "accelerate": "accelerate's",
+}
+
+
+def foreign_words(key: str) -> str:
+    """What to write instead of another trainer's key, as the rest of a sentence; empty: unknown."""
+    return _foreign_table().get(key, "")
+
+
+@functools.cache
+def _foreign_table() -> Mapping[str, str]:
+    tables: dict[str, Any] = json.loads(KEYS.read_text(encoding="utf-8"))
+    found: dict[str, str] = {}
+    for name, tool in TOOLS.items():
+        table = tables[name]
+        instead = {key: f"is {row[0]} here" for key, row in table.get("named", {}).items()}
+        switches = table.get("switch", {})
+        instead |= {key: f"is {technique} in plan here" for key, technique in switches.items()}
+        instead |= {key: f"is {words} here" for key, words in table.get("instead", {}).items()}
+        for kind, verb in VERBS.items():
+            for words, keys in table.get(kind, {}).items():
+                instead |= dict.fromkeys(keys, f"{verb}: {words}")
+        for key, words in instead.items():
+            found.setdefault(key, f"{tool} {key} {words}")
+    return found
 
 
 def recipe_from(values: dict[Any, Any], place: str) -> Recipe:
     """A recipe out of a dictionary; ``place`` names its origin in messages."""
     for key in values:
         if key not in Recipe.model_fields:
-            raise InputError(f"{place}: unknown key {key!r}{_instead(str(key))}")
+            words = f"{did_you_mean(str(key), Recipe.model_fields)}; docs/recipe.md lists all keys"
+            if foreign := foreign_words(str(key)):
+                words = (
+                    f": {foreign}; `hasten import FILE` translates whole files of other trainers"
+                )
+            raise InputError(f"{place}: unknown key {key!r}{words}")
     try:
         return Recipe(**values)
     except ValidationError as error:

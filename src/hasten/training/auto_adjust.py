@@ -176,17 +176,15 @@ class LiveTuning:
         """Draw the next try, or say that there is none."""
         if not self._candidates:
             self._try = None
-            self._note({"step": step, "switch": None, "why": self._nothing()})
+            why = "nothing is left to try"
+            if not self._plan:
+                why = "no technique of this plan has a setting that may change while it trains"
+            self._note({"step": step, "switch": None, "why": why})
             return
         chosen = max(self._candidates, key=lambda c: c.drawn(self._draw))
         order = [True, False] if self._draw.random() < 0.5 else [False, True]
         self._try = _Try(chosen, order)
         self._begin_block(self._try, waiting)
-
-    def _nothing(self) -> str:
-        if self._plan:
-            return "nothing is left to try"
-        return "no technique of this plan has a setting that may change while it trains"
 
     def _begin_block(self, now: _Try, waiting: int = 0) -> None:
         """Set the value of the block that comes next; steps that can't have it yet don't count."""
@@ -229,14 +227,9 @@ class LiveTuning:
         if why == FASTER:
             self._standing[switch.name] = candidate.value
             self._candidates = [c for c in self._candidates if c.switch is not switch]
-            self._candidates += _beyond(switch, before, candidate.value)
+            place = switch.values.index(candidate.value)  # further on in the direction that paid
+            self._candidates += _at(switch, 2 * place - switch.values.index(before))
         self._note(_line(candidate, before, step, why))
-
-
-def _beyond(switch: Switch, before: Any, value: Any) -> list[Candidate]:
-    """What lies further on in the direction that paid."""
-    place = switch.values.index(value)
-    return _at(switch, 2 * place - switch.values.index(before))
 
 
 def _at(switch: Switch, place: int) -> list[Candidate]:

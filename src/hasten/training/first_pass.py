@@ -214,10 +214,7 @@ def _plain_model(session: Session) -> Any:
             plain.get_submodule(owner)._buffers[key] = theirs[name]
     if any(p.is_meta for p in plain.parameters()):
         raise _NothingToCompareError("a weight has no counterpart")
-    inner.set_attn_implementation("eager" if _has_indexer(inner) else "sdpa")
+    indexer = any("Indexer" in type(module).__name__ for module in inner.modules())
+    inner.set_attn_implementation("eager" if indexer else "sdpa")
     plain.train()
     return plain
-
-
-def _has_indexer(model: nn.Module) -> bool:
-    return any("Indexer" in type(module).__name__ for module in model.modules())
