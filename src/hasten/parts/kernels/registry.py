@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from hasten.machine import cache, host
 from hasten.machine.gain import FEWEST, Gain
@@ -256,9 +257,6 @@ class Verdict:
         )
 
 
-UNTRIED = Verdict(failed="no process that tries it could be started")
-
-
 def verify(
     kernels: Sequence[Kernel], device: str = "cpu", sizes: Sizes | None = None
 ) -> dict[str, Verdict]:
@@ -334,19 +332,19 @@ def compare(
     device: torch.device,
 ) -> Pairs:
     """The results of a kernel and of its reference in float64, from the same rounded inputs."""
-    given = _moved(inputs, dtype, "cpu")
-    expected = reference(*_moved(given, torch.float64, "cpu"))
-    return zip(run(*_moved(given, dtype, device)), expected, strict=True)
+    given = moved(inputs, "cpu", dtype)
+    expected = reference(*moved(given, "cpu", torch.float64))
+    return zip(run(*moved(given, device, dtype)), expected, strict=True)
 
 
-def _moved(inputs: Inputs, dtype: torch.dtype, device: torch.device | str) -> Inputs:
-    """Copies of the tensors on the device, those with a fraction in the format."""
-    return tuple(
-        value.to(device, dtype if value.is_floating_point() else value.dtype, copy=True)
-        if isinstance(value, Tensor)
-        else value
-        for value in inputs
-    )
+def moved(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Any:
+    """Values with copies of their tensors on a device, those with a fraction in a format."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        return tensor.to(device, wanted, copy=True)
+
+    return tree_map_only(Tensor, copy, values)
 
 
 @contextlib.contextmanager
@@ -367,6 +365,7 @@ def _alone(device: str) -> Iterator[None]:
 # The child process: a line when a kernel begins, and one with its verdict.
 
 MARK = "hasten: "
+_SILENT: set[str] = set()  # devices on which no child of this process begins
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -387,12 +386,12 @@ def main(arguments: Sequence[str]) -> None:
 
 def _in_children(names: list[str], sizes: Sizes, device: str) -> Iterator[tuple[str, Verdict]]:
     """Yields verdicts; a child that hangs or dies is replaced for the kernels that are left."""
-    while names:
+    while names and device not in _SILENT:
         verdicts = dict(_in_child(names, sizes, device))
         yield from verdicts.items()
         names = [name for name in names if name not in verdicts]
         if not verdicts:  # no child even begins: it says nothing about kernels
-            return
+            _SILENT.add(device)
 
 
 def _in_child(names: list[str], sizes: Sizes, device: str) -> Iterator[tuple[str, Verdict]]:
@@ -460,8 +459,8 @@ def time_variants(
     """
     by_operation: dict[str, list[KernelVariant]] = {}
     for variant in kernels:
-        verdict = verdicts.get(variant.key, UNTRIED)
-        if not verdict.absent and not verdict.fault:
+        verdict = verdicts.get(variant.key)
+        if verdict is not None and not verdict.absent and not verdict.fault:
             by_operation.setdefault(variant.operation.name, []).append(variant)
     found: dict[str, VariantTimes] = {}
     with _alone(device):
@@ -480,7 +479,7 @@ def _in_turns(
     operation, generator = sound[0].operation, torch.Generator().manual_seed(0)
 
     def turn(variant: KernelVariant, inputs: Inputs) -> float:
-        given = _moved(inputs, variant.dtype, device)
+        given = moved(inputs, device, variant.dtype)
         return max(seconds_of(lambda: variant.run(*given)), 1e-9)
 
     # The first of two passes starts libraries, and compiles where one compiles for a shape.
@@ -542,6 +541,11 @@ class DeviceFigures:
     proofs: Mapping[str, Verdict] = field(default_factory=dict)
     times: Mapping[str, VariantTimes] = field(default_factory=dict)
 
+    def cover(self, kernels: Sequence[Kernel], times: bool) -> bool:
+        """Whether all that is asked of these kernels is known."""
+        tried = all(kernel.key in self.proofs for kernel in kernels)
+        return tried and bool(self.measured_at or not times)
+
     def gain(self, base: str, other: str) -> Gain | None:
         """How many times as fast one variant is as another, by keys; None: one isn't known."""
         if base not in self.times or other not in self.times:
@@ -592,7 +596,7 @@ def faults(device: str, *operations: Operation) -> tuple[str, ...]:
         for variant in variants()
         if variant.own
         and variant.operation.name in names
-        and (fault := proofs.get(variant.key, UNTRIED).fault)
+        and (fault := proofs.get(variant.key, Verdict()).fault)
     )
 
 
@@ -635,30 +639,33 @@ def figures_of(
     if torch.device(device).type in _PRETENDED:
         return DeviceFigures(_name(device), proofs={kernel.key: Verdict() for kernel in kernels})
     path = _path(device, sizes or Sizes())
+    known = _MEMORY.get(path)
+    if known is not None and not (fresh or retry) and known.cover(kernels, times):
+        return known
     with contextlib.ExitStack() as turn:
         with contextlib.suppress(OSError):  # where nothing can be written, nothing is kept
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             turn.enter_context(one_writer(path.with_suffix(".lock")))
-        kept = None if fresh else _kept(path)
-        found = kept or DeviceFigures(_name(device))
-        proofs = {key: v for key, v in found.proofs.items() if not (retry and v.fault)}
-        missing = [kernel for kernel in kernels if kernel.key not in proofs]
-        timed = [kernel for kernel in kernels if times and isinstance(kernel, KernelVariant)]
-        if not missing and (found.measured_at or not timed):
-            return found
-        began = time.process_time()
-        if missing:
-            before(len(missing))
-            proofs |= verify(missing, device, sizes)
-        found = replace(found, proofs=proofs)
-        if timed:
-            found = replace(
-                found,
-                times=time_variants(timed, proofs, device),
-                cpu_seconds=round(time.process_time() - began, 2),
-                measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            )
-        cache.write(path, asdict(found))
+        found = (None if fresh else _kept(path)) or DeviceFigures(_name(device))
+        if retry:
+            right = {key: verdict for key, verdict in found.proofs.items() if not verdict.fault}
+            found = replace(found, proofs=right)
+        if not found.cover(kernels, times):
+            began = time.process_time()
+            missing = [kernel for kernel in kernels if kernel.key not in found.proofs]
+            if missing:
+                before(len(missing))
+            proofs = {**found.proofs, **verify(missing, device, sizes)}
+            found = replace(found, proofs=proofs)
+            if times:
+                timed = [kernel for kernel in kernels if isinstance(kernel, KernelVariant)]
+                found = replace(
+                    found,
+                    times=time_variants(timed, proofs, device),
+                    cpu_seconds=round(time.process_time() - began, 2),
+                    measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                )
+            cache.write(path, asdict(found))
         _MEMORY[path] = found
         return found
 

@@ -25,6 +25,7 @@ from hasten.parts.kernels.registry import (
     Pairs,
     Sizes,
     compare,
+    moved,
 )
 from hasten.parts.nn import attention, fused_gpu, quantised, quantised_gpu
 from hasten.parts.nn.kernel_variants import (
@@ -53,9 +54,8 @@ HALF = (torch.bfloat16, torch.float16)
 Check = Callable[[Sizes, torch.dtype, torch.device], Pairs]
 
 
-def _draw(seed: int, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=draw).to(device, dtype)
+def _draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def _checked(operation: Operation, run: Callable[..., Any], *more: Any) -> Check:
@@ -100,10 +100,9 @@ def _swiglu(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
 def _rotate(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
     """Whole heads and the last columns of wider ones, pairs in all layouts, there and back."""
     m = sizes.head // 2
-    angle = _draw(1, sizes.rows, m, dtype=torch.float32, device=torch.device("cpu"))
+    angle = _draw(1, sizes.rows, m)
     for plain in (0, 2 * sizes.head):
-        shape = sizes.rows, sizes.heads, plain + 2 * m + 3
-        x = _draw(0, *shape, dtype=torch.float32, device=torch.device("cpu"))
+        x = _draw(0, sizes.rows, sizes.heads, plain + 2 * m + 3)
         for pairs_in, pairs_out in ((False, False), (False, True), (True, False), (True, True)):
             back = pairs_out and not pairs_in
 
@@ -123,7 +122,7 @@ def _codec(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
     from hasten.parts.kernels import codec_triton
 
     block, count = 256, 5 * 256 - 3  # the last block isn't full
-    flat = _draw(0, count, dtype=dtype, device=device) * 10
+    flat = _draw(0, count, dtype=dtype).to(device) * 10
     for bits in (8, 4):
         for seed in (None, 7):
             found = []
@@ -150,8 +149,8 @@ def _varlen(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
 def _scaled_mm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
     side = quantised.SIDE
     inner, out = (-(-n // side) * side for n in (sizes.hidden, sizes.between))
-    a = _draw(0, sizes.rows, inner, dtype=dtype, device=device)
-    b = _draw(1, out, inner, dtype=dtype, device=device)
+    a = _draw(0, sizes.rows, inner, dtype=dtype).to(device)
+    b = _draw(1, out, inner, dtype=dtype).to(device)
     near = [quantised.quantise(t.cpu(), (1, inner)) for t in (a, b)]
     one, other = (
         quantised.Float8Blocks(q.data.to(device), q.scale.to(device), q.block) for q in near
@@ -165,7 +164,7 @@ def _scaled_mm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
 def _float8_rounding(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
     """By rows, by columns and by both; rows of zeros, of tiny numbers, and one with an infinity."""
     for n in (sizes.hidden, sizes.between + 3):
-        x = _draw(0, sizes.rows, n, dtype=dtype, device=device)
+        x = _draw(0, sizes.rows, n, dtype=dtype).to(device)
         x[0], x[2, 1] = 0.0, torch.inf
         x[3] *= torch.finfo(dtype).tiny
         for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -184,7 +183,7 @@ def _float8_rounding(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> 
 def _widening(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
     """Both formats of a frozen weight; the last block of nf4 isn't full."""
     rows, columns = sizes.rows, sizes.hidden + 1
-    weight = _draw(0, rows, columns, dtype=torch.float32, device=torch.device("cpu"))
+    weight = _draw(0, rows, columns)
     codes, scale = quantised.to_int8(weight)
     found = quantised_gpu.widen_int8(codes.to(device), scale.to(device), dtype)
     yield found, quantised.from_int8(codes, scale).to(dtype)
@@ -213,11 +212,8 @@ def _grouped_mm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs
         return torch.cat(rows)
 
     shapes = ((sizes.rows, inner), (len(ends), inner, out), (sizes.rows, out))
-    inputs = [
-        _draw(seed, *shape, dtype=dtype, device=torch.device("cpu"))
-        for seed, shape in enumerate(shapes)
-    ]
-    yield from compare(gradients(run), gradients(plain), tuple(inputs), dtype, device)
+    inputs = tuple(_draw(seed, *shape) for seed, shape in enumerate(shapes))
+    yield from compare(gradients(run), gradients(plain), inputs, dtype, device)
 
 
 def _update_counts(sizes: Sizes) -> tuple[int, ...]:
@@ -227,21 +223,18 @@ def _update_counts(sizes: Sizes) -> tuple[int, ...]:
 
 def _adamw_plain(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
     """Several tensors, float32 moments, gradients in ``dtype``, the weights' copy in bf16."""
-    rule, given, near = adamw.rule_of(ADAMW, STEPS), [], []
+    given = []
     for count in _update_counts(sizes):
-        weight, grad, first, second = (
-            _draw(seed, count, dtype=torch.float32, device=torch.device("cpu")) for seed in range(4)
-        )
-        given.append((weight, grad.to(dtype), first, second.square()))
-        copy = torch.zeros(count, dtype=torch.bfloat16, device=device)
-        weight, grad, first, second = (t.to(device, copy=True) for t in given[-1])
-        near.append(adamw.TensorUpdate(weight, grad, first, second, rule, copy=copy))
+        weight, grad, first, second = (_draw(seed, count) for seed in range(4))
+        rule, copy = adamw.rule_of(ADAMW, STEPS), torch.zeros(count, dtype=torch.bfloat16)
+        tensors = weight, grad.to(dtype), first, second.square()
+        given.append(adamw.TensorUpdate(*tensors, rule, copy=copy))
+    near = moved(given, device)
     adamw.update(near, torch.tensor(DIVISOR, device=device))
-    for one, tensors in zip(near, given, strict=True):
-        weight, grad, first, second = (t.double() for t in tensors)
+    for one, start in zip(near, given, strict=True):
+        weight, grad, first, second = (t.double() for t in start[:4])
         expected = update(weight, grad, first, second, DIVISOR)
         yield from zip((one.weight, one.first, one.second), expected, strict=True)
-        assert one.copy is not None
         yield one.copy, one.weight.cpu().bfloat16()
 
 
@@ -254,16 +247,16 @@ def _adamw_compact(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pa
     divisor = torch.tensor(DIVISOR)
     for eight in (False, True):
         given = [_compact(n, dtype, eight, key) for key, n in enumerate(_update_counts(sizes))]
-        near = [_on(one, device) for one in given]
+        near = moved(given, device)
         before = [one.weight.float() for one in given]
         adamw.update(near, divisor.to(device))
         for one in given:
             adamw_reference.update(one, divisor)
-        for start, found, expected in zip(before, near, given, strict=True):
+        for start, found, expected in zip(before, moved(near, "cpu"), given, strict=True):
             if dtype is torch.bfloat16:
-                yield from _few_differ(found.weight.cpu(), expected.weight)
+                yield from _few_differ(found.weight, expected.weight)
             else:
-                moves = [(one.weight.cpu() - start) / ADAMW["lr"] for one in (found, expected)]
+                moves = [(one.weight - start) / ADAMW["lr"] for one in (found, expected)]
                 yield moves[0], moves[1]
             for pair in zip(_moments(found), _moments(expected), strict=True):
                 yield from _few_differ(*pair)
@@ -278,10 +271,7 @@ def _few_differ(one: Tensor, other: Tensor) -> Pairs:
 
 def _compact(count: int, dtype: torch.dtype, eight: bool, key: int) -> adamw.TensorUpdate:
     """A weight, a gradient with an infinity, and moments that have seen some steps."""
-    cpu = torch.device("cpu")
-    weight, grad, first, second = (
-        _draw(seed, count, dtype=torch.float32, device=cpu) for seed in range(4)
-    )
+    weight, grad, first, second = (_draw(seed, count) for seed in range(4))
     grad[count // 2] = torch.inf
     second = second.square()
     rule, scales = adamw.rule_of(ADAMW, 5), None
@@ -296,25 +286,15 @@ def _compact(count: int, dtype: torch.dtype, eight: bool, key: int) -> adamw.Ten
     return adamw.TensorUpdate(weight.to(dtype), grad, first, second, rule, scales, None, key)
 
 
-def _on(one: adamw.TensorUpdate, device: torch.device) -> adamw.TensorUpdate:
-    weight, grad, first, second = (t.to(device, copy=True) for t in one[:4])
-    scales = None
-    if one.scales is not None:
-        scales = one.scales[0].to(device, copy=True), one.scales[1].to(device, copy=True)
-    return adamw.TensorUpdate(weight, grad, first, second, one.rule, scales, None, one.key)
-
-
-def _moments(one: adamw.TensorUpdate) -> tuple[Tensor, Tensor]:
-    """What the state says of both moments, on the processor."""
-    first, second = one.first.cpu(), one.second.cpu()
+def _moments(one: adamw.TensorUpdate) -> list[Tensor]:
+    """What the state says of both moments."""
+    codes = one.first, one.second
     if one.scales is None:
-        return first.float(), second.float()
+        return [each.float() for each in codes]
     count, cpu = one.weight.numel(), torch.device("cpu")
-    scales = [scale.cpu() for scale in one.scales]
-    return (
-        low_bit.values_of(first, scales[0], low_bit.signed_table(cpu), count),
-        low_bit.values_of(second, scales[1], low_bit.squared_table(cpu), count),
-    )
+    tables = low_bit.signed_table(cpu), low_bit.squared_table(cpu)
+    each = zip(codes, one.scales, tables, strict=True)
+    return [low_bit.values_of(*given, count) for given in each]
 
 
 def _from(capability: tuple[int, int]) -> Callable[[str], str]:
