@@ -231,6 +231,17 @@ class HostedTechniques:
             raise InputError(f"{technique.name()}: {hooked}, which its code would not call")
 
 
+def prepare_recognised(
+    host: Host, model: nn.Module, techniques: Iterable[Technique], host_run: HostRun
+) -> Setup:
+    """As :func:`prepare_host`; refuses besides to replace code that isn't the library's own."""
+    setup = prepare_host(host, model, techniques, host_run)
+    hosted = HostedTechniques(host, model, host_run)
+    for technique in setup.plan:
+        hosted.require_recognised(technique)
+    return setup
+
+
 BYPASSES = (Slot.EXPERTS, Slot.LAYERS, Slot.LOSS)  # their code reads weights of modules inside
 LIBRARIES = ("transformers", "torch", "peft", "accelerate", "hasten")
 

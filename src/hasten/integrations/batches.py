@@ -7,7 +7,7 @@ not every token is trained, ``labels`` (-100: no loss), as Transformers' collato
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from hasten.core.job import Sampler
+from hasten.core.slot import Slot
+from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.parts.data.collate import IGNORED, TokenRecord, end_to_end, token_record
 
@@ -170,6 +172,16 @@ _LABELS = "hasten_labels"
 UNDECIDED, PACK, KEEP = 0, 1, 2
 
 
+def batch_for(host_batch: Any, techniques: Iterable[Technique]) -> Any:
+    """The host's batch, packed where the techniques do so and it can be."""
+    packed = packed_batch(host_batch) if _packs(techniques) else ""
+    return host_batch if isinstance(packed, str) else packed
+
+
+def _packs(techniques: Iterable[Technique]) -> bool:
+    return any(technique.slot is Slot.COLLATE for technique in techniques)
+
+
 class PackedCollator:
     """A ``collate_fn`` that packs what ``usual`` returns; also in the processes of a loader.
 
@@ -197,6 +209,11 @@ class PackedCollator:
     def decide(self, decision: int) -> None:
         """Hold for all batches from now on, in every process of the loader."""
         self._decision[0] = decision
+
+    def decide_by(self, techniques: Iterable[Technique]) -> None:
+        """Pack from now on if they do; what was decided before stays."""
+        if self.decision == UNDECIDED:
+            self.decide(PACK if _packs(techniques) else KEEP)
 
     def __call__(self, rows: Sequence[Any]) -> Any:
         batch = self.usual(rows)

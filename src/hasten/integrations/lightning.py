@@ -34,18 +34,16 @@ from hasten.integrations.adapt import (
     HostRun,
     attach_wire,
     optimizer_of,
-    prepare_host,
+    prepare_recognised,
 )
 from hasten.integrations.batches import (
     KEEP,
-    PACK,
-    UNDECIDED,
     PackedBatch,
     PackedCollator,
     StepBatches,
     StepLoader,
     WeightedBatches,
-    packed_batch,
+    batch_for,
     row_sizes,
 )
 from hasten.integrations.checkpoints import (
@@ -217,11 +215,7 @@ def _require_fitting(
     _check(trainer, loader, plan)
     model = model_of(module)
     host_run, trained = _host_run(trainer, loader, plan, seed)
-    setup = prepare_host(HOST, model, plan, host_run)
-    hosted = HostedTechniques(HOST, model, host_run)
-    for technique in setup.plan:
-        hosted.require_recognised(technique)
-    return setup, trained
+    return prepare_recognised(HOST, model, plan, host_run), trained
 
 
 class ModulePasses:
@@ -266,9 +260,8 @@ class ModulePasses:
         self._window.close()
 
     def _decide(self) -> None:
-        if self.packing is not None and self.packing.decision == UNDECIDED:
-            packs = any(t.slot is Slot.COLLATE for t in self._techniques)
-            self.packing.decide(PACK if packs else KEEP)
+        if self.packing is not None:
+            self.packing.decide_by(self._techniques)
 
     # Passes.
 
@@ -328,10 +321,7 @@ class ModulePasses:
         return losses[0].sum()
 
     def batch(self, host_batch: Any, techniques: Sequence[Technique]) -> Any:
-        if not any(t.slot is Slot.COLLATE for t in techniques):
-            return host_batch
-        packed = packed_batch(host_batch)
-        return host_batch if isinstance(packed, str) else packed
+        return batch_for(host_batch, techniques)
 
     def active(self, techniques: Sequence[Technique]) -> AbstractContextManager[None]:
         return self._hosted.active(techniques)

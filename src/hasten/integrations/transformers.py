@@ -35,17 +35,15 @@ from hasten.integrations.adapt import (
     optimizer_of,
     optimizer_reason,
     plain_forward,
-    prepare_host,
+    prepare_recognised,
 )
 from hasten.integrations.batches import (
     KEEP,
-    PACK,
-    UNDECIDED,
     PackedBatch,
     PackedCollator,
     StepBatches,
     StepLoader,
-    packed_batch,
+    batch_for,
     record_of,
 )
 from hasten.integrations.checkpoints import (
@@ -119,11 +117,7 @@ def _require_fitting(trainer: Trainer, plan: Sequence[Technique]) -> Setup:
         _check(trainer, technique)
     model: Any = trainer.model
     host_run = _host_run(trainer, plan)
-    setup = prepare_host(HOST, model, plan, host_run)
-    hosted = HostedTechniques(HOST, model, host_run)
-    for technique in setup.plan:
-        hosted.require_recognised(technique)
-    return setup
+    return prepare_recognised(HOST, model, plan, host_run)
 
 
 def _check(trainer: Trainer, technique: Technique) -> None:  # noqa: C901  # a clause for each refusal
@@ -475,9 +469,8 @@ class TrainerTechniques(TrainerCallback):
             self._decide()
 
     def _decide(self) -> None:
-        if self._packing is not None and self._packing.decision == UNDECIDED:
-            packs = any(t.slot is Slot.COLLATE for t in self._techniques)
-            self._packing.decide(PACK if packs else KEEP)
+        if self._packing is not None:
+            self._packing.decide_by(self._techniques)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self.proof is not None:  # the first step's passes are done
@@ -545,10 +538,7 @@ class _TrainerPasses:
 
     def batch(self, host_batch: Any, techniques: Sequence[Technique]) -> Any:
         self._is_real = host_batch is self.real
-        if not any(t.slot is Slot.COLLATE for t in techniques):
-            return host_batch
-        packed = packed_batch(host_batch)
-        return host_batch if isinstance(packed, str) else packed
+        return batch_for(host_batch, techniques)
 
     def active(self, techniques: Sequence[Technique]) -> AbstractContextManager[None]:
         return self._hosted.active(techniques)

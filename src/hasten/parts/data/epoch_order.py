@@ -246,7 +246,11 @@ class GroupedOrder:
 
     def steps(self, epoch: int) -> Iterator[list[int]]:
         """The records of each step over all ranks together, in ascending or descending length."""
-        order = self._sorted_windows(epoch)
+        order = _generator(self.seed, epoch, RECORDS_DRAWN).permutation(len(self.lengths))
+        for number, start in enumerate(range(0, len(order), self.window)):
+            window = order[start : start + self.window]
+            window = window[np.argsort(self.lengths[window], kind="stable")]
+            order[start : start + self.window] = window[::-1] if number % 2 else window
         ends = self._ends(self.lengths[order])
         flat = order.tolist()
         begins = [0, *ends[:-1]]
@@ -263,15 +267,6 @@ class GroupedOrder:
         widths = [(len(step), int(self.lengths[step].max())) for step in self.steps(epoch)]
         slots = sum(count * width for count, width in widths)
         return 1 - int(self.lengths.sum()) / slots if slots else 0.0
-
-    def _sorted_windows(self, epoch: int) -> NDArray[np.int64]:
-        drawn = _generator(self.seed, epoch, RECORDS_DRAWN).permutation(len(self.lengths))
-        pieces = []
-        for number, start in enumerate(range(0, len(drawn), self.window)):
-            piece = drawn[start : start + self.window]
-            piece = piece[np.argsort(self.lengths[piece], kind="stable")]
-            pieces.append(piece[::-1] if number % 2 else piece)
-        return np.concatenate(pieces) if pieces else drawn
 
     def _ends(self, sizes: NDArray[np.int64]) -> list[int]:
         if self.records is not None:

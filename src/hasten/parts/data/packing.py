@@ -236,7 +236,16 @@ def pack_lengths(lengths: LengthCounts, row_tokens: int) -> list[list[int]]:
 def plan_rows(lengths: LengthCounts, row_tokens: int) -> Rows:
     """The packing without the choice of records; see :func:`pack_lengths`."""
     sizes = np.asarray(lengths, np.int64)
-    _check(sizes, row_tokens)
+    if sizes.ndim != 1 or (len(sizes) and sizes.min() < 1):
+        raise ValueError("lengths must be one row of whole numbers, each at least 1")
+    if row_tokens < 1:
+        raise ValueError(f"row_tokens is {row_tokens}; a row has at least one token")
+    if len(sizes) and sizes.max() > row_tokens:
+        where = int(sizes.argmax())
+        raise ValueError(
+            f"record {where} has {sizes[where]} tokens, more than a row of {row_tokens}; raise "
+            "row_tokens or cut the record"
+        )
     counts = np.bincount(sizes, minlength=1)
     bound, classes = _fewest(counts, row_tokens, len(sizes))
     rows = [np.tile(np.array(pattern, np.int64), times) for times, pattern in classes]
@@ -378,16 +387,3 @@ def _sorted_by(values: NDArray[np.int64]) -> NDArray[np.int64]:
     """Stable argsort; 16-bit keys are sorted by radix, several times as fast."""
     small = values.max(initial=0) < 2**16
     return np.argsort(values.astype(np.uint16) if small else values, kind="stable")
-
-
-def _check(sizes: NDArray[np.int64], row_tokens: int) -> None:
-    if sizes.ndim != 1 or (len(sizes) and sizes.min() < 1):
-        raise ValueError("lengths must be one row of whole numbers, each at least 1")
-    if row_tokens < 1:
-        raise ValueError(f"row_tokens is {row_tokens}; a row has at least one token")
-    if len(sizes) and sizes.max() > row_tokens:
-        where = int(sizes.argmax())
-        raise ValueError(
-            f"record {where} has {sizes[where]} tokens, more than a row of {row_tokens}; raise "
-            "row_tokens or cut the record"
-        )

@@ -158,7 +158,12 @@ def batch_sizes(config: Mapping[str, Any], known: TrainerSettings) -> BatchSizes
     if micro and steps and not train:
         train = micro * steps * world
     if train and steps and not micro:
-        micro = _divided(train, steps * world, f"{steps} passes on {world} rank(s)")
+        if train % (steps * world):
+            raise ValueError(
+                f"a step of {train} records can't be dealt evenly to {steps} passes on {world} "
+                "rank(s)"
+            )
+        micro = train // (steps * world)
     if train and micro and not steps:
         steps = -(-train // (micro * world))  # the last pass of a step may be smaller
         if given[0] and given[1] and train % (micro * world):
@@ -188,12 +193,6 @@ def _size(config: Mapping[str, Any], key: str) -> int | None:
     if value is not None and (type(value) is not int or value < 1):
         raise ValueError(f"{key} is {value!r}; it must be a number from 1 on, or auto")
     return value
-
-
-def _divided(whole: int, by: int, words: str) -> int:
-    if whole % by:
-        raise ValueError(f"a step of {whole} records can't be dealt evenly to {words}")
-    return whole // by
 
 
 def fill_auto(config: Mapping[str, Any], known: TrainerSettings) -> dict[str, Any]:
