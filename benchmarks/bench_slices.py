@@ -19,7 +19,7 @@ from typing import Any
 
 from smoke import arguments
 
-from hasten.cli.demo import DESIGN, recipe_for
+from hasten.cli.demo import DESIGN, TECHNIQUES, recipe_for
 from hasten.report.speedup import ablate
 
 
@@ -31,6 +31,8 @@ def main() -> None:
     found: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_for(Path(folder), gpu_bytes=0)
+        own = {"plan": list(TECHNIQUES), "on_obstacle": "skip"}  # the demo fills it in itself
+        recipe = recipe.model_copy(update=own)
         design = replace(DESIGN, rounds=asked.rounds, evaluations=0, budget_seconds=None)
         for number in range(asked.pairs):
             for slices in (False, True) if number % 2 == 0 else (True, False):

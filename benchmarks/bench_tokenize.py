@@ -174,11 +174,14 @@ def compare(
     smoke: bool,
 ) -> None:
     from hasten.data.tokenize import train_bpe
+    from hasten.models.presets import build_config, preset
 
     known = pairs(None if smoke else Path(os.environ["HASTEN_TEST_DATA"]))
     tokenizer = train_bpe((text for pair in known for text in pair), VOCABULARY)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(place / "tokenizer")
+    config = build_config(preset("deepseek-llm-tiny"), vocab_size=len(tokenizer))
+    config.save_pretrained(place / "tokenizer")
     write_records(known, place / "records.jsonl", records)
     arms = [("hasten", sys.executable, n) for n in workers]
     arms += [("trl", trl, n) for n in trl_workers] if trl else []

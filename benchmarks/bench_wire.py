@@ -161,7 +161,7 @@ def tables(given: argparse.Namespace, text: Path, folder: Path) -> None:
             "size": given.size,
             "rows": given.rows,
             "text": str(text),
-            "rounds": 1000,
+            "rounds": 1 if given.smoke else 1000,
             "block": given.block,
             "steps": {n: min(count, given.block) for n, count in link.steps.items()},
             "seconds": max(seconds / 2, seconds - 60),  # the rest is the start of the ranks
@@ -182,9 +182,8 @@ def tables(given: argparse.Namespace, text: Path, folder: Path) -> None:
         print("\n".join(links.rows(links.together(sittings, name))))
         for sitting in sittings:
             for method, row in sitting["found"].items() if sitting["link"] == name else ():
-                said = [f"{k}: {row[k]}" for k in ("fragments", "chosen") if k in row]
-                if said:
-                    print(f"{method}: {', '.join(said)}")
+                if "fragments" in row:
+                    print(f"{method}: fragments: {row['fragments']}")
 
 
 def losses(given: argparse.Namespace, text: Path, folder: Path) -> None:

@@ -41,11 +41,11 @@ LINKS = {
     "1 Gbit/s": Link(
         "1gbit",
         0.0,
-        (*DENOMINATORS, "ddp", "bf16", "int8", "int4", "powersgd:16", "stream", "auto"),
+        (*DENOMINATORS, "ddp", "bf16", "int8", "int4", "powersgd:16", "stream"),
         0.25,
         {},
     ),
-    "no limit": Link(None, 0.0, (*DENOMINATORS, "ddp", "int8", "stream", "auto"), 0.15, {}),
+    "no limit": Link(None, 0.0, (*DENOMINATORS, "ddp", "int8", "stream"), 0.15, {}),
     "10 Mbit/s, 20 ms": Link(
         "10mbit", 20.0, (*DENOMINATORS, "diloco:50", "stream:14", "stream"), 0.2, {}
     ),

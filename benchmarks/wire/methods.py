@@ -22,7 +22,7 @@ from hasten.parts.nn.fused_layers import fuse_layers, why_not
 
 SIZES = {"10M": (384, 1024, 6, 6), "3M": (256, 688, 4, 4), "tiny": (64, 128, 2, 2)}
 LENGTH = 256  # tokens of a record
-COMPRESSED = ("half", "bf16", "int8", "int4", "topk", "topk_dense", "powersgd", "auto")
+COMPRESSED = ("half", "bf16", "int8", "int4", "topk", "topk_dense", "powersgd")
 DENSE_START = 100  # steps, of topk_dense
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from wire.methods import Method
 
-WARM = {"auto": 24, "stream": 12, "signs": 12}  # steps until what is found out has been found
+WARM = {"stream": 12, "signs": 12}  # steps until what is found out has been found
 HELD_OUT = 200_000  # bytes at the end of the text
 LOOK = 10  # steps of a training between two looks at the clock
 
@@ -91,8 +91,6 @@ def speed(spec: dict[str, Any], rank: int, text: Tensor) -> dict[str, Any]:  # n
         method.settle()
         if method.kind in ("stream", "signs"):
             found[name]["fragments"] = f"{method.part.fragments} in {method.part.codec.name}"
-        if method.kind == "auto":
-            found[name]["chosen"] = method.part.explain()
     return found
 
 
