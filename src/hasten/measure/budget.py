@@ -122,21 +122,6 @@ def require_budget(seconds: float, spent: float, rest: float) -> None:
         )
 
 
-def expected_gain(plan: Plan, known: Facts) -> float:
-    """What a plan's kernels gain as measured, or how much less it is forecast to compute and move.
-
-    As a logarithm; only for the order in which a budget drops arms: neither is the speed of a job.
-    """
-    total = 0.0
-    for technique in plan:
-        if (gain := technique.gain(known)) is not None:
-            total += math.log(gain.ratio)
-            continue
-        cast = technique.forecast(known)
-        total -= math.log(max(cast.slots * cast.flops * cast.bytes * cast.wire_bytes, 1e-9))
-    return total
-
-
 def fit_to_budget(
     names: Sequence[str],
     kinds: Mapping[str, Kind],

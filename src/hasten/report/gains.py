@@ -148,7 +148,7 @@ def _is_idle_row(arm: Arm, above: Arm) -> bool:
     if arm.get("against") != above["name"] or median is None or low is None or high is None:
         return False
     ratio = Interval(median, median, low, high, len(arm["rounds"]))
-    return not (ratio.low > 1 or is_likely(ratio))
+    return not (verdict_word(arm["verdict"]) == "helped" or is_likely(ratio))
 
 
 def compared(arms: Sequence[Arm]) -> list[Arm]:

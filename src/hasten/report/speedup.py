@@ -27,7 +27,7 @@ from hasten.formatting import span
 from hasten.measure.ablation import Arm, Design, Kind, Which, plans_of, with_second_baseline
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared
-from hasten.measure.statistics import Interval, paired_ratio
+from hasten.measure.statistics import Interval, paired_ratio, verdict
 from hasten.progress import Audience, SilentProgress
 from hasten.recipe.peak_flops import mfu_words
 from hasten.recipe.prepared_data import data_files
@@ -109,11 +109,11 @@ def decide(technique: Technique, before: Arm, after: Arm, doubt: float) -> Ladde
         return rung(False, "it did not act", ratio)
     if quality(after, before)["verdict"] == "worse":
         return rung(False, quality(after, before)["text"], ratio)
-    if ratio.low > 1 + FLOOR:
+    word = verdict(ratio, FLOOR)
+    if word == "helped":
         return rung(True, f"at least {100 * (ratio.low - 1):.1f} % faster", ratio)
-    if ratio.high < 1 - FLOOR:
-        return rung(False, "slower", ratio)
-    return rung(False, f"not shown to gain more than {100 * FLOOR:g} %", ratio)
+    lacks = "slower" if word == "hurt" else f"not shown to gain more than {100 * FLOOR:g} %"
+    return rung(False, lacks, ratio)
 
 
 def by_gain(techniques: Iterable[Technique], arms: Sequence[Arm]) -> list[Technique]:
