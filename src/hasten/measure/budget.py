@@ -47,7 +47,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.measure.ablation import Design, Kind
 from hasten.measure.record import ExperimentRecord
@@ -55,7 +54,7 @@ from hasten.measure.rounds import Rounds
 from hasten.measure.schedule import ArmProcess
 
 if TYPE_CHECKING:
-    from hasten.core.facts import Facts  # loads torch
+    pass  # loads torch
 
 FEWEST_ROUNDS = 2  # one says nothing of its own error
 WORTH_ROUNDS = 5  # fewer leave an interval too wide for most effects: rather fewer arms
