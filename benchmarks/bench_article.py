@@ -21,11 +21,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hasten.cli.terminal import Display
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm, Design
 from hasten.measure.choose import choose
 from hasten.measure.recipe_experiment import measured, prepared
+from hasten.progress import Display
 from hasten.recipe.preset_plans import preset
 from hasten.recipe.schema import AutoPlan, Recipe
 from hasten.recipe.yaml_reader import read_duration

@@ -221,5 +221,5 @@ def complete_report(
     if preset is not None:
         report["claims"] = [*report["claims"], *preset_claims(preset, report)]
     bundle = bundle_of(arms, design, report, [stamp(path) for path in data])
-    write_bundle(bundle, report, folder)
+    write_bundle(bundle, folder)
     return report
