@@ -28,7 +28,7 @@ from hasten.measure.recipe_experiment import ExperimentSubject
 from hasten.measure.workers import WorkerPool
 from hasten.recipe.schema import Recipe
 from hasten.recipe.shorthands import catalogue
-from hasten.report.findings import report_of
+from hasten.report.build import report_of
 from hasten.report.gains import lead_of
 from hasten.report.page import render_markdown
 from hasten.report.schema import read_report

@@ -31,7 +31,7 @@ from evidence.planted_techniques import (
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.measure.ablation import Arm
-from hasten.report.findings import report_of
+from hasten.report.build import report_of
 from hasten.report.verdicts import verdict_word
 
 RECORDED = Path(__file__).parent / "data" / "step_speeds.json"

@@ -192,8 +192,8 @@ def demo(
     from hasten.machine.processes import LoadMeter
     from hasten.measure.recipe_experiment import prepared
     from hasten.progress import Display
+    from hasten.report.build import experiment_report
     from hasten.report.page import write_report
-    from hasten.report.speedup import experiment_report
 
     clock = _Clock(STARTED)
     hardware = host.hardware()

@@ -207,7 +207,7 @@ class StepLine:
         price = self._recipe.price
         if price is not None:
             # Evaluations and saving are paid for, too.
-            cost = price.money(time.perf_counter() - self._began, self._devices)
+            cost = price.money(time.perf_counter() - self._began, price.paid(self._devices))
             parts.append(f"{cost:.4f} {price.currency}")
         if m.skipped:
             parts.append("SKIPPED: not finite")

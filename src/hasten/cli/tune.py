@@ -184,7 +184,7 @@ def show(found: StudyResult, price: Price | None = None, devices: int = 1) -> No
     print(f"\n{found}")
     winner = report["winner"]
     if winner and price is not None and winner["ratio"]["median"]:
-        before = price.money(1e6 / report["start"]["rate"], devices)
+        before = price.money(1e6 / report["start"]["rate"], price.paid(devices))
         after = before / winner["ratio"]["median"]
         print(f"a million tokens: {before:.4g} {price.currency} before, {after:.4g} after")
     if report["objective"] == "pareto":

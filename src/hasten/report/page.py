@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -50,6 +49,7 @@ from hasten.report.gains import (
     unmeasured,
     unpaid,
 )
+from hasten.report.markup import LONGEST, cell, markdown_table
 from hasten.report.schema import SCHEMA, as_json, read_report
 from hasten.report.svg import drawings, thin
 from hasten.report.verdicts import verdict_word
@@ -262,8 +262,6 @@ def _thinned(arm: Mapping[str, Any], most: int) -> dict[str, Any]:
 # The table of arms; below it the reasons behind verdicts, the noise floor, what did not pay, where
 # the guard objects, and the cost. The page has the rest.
 
-_LONGEST = 400  # characters of a reason; report.json has it whole
-
 
 def render_markdown(report: Mapping[str, Any]) -> str:
     """The arms as a Markdown table with notes below.
@@ -273,16 +271,9 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     """
     read = read_report(report)
     table = table_of(read)
-    rows = [[_cell(row[key]) for key in table.columns] for row in (table.columns, *table.rows)]
+    rows = [[cell(row[key]) for key in table.columns] for row in (table.columns, *table.rows)]
     notes = "".join(f"- {note}\n" for note in _notes(read))
-    return f"{_table(rows)}\n{notes}" if notes else _table(rows)
-
-
-def _table(rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
-    padded = ([cell.ljust(n) for cell, n in zip(row, widths, strict=True)] for row in rows)
-    return "".join(f"| {' | '.join(row)} |\n" for row in padded)
+    return f"{markdown_table(rows)}\n{notes}" if notes else markdown_table(rows)
 
 
 def _notes(read: Mapping[str, Any]) -> Iterator[str]:
@@ -290,31 +281,31 @@ def _notes(read: Mapping[str, Any]) -> Iterator[str]:
     rows = unpaid(read)
     listed = {row["name"] for row in rows}
     if (lead := lead_of(read)) is not result_of(arms):
-        plan = f"({_cell(', '.join(lead['techniques']))})"
+        plan = f"({cell(', '.join(lead['techniques']))})"
         if entries := _plain_plan(lead, read):
-            flow = yaml.safe_dump({"plan": entries}, default_flow_style=True, width=_LONGEST)
+            flow = yaml.safe_dump({"plan": entries}, default_flow_style=True, width=LONGEST)
             plan = f"`{' '.join(flow.strip()[1:-1].split())}`"
         ratio = span(lead["ratio"], "times")
-        yield f"fastest at equal quality: {_cell(lead['name'])}, {ratio}: {plan}"
+        yield f"fastest at equal quality: {cell(lead['name'])}, {ratio}: {plan}"
     if (busy := load_of_others(arms)) is not None:
         yield busy
     for arm in arms:
         if arm["verdict"] != verdict_word(arm["verdict"]) and arm["name"] not in listed:
-            yield f"{_cell(arm['name'])}: {_cell(arm['verdict'])}"
+            yield f"{cell(arm['name'])}: {cell(arm['verdict'])}"
     for row in rows:
         word = "not shown to pay" if row["word"] == "undecided" else "did not pay"
-        yield f"{word}: {_cell(row['name'])}: {_cell(row['why'])}"
+        yield f"{word}: {cell(row['name'])}: {cell(row['why'])}"
     for arm in arms:
         if (more := more_rounds(arm, read["design"])) is not None:
-            yield f"{_cell(arm['name'])}: would be decided by {more}"
+            yield f"{cell(arm['name'])}: would be decided by {more}"
     if read["mfu"]:
         some = arms if len(arms) <= 4 else [arms[0], result_of(arms)]
-        shares = ", ".join(f"{_cell(a['name'])} {words(a['mfu'], 'percent')}" for a in some)
-        yield f"{shares} {_cell(read['mfu'])}"
+        shares = ", ".join(f"{cell(a['name'])} {words(a['mfu'], 'percent')}" for a in some)
+        yield f"{shares} {cell(read['mfu'])}"
     yield from _noise(read)
     for row in read["invariance"]:
         if verdict_word(row["verdict"]) in GUILTY:
-            yield f"not invariant: {_cell(row['what'])}: {_cell(row['text'] or row['verdict'])}"
+            yield f"not invariant: {cell(row['what'])}: {cell(row['text'] or row['verdict'])}"
     yield from _money(read)
 
 
@@ -325,9 +316,9 @@ def _noise(read: Mapping[str, Any]) -> Iterator[str]:
         floor = (
             "" if noise["floor"] is None else f", noise floor {words(noise['floor'], 'percent')}"
         )
-        yield _cell(noise["text"] or f"two copies of the baseline: {copies}{floor}")
+        yield cell(noise["text"] or f"two copies of the baseline: {copies}{floor}")
     if together["text"] or together["ratio"]:
-        yield _cell(
+        yield cell(
             together["text"] or f"all over the single ones: {span(together['ratio'], 'times')}"
         )
 
@@ -338,23 +329,13 @@ def _money(read: Mapping[str, Any]) -> Iterator[str]:
     if prices is not None:
         ends = [read["arms"][0], result_of(read["arms"])]
         said = " → ".join(words(priced(prices, arm), "price") for arm in ends[: len(read["arms"])])
-        yield f"{_cell(cost['currency'] or 'cost')} per million tokens: {said}"
+        yield f"{cell(cost['currency'] or 'cost')} per million tokens: {said}"
     experiment = cost["experiment"]
     if experiment["money"] is not None:
         spent = words(experiment["money"], "price")
-        yield f"the experiment cost {spent} {_cell(cost['currency'] or '')}"
+        yield f"the experiment cost {spent} {cell(cost['currency'] or '')}"
     if cost["payback"]["text"]:
-        yield _cell(cost["payback"]["text"])
-
-
-def _cell(text: str) -> str:
-    """Text for a Markdown cell: on one line, and nothing in it means anything to Markdown."""
-    line = " ".join(text.split())
-    if len(line) > _LONGEST:
-        line = f"{line[:_LONGEST]}…"
-    escaped = re.sub(r"([\\|`*<>\[\]])", r"\\\1", line) or "–"
-    # An interval is no link, and reads better without its backslashes.
-    return re.sub(r"\\\[([\d.,]+, [\d.,]+|95 %)\\\](?!\()", r"[\1]", escaped)
+        yield cell(cost["payback"]["text"])
 
 
 def write_report(report: Mapping[str, Any], folder: Path) -> Path:

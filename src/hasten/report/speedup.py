@@ -25,15 +25,12 @@ from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.formatting import span
 from hasten.measure.ablation import Arm, Design, Kind, Which, plans_of, with_second_baseline
-from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared
 from hasten.measure.statistics import Interval, paired_ratio, verdict
 from hasten.progress import Audience, SilentProgress
-from hasten.recipe.peak_flops import mfu_words
-from hasten.recipe.prepared_data import data_files
-from hasten.recipe.preset_plans import preset_of
 from hasten.recipe.schema import Recipe
-from hasten.report.findings import complete_report, report_of
+from hasten.report.build import experiment_report
+from hasten.report.markup import cell, markdown_table
 from hasten.report.verdicts import idle_techniques, quality, ratio_to, ratios_of
 
 DOUBT = 0.05  # of all decisions of a climb together
@@ -66,13 +63,11 @@ class Climb:
 
     def __str__(self) -> str:
         sure = 100 * (1 - DOUBT / max(len(self.rungs), 1))
-        head = f"| technique | times the plan so far [{sure:.3g} %] | kept | why |"
-        rows = [head, "|---|---|---|---|"]
+        rows = [["technique", f"times the plan so far [{sure:.3g} %]", "kept", "why"]]
         for rung in self.rungs:
             found = "not measured" if rung.ratio is None else span(rung.ratio, "times")
-            kept = "yes" if rung.kept else "no"
-            rows.append(f"| {rung.technique} | {found} | {kept} | {rung.why} |")
-        return "\n".join([*rows, "", f"kept: {self.plan if len(self.plan) else 'nothing'}"])
+            rows.append([rung.technique, found, "yes" if rung.kept else "no", cell(rung.why)])
+        return f"{markdown_table(rows)}\nkept: {self.plan if len(self.plan) else 'nothing'}"
 
     def rows(self) -> list[dict[str, Any]]:
         """The rungs as plain dictionaries, for a report."""
@@ -221,43 +216,3 @@ def gradual_optimize(
     report = experiment_report(subject, found, design, title, command, further, sum(seconds))
     report["design"]["climb"] = climbed.rows()
     return replace(climbed, report=report)
-
-
-def experiment_report(
-    subject: ExperimentSubject,
-    found: Measured,
-    design: Design,
-    title: str,
-    command: str,
-    further: Mapping[str, Any],
-    earlier_seconds: float = 0.0,
-) -> dict[str, Any]:
-    """The report of an experiment on a recipe; ``bundle.json`` is written into its folder.
-
-    ``further`` are more arguments of `report_of`: guard, invariance, cost.
-    """
-    recipe, known = subject.recipe, subject.known
-    records = subject.data.record_facts() if subject.data else known.records
-    epoch = {"epoch_tokens": records.tokens, "epoch_records": records.count}
-    report = report_of(
-        found.arms,
-        title=title,
-        command=command,
-        hardware={**asdict(known.hardware), "device": known.device},
-        versions=known.versions,
-        recipe=recipe.model_dump(mode="json"),
-        mfu=mfu_words(recipe, known),
-        design=found.design | epoch | ({"ranks": recipe.nproc} if recipe.nproc > 1 else {}),
-        **further,
-    )
-    return complete_report(
-        report,
-        found.arms,
-        design,
-        Path(recipe.output),
-        price=recipe.price.to_cost(known.world.size) if recipe.price else None,
-        preset=preset_of(recipe.plan, recipe.nproc),
-        data=data_files(recipe),
-        energy=subject.meter.source,
-        earlier_seconds=earlier_seconds,
-    )
