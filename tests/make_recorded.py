@@ -18,7 +18,7 @@ from typing import Any
 from hasten.measure.ablation import Design, plans_of, with_second_baseline
 from hasten.measure.recipe_experiment import measured, prepared
 from hasten.recipe.schema import recipe_from
-from hasten.report.verdicts import floor_of, noise_of, ratio_to
+from hasten.report.judgement import floor_of, noise_of, ratio_to
 from make_golden import _model, _records
 
 RECIPE: dict[str, Any] = {

@@ -33,7 +33,7 @@ from hasten.recipe import build, memory_check, prepare
 from hasten.recipe.build import build_model
 from hasten.recipe.candidates import candidates
 from hasten.recipe.schema import Recipe, recipe_from
-from hasten.report.verdicts import judge_arms
+from hasten.report.judgement import judge_arms
 from hasten.training.auto_adjust import Candidate
 
 SLICED = 3**-0.5  # slices leave a third of the variance of whole turns

@@ -17,8 +17,8 @@ from evidence.handmade import (
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm
 from hasten.recipe.schema import Recipe
+from hasten.report.judgement import ratio_to
 from hasten.report.schema import read_report
-from hasten.report.verdicts import ratio_to
 from hasten.training.run import cost_of
 
 

@@ -291,10 +291,9 @@ def with_usable_techniques(
 
 def plan_to_train(report: Mapping[str, Any] | None, plan: Sequence[Any]) -> DemoPlan:
     """The fastest row of equal quality in the table; all techniques where nothing was measured."""
-    from hasten.report.gains import fastest_of_equal_quality
+    from hasten.report.judgement import fastest_of_equal_quality, verdict_word
     from hasten.report.page import recipe_plan
     from hasten.report.schema import read_report
-    from hasten.report.verdicts import verdict_word
 
     everything = DemoPlan("all techniques", list(plan), "")
     if report is None:
@@ -319,8 +318,7 @@ def plan_to_train(report: Mapping[str, Any] | None, plan: Sequence[Any]) -> Demo
 
 def _choice_words(arm: Mapping[str, Any], read: Mapping[str, Any]) -> str:
     """What was chosen and what it gains, as its row in the table says it."""
-    from hasten.report.gains import ladder_of, on_the_whole
-    from hasten.report.verdicts import verdict_word
+    from hasten.report.judgement import ladder_of, on_the_whole, verdict_word
 
     gain = f"{span(arm['ratio'], 'times')} the baseline's speed at equal quality"
     word = on_the_whole(arm, read)
@@ -516,7 +514,7 @@ def _show_measured(report: dict[str, Any]) -> None:
 
 def quality_words(read: Mapping[str, Any]) -> str:
     """What was compared of the models, and how far apart they are."""
-    from hasten.report.verdicts import MARGIN
+    from hasten.report.judgement import MARGIN
 
     base, *rows = read["arms"]
     losses = [row["held_out_loss"] for row in rows if row["held_out_loss"] is not None]

@@ -114,9 +114,9 @@ def speedup(
     from hasten.recipe.schema import load_recipe
     from hasten.recipe.yaml_reader import read_duration
     from hasten.report.bundle import NAME as BUNDLE
+    from hasten.report.judgement import GUILTY
     from hasten.report.page import write_report
     from hasten.report.speedup import ablate, gradual_optimize
-    from hasten.report.verdicts import GUILTY
 
     writable("--json", json_out)
     if bundle is not None:
@@ -193,7 +193,7 @@ def print_table(report: Mapping[str, Any], console: Console | None = None) -> No
     from rich.console import Console
     from rich.text import Text
 
-    from hasten.report.gains import arms_that_hurt
+    from hasten.report.judgement import arms_that_hurt
     from hasten.report.page import render_markdown
     from hasten.report.schema import read_report
 
@@ -208,7 +208,7 @@ def print_table(report: Mapping[str, Any], console: Console | None = None) -> No
 def _settle(report: dict[str, Any], back: WriteBack) -> None:
     """Put the fastest plan of equal quality into the recipe, or say how, where it is another."""
     from hasten.recipe.write_back import plain_entry
-    from hasten.report.gains import fastest_of_equal_quality
+    from hasten.report.judgement import fastest_of_equal_quality
     from hasten.report.page import recipe_plan
     from hasten.report.schema import read_report
 

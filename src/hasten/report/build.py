@@ -24,12 +24,11 @@ from hasten.recipe.preset_plans import preset_of
 from hasten.report.bundle import bundle_of, stamp, write_bundle
 from hasten.report.claims import claims_of, preset_claims
 from hasten.report.cost import cost_of_experiment
-from hasten.report.gains import fastest_of_equal_quality
-from hasten.report.schema import SCHEMA
-from hasten.report.verdicts import (
+from hasten.report.judgement import (
     NOT_MEASURED,
     Guard,
     Judgement,
+    fastest_of_equal_quality,
     interaction_of,
     judge_arms,
     last_loss,
@@ -38,6 +37,7 @@ from hasten.report.verdicts import (
     ratio_to,
     rebuilt_of,
 )
+from hasten.report.schema import SCHEMA
 
 FEWEST_STEPS = 8  # whose 5th and 95th percentile say anything
 

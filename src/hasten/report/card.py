@@ -15,8 +15,8 @@ import yaml
 
 from hasten.data.file_lock import replace_file
 from hasten.models.presets import PRESETS
-from hasten.report.gains import table_of
 from hasten.report.markup import cell, code, markdown_table
+from hasten.report.page import table_of
 from hasten.report.schema import read_report
 
 CARD = "README.md"

@@ -16,8 +16,7 @@ from typing import Any
 
 from hasten.errors import InputError
 from hasten.recipe.price import Price
-from hasten.report.gains import on_the_whole
-from hasten.report.verdicts import verdict_word
+from hasten.report.judgement import on_the_whole, verdict_word
 
 JOULES_PER_KWH = 3.6e6
 

@@ -30,8 +30,8 @@ from hasten.measure.statistics import Interval, paired_ratio, verdict
 from hasten.progress import Audience, SilentProgress
 from hasten.recipe.schema import Recipe
 from hasten.report.build import experiment_report
+from hasten.report.judgement import idle_techniques, quality, ratio_to, ratios_of
 from hasten.report.markup import cell, markdown_table
-from hasten.report.verdicts import idle_techniques, quality, ratio_to, ratios_of
 
 DOUBT = 0.05  # of all decisions of a climb together
 FLOOR = 0.01  # a gain that nobody should act on

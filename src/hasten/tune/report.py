@@ -9,8 +9,8 @@ from html import escape
 from typing import Any
 
 from hasten.measure.ablation import Arm
+from hasten.report.judgement import floor_of, idle_techniques, judge_arms, ratio_to, verdict_word
 from hasten.report.markup import html_table
-from hasten.report.verdicts import floor_of, idle_techniques, judge_arms, ratio_to, verdict_word
 from hasten.tune.space import Space
 from hasten.tune.study import Study
 
