@@ -116,7 +116,7 @@ def speedup(
     from hasten.report.bundle import NAME as BUNDLE
     from hasten.report.judgement import GUILTY
     from hasten.report.page import write_report
-    from hasten.report.speedup import ablate, gradual_optimize
+    from hasten.report.speedup import ablate, climb_recipe
 
     writable("--json", json_out)
     if bundle is not None:
@@ -160,7 +160,7 @@ def speedup(
         report: dict[str, Any] | None
         if arms == "climb":
             title = f"What gradual optimisation keeps: {path.stem}"
-            climbed = gradual_optimize(recipe, order=order, title=title, **more)
+            climbed = climb_recipe(recipe, order=order, title=title, **more)
             print(f"{climbed}\n")
             report = climbed.report
         else:

@@ -1,4 +1,4 @@
-"""What a recipe's techniques gain on its own job: `ablate`, and `gradual_optimize` step by step.
+"""What a recipe's techniques gain on its own job: `ablate`, and `climb_recipe` step by step.
 
 Gradual optimisation tries one technique more at a time, and only what pays is kept:
 
@@ -74,8 +74,18 @@ class Climb:
         return [asdict(rung) for rung in self.rungs]
 
 
-def climb(techniques: Sequence[Technique], measure: Measure) -> Climb:
-    """Try every technique in this order on top of what was kept before it."""
+def climb(
+    techniques: Sequence[Technique],
+    measure: Measure,
+    singles: Callable[[], Sequence[Arm]] | None = None,
+) -> Climb:
+    """Try every technique on top of what was kept before it.
+
+    In the order given, or where ``singles`` measures the baseline and each technique alone, by the
+    gain of each.
+    """
+    if singles is not None and len(techniques) > 1:
+        techniques = by_gain(techniques, singles())
     kept, rungs = Plan(), []
     for technique in techniques:
         wider = kept.with_(technique)
@@ -165,7 +175,7 @@ def ablate(
     return experiment_report(subject, found, design, title, command, further)
 
 
-def gradual_optimize(
+def climb_recipe(
     recipe: Recipe | str | Path,
     *,
     order: Order = "slots",
@@ -190,24 +200,23 @@ def gradual_optimize(
     audience = audience or SilentProgress()
     subject = prepared(recipe, audience, ranks=True)
     design = replace(design or Design(seed=subject.recipe.seed), noise=False)
-    plans, kinds = plans_of(subject.plan, "alone")
-    techniques: list[Technique] = list(subject.plan)
+    alone, singly = plans_of(subject.plan, "alone")  # refuses an empty plan
     seconds: list[float] = []  # of each experiment on the way
-    if order == "gain" and len(techniques) > 1:
-        found = measured(subject, plans, kinds, design, fresh, audience)
-        techniques = by_gain(techniques, found.arms)
-        seconds.append(found.design["seconds"])
 
-    def measure(before: Plan, after: Plan) -> tuple[Any, Any]:
+    def arms(plans: Mapping[str, Plan], kinds: Mapping[str, Kind]) -> list[Arm]:
+        found = measured(subject, plans, kinds, design, fresh, audience)
+        seconds.append(found.design["seconds"])
+        return found.arms
+
+    def measure(before: Plan, after: Plan) -> tuple[Arm, Arm]:
         (new,) = set(after.techniques) - set(before.techniques)
         audience.tell(f"does {new} pay on top of: {before}?")
         names = {"so far": before, f"+ {new.name()}": after}
-        labels: dict[str, Kind] = dict(zip(names, ("baseline", "ladder"), strict=True))
-        found = measured(subject, names, labels, design, fresh, audience)
-        seconds.append(found.design["seconds"])
-        return found.arms[0], found.arms[-1]
+        found = arms(names, dict(zip(names, ("baseline", "ladder"), strict=True)))
+        return found[0], found[-1]
 
-    climbed = climb(techniques, measure)
+    singles = (lambda: arms(alone, singly)) if order == "gain" else None
+    climbed = climb(list(subject.plan), measure, singles)
     if not len(climbed.plan):
         return climbed
     plans, kinds = with_second_baseline(*plans_of(climbed.plan, "plan"))
