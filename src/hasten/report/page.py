@@ -3,7 +3,7 @@
 The input is plain data, described key by key in docs/report-schema.md.
 
 1. schema.py makes it JSON and checks it against its shapes.
-2. gains.py derives what several arms say together, formatting.py says numbers, svg.py draws them.
+2. judgement.py derives what several arms say, formatting.py says numbers, svg.py draws them.
 3. The page is rendered from report.html.jinja and page/*.jinja, the table as Markdown.
 4. Both files are rendered before either is written, and each appears by a rename, so that no
    reader ever sees half a report.
