@@ -599,7 +599,8 @@ def _show_next_steps(output: Path, has_page: bool) -> None:
     ]
     if has_page:
         page = output / "report.html"
-        rows.insert(0, (f"{_opener()} {page}", "curves and intervals; one file, needs no network"))
+        opener = {"darwin": "open", "win32": "start"}.get(sys.platform, "xdg-open")
+        rows.insert(0, (f"{opener} {page}", "curves and intervals; one file, needs no network"))
     width = max(len(row[0]) for row in rows)
     for row in rows:
         print(f"  {row[0].ljust(width)}  {row[1]}")
@@ -611,8 +612,3 @@ def _command() -> str:
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path) if path.exists() else f"{sys.executable} -m hasten"
-
-
-def _opener() -> str:
-    """The command that opens a page in a browser on this system."""
-    return {"darwin": "open", "win32": "start"}.get(sys.platform, "xdg-open")

@@ -154,7 +154,9 @@ def launch(
         print(f"written: {written}")
     for sentence in advice(made.cloud, made.interface):
         print(f"note: {sentence}")
-    print(f"to start it: {shlex.join(command) if command else _by_hand(target, made)}")
+    script = "megatron.sh" if target == "megatron" else "node.sh"
+    by_hand = f"on every host: bash {script} FIRST_HOST:{made.port}"
+    print(f"to start it: {shlex.join(command) if command else by_hand}")
     return subprocess.run(command, check=False).returncode if submit else 0
 
 
@@ -211,8 +213,3 @@ def _check_submission(target: str, command: list[str]) -> None:
             f"--submit: there is no {command[0]} on this machine; leave --submit out and start "
             "the files where there is one"
         )
-
-
-def _by_hand(target: str, made: Launch) -> str:
-    script = "megatron.sh" if target == "megatron" else "node.sh"
-    return f"on every host: bash {script} FIRST_HOST:{made.port}"

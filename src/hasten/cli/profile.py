@@ -49,7 +49,7 @@ def profile(
     if missing := lacking(recipe):
         restart_with(["profile", str(path), *changes, *options], missing)
     with Display() as display:
-        tell = display.tell if environment.world().is_main else _nothing
+        tell = display.tell if environment.world().is_main else lambda text: None
         known, plan, data = prepare_run(recipe, tell)
         display.begin()
         show = display.show if known.world.is_main else lambda text, share: None
@@ -113,7 +113,3 @@ def _origin(recipe: Recipe, known: Facts, plan: Plan, path: Path) -> dict[str, A
         "world_size": known.world.size,
         "mfu_of": mfu_words(recipe, known),
     }
-
-
-def _nothing(text: str) -> None:
-    return None

@@ -100,7 +100,7 @@ def train(
         summary = run_training(
             recipe,
             import_seconds=import_seconds,
-            tell=_nothing if silent else display.tell,
+            tell=(lambda text: None) if silent else display.tell,
             on_tokens=None if silent else line.tokenising,
             on_start=line.start,
             on_step=line.step if watched is None else call_both(watched.note, line.step),
@@ -333,7 +333,3 @@ def _evenness(stall: float, found: Mapping[str, Any]) -> str:
 def _evaluation(step: int, loss: float | None, metrics: dict[str, float]) -> str:
     words = [f"step {step}: held-out loss " + ("not measured" if loss is None else f"{loss:.4f}")]
     return ", ".join([*words, *(f"{name} {value:.4g}" for name, value in metrics.items())])
-
-
-def _nothing(text: str) -> None:
-    return None

@@ -45,12 +45,13 @@ def write_card(folder: Path, recipe: Facts, summary: Facts, report: Facts | None
 def card_text(recipe: Facts, summary: Facts, report: Facts | None, adapter: bool) -> str:
     """The card: the same for the same run, whenever it is written."""
     base = str(recipe["model"])
+    random = " (random weights)" if recipe.get("from_scratch") or base in PRESETS else ""
     what = "An adapter (LoRA) for" if adapter else "A language model trained from"
     parts = [
         _front_matter(recipe, adapter),
         MARK,
         f"# {'Adapter' if adapter else 'Model'} from {code(base)}",
-        f"{what} {code(base)}{_weights(recipe)} on {_data(recipe)}.",
+        f"{what} {code(base)}{random} on {_data(recipe)}.",
         "## Training",
         markdown_table([("", ""), *_training(recipe, summary)]).rstrip(),
         "## Techniques",
@@ -76,11 +77,6 @@ def _front_matter(recipe: Facts, adapter: bool) -> str:
     if base not in PRESETS and not base.startswith((".", "/", "~")) and base.count("/") == 1:
         meta["base_model"] = base  # a hub name; a local path says nothing to others
     return f"---\n{yaml.safe_dump(meta, sort_keys=False).strip()}\n---"
-
-
-def _weights(recipe: Facts) -> str:
-    random = recipe.get("from_scratch") or recipe["model"] in PRESETS
-    return " (random weights)" if random else ""
 
 
 def _data(recipe: Facts) -> str:

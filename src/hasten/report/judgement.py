@@ -450,6 +450,8 @@ def measured_arm(row: Row, base: Row) -> Arm:
     other turns.
     """
     usable = all(map(_sensible, (*row["rounds"], *row["beside"]))) and _in_turn(row, base)
+    luck = row["luck"]
+    known = luck is not None and all(map(_sensible, luck.values()))
     failed, loss, curve = verdict_word(row["verdict"]) == "failed", row["held_out_loss"], [(1, 0.0)]
     return Arm(
         row["name"],
@@ -460,7 +462,9 @@ def measured_arm(row: Row, base: Row) -> Arm:
         failed=row["verdict"] if failed else None,
         kind=row["kind"],
         beside=list(row["beside"]) if len(row["beside"]) == len(row["rounds"]) else [],
-        luck=ProcessVariance(**row["luck"]) if _is_known(row["luck"]) else None,
+        luck=ProcessVariance(**luck)
+        if luck is not None and all(map(_sensible, luck.values()))
+        else None,
     )
 
 
@@ -507,18 +511,13 @@ def fastest_of_equal_quality(report: Mapping[str, Any]) -> Row | None:
     equal = [arm for arm in arms[1:] if verdict_word(arm["quality"]) == "not worse"]
     every: list[Row] = [base, *(arm for arm in equal if arm["ratio"]["median"] is not None)]
     best = max(every, key=lambda arm: arm["ratio"]["median"] or 0.0)
-    for above in reversed(_above(best, arms)):
+    rows = ladder_of(arms)
+    place = next((i for i, row in enumerate(rows) if row is best), 0)
+    for above in reversed(rows[:place]):
         if above not in every or not _is_idle_row(best, above):
             break
         best = above
     return best
-
-
-def _above(arm: Row, arms: Sequence[Row]) -> list[Row]:
-    """The rows of the ladder above an arm; none of an arm that isn't in one."""
-    rows = ladder_of(arms)
-    place = next((i for i, row in enumerate(rows) if row is arm), 0)
-    return rows[:place]
 
 
 def _is_idle_row(arm: Row, above: Row) -> bool:
@@ -605,10 +604,6 @@ def _in_turn(arm: Row, base: Row) -> bool:
     if arm is base or arm["beside"] or told is None or not ratios:
         return True
     return math.isclose(statistics.median(ratios), told, rel_tol=_SAME)
-
-
-def _is_known(luck: Mapping[str, float | None] | None) -> bool:
-    return luck is not None and all(map(_sensible, luck.values()))
 
 
 def _sensible(value: float | None) -> bool:
