@@ -462,9 +462,7 @@ def measured_arm(row: Row, base: Row) -> Arm:
         failed=row["verdict"] if failed else None,
         kind=row["kind"],
         beside=list(row["beside"]) if len(row["beside"]) == len(row["rounds"]) else [],
-        luck=ProcessVariance(**luck)
-        if luck is not None and all(map(_sensible, luck.values()))
-        else None,
+        luck=ProcessVariance(**luck) if known else None,
     )
 
 

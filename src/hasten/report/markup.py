@@ -9,15 +9,11 @@ from html import escape
 LONGEST = 400  # characters of a cell
 
 
-def one_line(text: object, most: int, end: str = "…") -> str:
-    """The text on one line, with an end where it was cut."""
-    line = " ".join(str(text).split())
-    return line if len(line) <= most else f"{line[:most]}{end}"
-
-
 def cell(text: object) -> str:
     """Text for a Markdown cell: on one line, and nothing in it means anything to Markdown."""
-    escaped = re.sub(r"([\\|`*<>\[\]])", r"\\\1", one_line(text, LONGEST)) or "–"
+    line = " ".join(str(text).split())
+    line = line if len(line) <= LONGEST else f"{line[:LONGEST]}…"
+    escaped = re.sub(r"([\\|`*<>\[\]])", r"\\\1", line) or "–"
     # An interval is no link, and reads better without its backslashes.
     return re.sub(r"\\\[([\d.,]+, [\d.,]+|95 %)\\\](?!\()", r"[\1]", escaped)
 
