@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,9 +194,8 @@ def test_other_data_and_other_settings_are_refused(tmp_path: Path, hasten: Haste
         "hardware": {},
         "data": [{"path": str(data), "bytes": 1, "sha256": "0"}],
     }
-    kept_there = tmp_path / "x.zip"
-    with zipfile.ZipFile(kept_there, "w") as file:
-        file.writestr("bundle.json", json.dumps(bundle))
+    kept_there = tmp_path / "bundle.json"
+    kept_there.write_text(json.dumps(bundle))
     for words, said in (
         ((), "is not the file of the experiment"),
         (("dataset=/nothing.jsonl",), "is not here"),
