@@ -20,7 +20,7 @@ def test_a_run_writes_its_models_card_and_findings_join_it_later(tmp_path: Path)
     run, report = tmp_path / "run", tmp_path / "report.json"
     cards = [run / name / "README.md" for name in ("model", "model_average")]
     for place in cards:
-        assert "| `packed` |" in place.read_text()
+        assert "| `packed` " in place.read_text()
         assert "\nA language model trained from `" in place.read_text()
     summary = json.loads((run / "summary.json").read_text())
     of_adapter = card_text(Recipe(**small(tmp_path)).model_dump(mode="json"), summary, None, True)
