@@ -32,8 +32,9 @@ from hasten.progress import Display
 from hasten.recipe.preset_plans import preset
 from hasten.recipe.schema import AutoPlan, Recipe
 from hasten.recipe.yaml_reader import read_duration
+from hasten.report.build import report_of
 from hasten.report.claims import preset_claims
-from hasten.report.findings import report_of
+from hasten.report.cost import cost_of_experiment
 from hasten.report.page import render_markdown, write_report
 from hasten.report.speedup import ablate
 from hasten.techniques import CATALOGUE
@@ -104,11 +105,9 @@ def _figures(subject: Any, base: Arm, arm: Arm, design: dict[str, Any]) -> Seque
         hardware={**asdict(subject.known.hardware), "device": subject.known.device},
         versions={},
         recipe=subject.recipe.model_dump(mode="json"),
-        currency=price.currency if price else None,
-        per_device_hour=price.per_device_hour if price else 0.0,
-        devices=ranks,
         design=design | {"ranks": ranks},
     )
+    report["cost"] = cost_of_experiment(report, price, ranks)
     rows = preset_claims(preset("article", ranks), report)
     return [row for row in rows if row["technique"].startswith(WHOLE)]
 

@@ -1252,7 +1252,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="a-lower-loss-is-worse",
         kind="swapped sign",
-        file="report/verdicts.py",
+        file="report/judgement.py",
         old="change = ours / theirs - 1",
         new="change = theirs / ours - 1",
         tests=("tests/evidence/test_judgement.py",),

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hasten.report.gains import fastest_of_equal_quality, measured_arm
+from hasten.report.judgement import fastest_of_equal_quality, judge_arms, measured_arm
 from hasten.report.schema import read_report
-from hasten.report.verdicts import judge_arms
 
 
 def judged(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,14 +2,12 @@
 
     python tests/make_recorded.py tests/contract/recorded
 
-The files were made by the version of 2026-11-24, before the measuring engines were replaced
-(PYTHONPATH named that version). tests/contract/test_recorded.py asks later versions for the same
-numbers from the same records.
+The files were made on 2026-11-24, before the measuring engines were replaced;
+tests/contract/test_recorded.py asks for the same numbers from the same records.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import tempfile
@@ -17,13 +15,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hasten.measure.ablation import Design, plans_of, with_second_baseline
+from hasten.measure.recipe_experiment import measured, prepared
+from hasten.recipe.schema import recipe_from
+from hasten.report.judgement import floor_of, noise_of, ratio_to
 from make_golden import _model, _records
 
-PLACES = {  # of a name, in this version and in the one that made the files
-    "ablation": ("measure.ablation", "evidence.ablation"),
-    "experiment": ("measure.experiment", "experiment", "evidence.experiment", "recipe.experiment"),
-    "verdicts": ("report.verdicts", "evidence.comparisons"),
-}
 RECIPE: dict[str, Any] = {
     "model": "model",
     "dataset": "records.jsonl",
@@ -69,21 +66,11 @@ class Silent:
     def begin(self, after: float = 0.0) -> None: ...
 
 
-def found(place: str) -> Any:
-    for name in PLACES[place]:
-        try:
-            return importlib.import_module(f"hasten.{name}")
-        except ModuleNotFoundError:
-            continue
-    raise ModuleNotFoundError(place)
-
-
 def numbers(arms: list[Any]) -> dict[str, Any]:
     """What the code that is imported makes of an experiment's arms; floats as they are."""
-    verdicts = found("verdicts")
     rows = []
     for arm in arms:
-        ratio = verdicts.ratio_to(arm, arms[0]) if arm.rounds else None
+        ratio = ratio_to(arm, arms[0]) if arm.rounds else None
         rows.append(
             {
                 "name": arm.name,
@@ -103,16 +90,13 @@ def numbers(arms: list[Any]) -> dict[str, Any]:
         )
     told: dict[str, Any] = {"arms": rows}
     if all(arm.rounds for arm in arms):
-        told |= {"floor": verdicts.floor_of(arms), "noise": verdicts.noise_of(arms)}
+        told |= {"floor": floor_of(arms), "noise": noise_of(arms)}
     return json.loads(json.dumps(told))  # type: ignore[no-any-return]
 
 
 def main(target: Path, wanted: list[int]) -> None:
     """Make the files of these numbers, all if there are none."""
     target.mkdir(parents=True, exist_ok=True)
-    ablation, experiment = found("ablation"), found("experiment")
-    from hasten.recipe.schema import recipe_from
-
     target = target.resolve()
     for number, (plan, which, changes, designed) in enumerate(EXPERIMENTS):
         if wanted and number not in wanted:
@@ -125,12 +109,12 @@ def main(target: Path, wanted: list[int]) -> None:
             given |= {name: str(here / str(given[name])) for name in ("model", "dataset")}
             recipe = recipe_from({k: v for k, v in given.items() if v is not None}, "test")
             silent: Any = Silent()
-            subject = experiment.prepared(recipe, silent, ranks=True)
-            plans, kinds = ablation.plans_of(subject.plan, which)
-            design = ablation.Design(**{**ONE, **designed})
+            subject = prepared(recipe, silent, ranks=True)
+            plans, kinds = plans_of(subject.plan, which)
+            design = Design(**{**ONE, **designed})
             if design.noise:
-                plans, kinds = ablation.with_second_baseline(plans, kinds)
-            arms = experiment.measured(subject, plans, kinds, design, True, silent).arms
+                plans, kinds = with_second_baseline(plans, kinds)
+            arms = measured(subject, plans, kinds, design, True, silent).arms
             [record] = (here / "out").glob("experiments/*/record.jsonl")
             head, *events = [json.loads(line) for line in record.read_text().splitlines()]
             for event in events:

@@ -20,7 +20,7 @@ from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.recipe.schema import Recipe
 from hasten.report import speedup
 from hasten.report.schema import read_report
-from hasten.report.speedup import ablate, gradual_optimize
+from hasten.report.speedup import ablate, climb_recipe
 from hasten.techniques import CATALOGUE
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
@@ -162,7 +162,7 @@ def test_changed_sources_make_another_experiment(
 
 @pytest.mark.parametrize("order", ["slots", "gain"])
 def test_gradual_optimisation_keeps_what_pays(recipe: Recipe, order: Any) -> None:
-    climbed = gradual_optimize(recipe, order=order, design=DESIGN)
+    climbed = climb_recipe(recipe, order=order, design=DESIGN)
     assert climbed.plan == Plan([Packed(), LabelledTokenLoss()])
     tried = [rung.technique for rung in climbed.rungs]
     assert tried[0] == "packed"
@@ -186,7 +186,7 @@ def test_the_cost_of_a_climb_has_all_its_experiments(
 
     monkeypatch.setattr(speedup, "measured", noted)
     priced = recipe.model_dump() | {"price": {"currency": "EUR", "per_device_hour": 2.0}}
-    report = gradual_optimize(Recipe(**priced), design=DESIGN).report
+    report = climb_recipe(Recipe(**priced), design=DESIGN).report
     assert report is not None
     assert len(spent) == 4  # three decisions came before it
     assert min(spent) > 0
@@ -204,17 +204,17 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(recipe: Recipe, tmp_pa
     with pytest.raises(InputError, match="nothing to compare"):
         ablate(recipe.model_copy(update={"plan": []}))
     with pytest.raises(InputError, match="nothing to compare"):
-        gradual_optimize(recipe.model_copy(update={"plan": []}))
+        climb_recipe(recipe.model_copy(update={"plan": []}))
     with pytest.raises(InputError, match="is not in the plan"):
         ablate(recipe, only=["muon"])
     assert log(tmp_path) == []
 
 
 def test_the_names_are_where_the_articles_and_the_house_have_them() -> None:
-    assert evidence.gradual_optimize is gradual_optimize
+    assert evidence.climb_recipe is climb_recipe
     assert evidence.ablate is ablate
     assert evidence.Design is Design
-    assert {"ablate", "compare", "gradual_optimize"} <= set(dir(evidence))
+    assert {"ablate", "compare", "climb_recipe"} <= set(dir(evidence))
     with pytest.raises(AttributeError):
         _ = evidence.nothing
 

@@ -41,7 +41,7 @@ from hasten.progress import SilentProgress
 from hasten.recipe.build import batch_of, requested_plan
 from hasten.recipe.schema import Recipe, load_recipe, recipe_from
 from hasten.recipe.yaml_reader import read_duration
-from hasten.report.verdicts import floor_of, ratio_between
+from hasten.report.judgement import floor_of, ratio_between
 from hasten.techniques.batch import Accumulate
 from hasten.tune.api import tune
 from hasten.tune.report import duel_rows

@@ -112,7 +112,7 @@ def test_speedup_measures_once_and_every_arm_has_its_mfu(tmp_path: Path, hasten:
 def test_bad_input_is_one_sentence_and_nothing_is_measured(
     words: list[str], message: str, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hasten.cli.hardware.measure", lambda *a: pytest.fail("measured"))
+    monkeypatch.setattr("hasten.machine.benchmark.measure", lambda *a: pytest.fail("measured"))
     code, out, err = hasten("bench", *words)
     assert (code, out) == (2, "")
     assert message in err

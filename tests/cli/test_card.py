@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def test_a_run_writes_its_models_card_and_findings_join_it_later(tmp_path: Path)
     run, report = tmp_path / "run", tmp_path / "report.json"
     cards = [run / name / "README.md" for name in ("model", "model_average")]
     for place in cards:
-        assert "| `packed` |" in place.read_text()
+        assert "| `packed` " in place.read_text()
         assert "\nA language model trained from `" in place.read_text()
     summary = json.loads((run / "summary.json").read_text())
     of_adapter = card_text(Recipe(**small(tmp_path)).model_dump(mode="json"), summary, None, True)
@@ -28,9 +29,8 @@ def test_a_run_writes_its_models_card_and_findings_join_it_later(tmp_path: Path)
     report.write_text((Path(__file__).parents[1] / "evidence/data/report_full.json").read_text())
     card(run, report)
     for place in cards:
-        assert (
-            "| only fused_layers | 1.07× \\[1.06, 1.08] | helped | not worse |" in place.read_text()
-        )
+        narrow = re.sub(" +", " ", place.read_text())
+        assert "| only fused_layers | 1.07× [1.06, 1.08] | helped | not worse |" in narrow
     cards[1].write_text("mine")
     with pytest.raises(InputError, match="somebody else"):
         card(run, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,10 +80,10 @@ def test_an_experiment_is_stored_done_again_and_a_planted_loss_is_exit_code_4(
     pretend(monkeypatch, gain)
     price = {"currency": "CNY", "per_device_hour": 0.6}
     path = recipe(tmp_path, plan=["packed", "autocast"], price=price)
-    archive = tmp_path / "before.zip"
-    code, _, err = hasten("speedup", path, "--arms", "all", "--bundle", archive)
+    kept_there = tmp_path / "before"
+    code, _, err = hasten("speedup", path, "--arms", "all", "--bundle", kept_there)
     assert code == 0, err
-    stored = read_bundle(archive)
+    stored = read_bundle(kept_there)
     assert stored == read_bundle(tmp_path / "run")
     assert next(iter(stored.plans)) == "baseline"
     assert list(stored.plans)[-1] == "all"
@@ -93,7 +92,7 @@ def test_an_experiment_is_stored_done_again_and_a_planted_loss_is_exit_code_4(
     assert cost["payback"]["text"]
     assert cost["experiment"]["money"] == pytest.approx(0.6 * cost["experiment"]["seconds"] / 3600)
     again = ("--output", tmp_path / "again")
-    code, out, err = hasten("regress", archive, *again)
+    code, out, err = hasten("regress", kept_there, *again)
     assert code == 0, out + err
     assert "since then: the same versions" in out
     assert "nothing lost by more than 2%" in out
@@ -102,7 +101,7 @@ def test_an_experiment_is_stored_done_again_and_a_planted_loss_is_exit_code_4(
     code, out, err = hasten("regress", tmp_path / "run", "--rounds", "5", *again)
     assert code == 4, out + err
     assert "lost: only packed, without packed, all" in out
-    code, out, err = hasten("regress", archive, "--margin", "0.2", *again)
+    code, out, err = hasten("regress", kept_there, "--margin", "0.2", *again)
     assert code == 0, out + err
 
 
@@ -195,16 +194,15 @@ def test_other_data_and_other_settings_are_refused(tmp_path: Path, hasten: Haste
         "hardware": {},
         "data": [{"path": str(data), "bytes": 1, "sha256": "0"}],
     }
-    archive = tmp_path / "x.zip"
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("bundle.json", json.dumps(bundle))
+    kept_there = tmp_path / "bundle.json"
+    kept_there.write_text(json.dumps(bundle))
     for words, said in (
         ((), "is not the file of the experiment"),
         (("dataset=/nothing.jsonl",), "is not here"),
         (("seed=3",), "of a stored experiment only"),
         (("--margin", "2"), "--margin"),
     ):
-        code, _, err = hasten("regress", archive, *words)
+        code, _, err = hasten("regress", kept_there, *words)
         assert code == 2
         assert said in err
     code, _, err = hasten("regress", tmp_path / "data.jsonl")

@@ -16,9 +16,10 @@ from rich.console import Console
 import hasten.cli.demo as module
 from evidence.machines import Machine, MadeUpLoad, measured_on
 from hasten.cli.demo import DemoPlan, Neighbours, PhasedProgress, plan_to_train
-from hasten.cli.terminal import print_table
+from hasten.cli.speedup import print_table
 from hasten.core.plan import Plan
 from hasten.errors import InputError
+from hasten.machine import host, processes
 from hasten.machine.host import Accelerator
 from hasten.measure.ablation import Arm, plans_of
 from hasten.measure.budget import GRACE
@@ -27,8 +28,8 @@ from hasten.measure.recipe_experiment import ExperimentSubject
 from hasten.measure.workers import WorkerPool
 from hasten.recipe.schema import Recipe
 from hasten.recipe.shorthands import catalogue
-from hasten.report.findings import report_of
-from hasten.report.gains import lead_of
+from hasten.report.build import report_of
+from hasten.report.judgement import lead_of
 from hasten.report.page import render_markdown
 from hasten.report.schema import read_report
 from hasten.training.chosen_plan import TrainingSpeed
@@ -117,11 +118,12 @@ def test_on_a_machine_too_busy_to_measure_one_sentence_says_so_and_the_choice_tr
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(module, "measured", nothing_measured)
+    monkeypatch.setattr("hasten.measure.recipe_experiment.measured", nothing_measured)
     monkeypatch.setattr(module.os, "getloadavg", lambda: (17.0, 9.0, 4.0))
-    monkeypatch.setattr(module.host, "usable_cores", lambda: 2)
+    monkeypatch.setattr(host, "usable_cores", lambda: 2)
     machine = Machine(lambda techniques: 1.0, load=0.97)
-    module.demo(tmp_path, load=lambda cores: MadeUpLoad(machine))
+    monkeypatch.setattr(processes, "LoadMeter", lambda cores: MadeUpLoad(machine))
+    module.demo(tmp_path)
     out = capsys.readouterr().out
     (sentence,) = [
         line for line in out.splitlines() if line.startswith("nothing could be measured")
@@ -414,7 +416,7 @@ def test_a_measurement_that_waits_too_long_for_another_is_no_error(
     def never(tell: Any, seconds: float) -> None:
         raise InputError("budget: waiting for pid 7 took all of it; start again")
 
-    monkeypatch.setattr(module, "one_measurement", never)
+    monkeypatch.setattr("hasten.machine.locks.one_measurement", never)
     progress = PhasedProgress(Shown(), module.PHASES)
     subject = replace(subject_on(tmp_path, ()), plan=Plan.from_list(["packed"], catalogue()))
     with WorkerPool(tmp_path) as pool:

@@ -113,7 +113,7 @@ def with_paper(
         traces = [PaperTrace(paper_device(device), [rank]) for rank in found]
         return [p if isinstance(p, InputError) else t for p, t in zip(peaks, traces, strict=False)]
 
-    monkeypatch.setattr(plan, "traces", counted)
+    monkeypatch.setattr("hasten.measure.paper.request.traces", counted)
     monkeypatch.setenv("COLUMNS", "100")  # wide enough for a row
     words = ["plan", recipe, "--gpu", "h100", "--gpus-per-node", "4", "--sequence", "128"]
     result = CliRunner().invoke(app, [*words, "--check-paper", "--top", "8"])

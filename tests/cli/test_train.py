@@ -47,7 +47,7 @@ def test_the_transport_s_variables_stand_before_a_process_trains(
 
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(small(tmp_path, transport={"GLOO_SOCKET_IFNAME": "lo"})))
-    monkeypatch.setattr(f"hasten.cli.{command}.restart_with", again)
+    monkeypatch.setattr("hasten.launch.ranks.restart_with", again)
     found = CliRunner().invoke(app, [command, str(path)]).exception
     assert isinstance(found, BegunError)
     assert found.args == (command, {"GLOO_SOCKET_IFNAME": "lo"})
@@ -188,7 +188,7 @@ def test_a_finished_training_is_saved_whatever_lies_beside_the_weights(
     path = tmp_path / "recipe.yaml"
     changed = small(tmp_path, model=str(base), max_steps=1, save_dtype="float32")
     path.write_text(yaml.safe_dump(changed))
-    assert train.train(path, [], 0.0) == 1
+    assert train.train(path, []) == 1
     said = capsys.readouterr().err
     for part in ("the tokenizer couldn't be written", "no sample", "README.md couldn't be written"):
         assert f"warning: the weights are saved, but {part}" in said or part in said
@@ -208,7 +208,6 @@ def test_a_supervisor_does_not_restart_what_is_trained_but_ends_with_code_1(
         (tmp_path / "summary.json").write_text(json.dumps({"unsaved": unsaved}))
         return 0
 
-    prepared = SimpleNamespace(known=None, plan=Plan())
-    monkeypatch.setattr(train, "prepare_run", lambda *given: prepared)
-    monkeypatch.setattr(train, "supervise", supervise)
+    monkeypatch.setattr("hasten.recipe.prepare.prepare_run", lambda *given: (None, Plan(), None))
+    monkeypatch.setattr("hasten.launch.supervisor.supervise", supervise)
     assert train.as_supervised_ranks(recipe, ExitStack()) == code

@@ -133,7 +133,7 @@ def test_a_training_after_it_says_which_rows_hurt(tmp_path: Path) -> None:
 
 def test_a_bundle_has_its_reports_rounds() -> None:
     report = read_report(read_object(GOLDEN / "report.json"))
-    bundle = read_bundle(GOLDEN / "bundle.zip")
+    bundle = read_bundle(GOLDEN / "bundle.json")
     for row in report["arms"]:
         assert list(bundle.measured[row["name"]].rounds) == row["rounds"]
 

@@ -13,9 +13,7 @@ import pytest
 
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Design
-from hasten.measure.record import upgraded
 from hasten.measure.rounds import arms_of
-from hasten.report.bundle import FORMER
 from make_recorded import EXPERIMENTS, numbers
 
 RECORDED = sorted(Path(__file__).with_name("recorded").glob("*.json"))
@@ -29,7 +27,7 @@ def test_there_is_a_record_of_each_experiment() -> None:
 def test_a_record_gives_the_numbers_that_it_gave(path: Path) -> None:
     kept: dict[str, Any] = json.loads(path.read_text())
     plans = dict.fromkeys(kept["plans"], Plan())
-    design = Design(**{k: v for k, v in kept["design"].items() if k not in FORMER})
-    arms = arms_of(upgraded(kept["events"]), plans, kept["kinds"], design)
+    design = Design(**kept["design"])
+    arms = arms_of(kept["events"], plans, kept["kinds"], design)
     assert numbers(arms) == kept["expected"]
     assert any(row["ratio"] for row in kept["expected"]["arms"])

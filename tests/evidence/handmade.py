@@ -10,7 +10,7 @@ from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Proof, Technique
 from hasten.measure.ablation import Arm
-from hasten.report.findings import report_of
+from hasten.report.build import report_of
 from hasten.report.schema import read_report
 
 WEATHER = (1.0, 0.5, 1.6, 0.8, 1.2)  # a machine that is busy in some rounds

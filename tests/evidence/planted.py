@@ -31,8 +31,8 @@ from evidence.planted_techniques import (
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.measure.ablation import Arm
-from hasten.report.findings import report_of
-from hasten.report.verdicts import verdict_word
+from hasten.report.build import report_of
+from hasten.report.judgement import verdict_word
 
 RECORDED = Path(__file__).parent / "data" / "step_speeds.json"
 COPIES = 4  # baseline, second baseline, and two that the arms share

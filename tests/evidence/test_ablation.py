@@ -21,7 +21,7 @@ from hasten.measure.experiment import experiment_context, measure_arms
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.recipe.build import prepare_run
 from hasten.recipe.schema import Recipe
-from hasten.report.findings import report_of
+from hasten.report.build import report_of
 from hasten.report.schema import read_report
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed

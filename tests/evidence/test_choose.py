@@ -17,7 +17,7 @@ from evidence.planted import recorded
 from hasten.core import facts
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Proof, Technique
+from hasten.core.technique import Fidelity, Proof, Switch, Technique
 from hasten.errors import InputError
 from hasten.integrations.adapt import facts_of
 from hasten.machine import locks
@@ -33,7 +33,8 @@ from hasten.recipe import build, memory_check
 from hasten.recipe.build import build_model
 from hasten.recipe.candidates import candidates
 from hasten.recipe.schema import Recipe, recipe_from
-from hasten.report.verdicts import judge_arms
+from hasten.report.judgement import judge_arms
+from hasten.training.auto_adjust import Candidate
 
 SLICED = 3**-0.5  # slices leave a third of the variance of whole turns
 
@@ -196,13 +197,29 @@ def test_plan_auto_and_the_report_have_one_word_for_the_same_rounds() -> None:
         arm.beside = arms[0].rounds if place else []
         arms.append(arm)
     arms = with_luck(arms)
-    ours = {name: (text, ratio) for name, (ratio, text) in module._verdicts(arms).items()}
+    ours = {name: (said.text, ratio) for name, (ratio, said) in module._verdicts(arms).items()}
     theirs = {
         arm.name: (said.verdict, said.effect)
         for arm, said in zip(arms[1:], judge_arms(arms)[1:], strict=True)
     }
     assert ours == theirs
     assert len({text.partition(":")[0] for text, _ in ours.values()}) > 1
+
+
+def test_a_gain_below_the_noise_floor_has_one_word_in_plan_auto_a_report_and_live_tuning() -> None:
+    """Six rounds with a ratio of 1.006 [1.0054, 1.0069]."""
+    ratios = [1.0054, 1.0057, 1.006, 1.0062, 1.0066, 1.0069]
+    base = Arm("baseline", Plan(), [1000.0] * 6, kind="baseline")
+    arm = Arm("with it", Plan(), [1000 * r for r in ratios], kind="other", beside=base.rounds)
+    (_, judged) = judge_arms([base, arm])
+    assert judged.effect is not None
+    assert 1.005 < judged.effect.low < judged.effect.high < 1.007
+    (_, auto) = module._verdicts([base, arm])["with it"]
+    logs = [math.log(r) for r in ratios]
+    live = Candidate(Switch("x", (1, 2), lambda: 1, print), 2, [*logs, *logs[:2]]).verdict(0.05)
+    assert {judged.verdict, auto.word, live} == {"no effect"}
+    plans = {"with it": Plan()}
+    assert module._changes({"with it": judged.effect}, plans, set(), set()) == []
 
 
 def test_a_choice_is_kept_for_the_same_job_and_no_other(

@@ -17,7 +17,7 @@ from hasten.machine.processes import LoadMeter
 from hasten.measure import schedule
 from hasten.measure.ablation import Design, with_second_baseline
 from hasten.measure.record import ExperimentRecord, seconds_of
-from hasten.report.findings import report_of
+from hasten.report.build import report_of
 from hasten.report.schema import read_report
 from pretence import KINDS, NAMES, PLANS, log, pretend
 

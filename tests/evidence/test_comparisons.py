@@ -11,7 +11,7 @@ import pytest
 from evidence.handmade import report
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm
-from hasten.report.verdicts import (
+from hasten.report.judgement import (
     floor_of,
     interaction_of,
     noise_of,

@@ -13,7 +13,7 @@ from hasten.core.plan import Plan
 from hasten.measure.ablation import plans_of
 from hasten.measure.budget import GRACE
 from hasten.recipe.shorthands import catalogue
-from hasten.report.findings import report_of
+from hasten.report.build import report_of
 from hasten.report.schema import read_report
 
 PLANS, KINDS = plans_of(Plan.from_list(TECHNIQUES, catalogue()), "ladder")

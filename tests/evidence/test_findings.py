@@ -17,8 +17,8 @@ from evidence.handmade import (
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm
 from hasten.recipe.schema import Recipe
+from hasten.report.judgement import ratio_to
 from hasten.report.schema import read_report
-from hasten.report.verdicts import ratio_to
 from hasten.training.run import cost_of
 
 
@@ -49,12 +49,11 @@ def test_the_numbers_of_an_arm_are_its_measured_steps() -> None:
 
 def test_a_failed_arm_has_its_reason_and_no_result() -> None:
     failed = arm(Fake(((SPEED, 1.1),)), failed="the process ended with code -9: killed")
-    found = report(baseline(), failed, arm(Other(), speed=2.0), currency="CNY", per_device_hour=1.0)
+    found = report(baseline(), failed, arm(Other(), speed=2.0))
     row = found["arms"][1]
     assert row["verdict"] == "failed: the process ended with code -9: killed"
     assert set(row["ratio"].values()) == set(row[SPEED].values()) == {None}
     assert row["held_out_loss"] is row[MEMORY] is None
-    assert row["name"] not in found["cost"]["per_million_tokens"]
     assert row["rounds"] == failed.rounds  # what is known of its way there stays in the file
     assert found["arms"][2]["verdict"] == "helped"  # the others go on
 
@@ -84,16 +83,6 @@ def test_an_arm_that_failed_after_its_last_round_keeps_its_numbers() -> None:
     assert report(baseline(unfinished="no room"), late)["arms"][0]["verdict"] == "baseline: no room"
 
 
-def test_a_million_tokens_cost_price_over_rate() -> None:
-    fast = arm(Fake(), speed=2.0, noise=(1, 1, 1, 1, 1))
-    found = report(baseline(), fast, currency="CNY", per_device_hour=0.6, devices=4)["cost"]
-    assert found["currency"] == "CNY"
-    assert found["per_million_tokens"]["baseline"] == pytest.approx(4 * 0.6 / 3600 / 1000 * 1e6)
-    assert found["per_million_tokens"]["fake"] == pytest.approx(4 * 0.6 / 3600 / 2000 * 1e6)
-    plain = findings(baseline())
-    assert plain["cost"] is None  # no price, no cost
-
-
 def test_the_articles_example_costs_what_they_say() -> None:
     price = {"currency": "CNY", "per_device_hour": 0.6}
     recipe = Recipe(model="m", dataset="d", max_steps=1, price=price)
@@ -119,8 +108,6 @@ def test_what_others_found_is_handed_through_as_it_is() -> None:
     energy = {"kwh_per_million_tokens": {"baseline": 0.2}, "source": "a meter"}
     found = findings(
         *(baseline(), fake),
-        currency="CNY",
-        per_device_hour=1.0,
         design=design,
         invariance=lines,
         guard=[],
@@ -128,7 +115,6 @@ def test_what_others_found_is_handed_through_as_it_is() -> None:
     )
     assert (found["design"], found["invariance"], found["guard"]) == (design, lines, [])
     assert found["cost"]["energy"] == energy
-    assert found["cost"]["currency"] == "CNY"
     row = found["arms"][1]
     assert (row["kind"], row["foreign_load"], row["ledger"]) == ("alone", [0.1, 0.2], fake.ledger)
     assert row["warmup"]["steps"] == 4

@@ -22,9 +22,8 @@ from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.measure.ablation import Design, Kind
 from hasten.measure.rounds import arms_of
-from hasten.report.gains import on_the_whole
+from hasten.report.judgement import judge_arms, on_the_whole, quality
 from hasten.report.schema import read_report
-from hasten.report.verdicts import judge_arms, quality
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def test_a_faster_value_is_climbed_to_and_written_down() -> None:
     kept = [(n["from"], n["to"]) for n in run.notes if n.get("kept")]
     assert kept == [(1, 2), (2, 4)]
     back = next(n for n in run.notes if n["switch"] and not n["kept"])
-    assert (back["from"], back["to"], back["why"]) == (4, 8, "not faster")
+    assert (back["from"], back["to"], back["why"]) == (4, 8, "hurt")
     assert run.live.at_rest
     assert run.notes[-1] == {
         "step": run.notes[-1]["step"],
@@ -193,7 +193,7 @@ def test_a_decision_is_one_sentence() -> None:
         "from": 8,
         "to": 4,
         "kept": True,
-        "why": "faster",
+        "why": "helped",
         "ratio": {"mean": 1.2, "low": 1.1, "high": 1.3},
         "tries": 4,
     }
@@ -201,11 +201,11 @@ def test_a_decision_is_one_sentence() -> None:
         "step 9: accumulate.micro_batch_size 4 in place of 8 is kept: "
         "1.20x [1.10, 1.30] tokens/s in 4 tries"
     )
-    assert "taken back (not faster)" in sentence({**line, "kept": False, "why": "not faster"})
+    assert "taken back (no effect)" in sentence({**line, "kept": False, "why": "no effect"})
 
 
 def test_a_candidate_is_judged_at_its_looks_alone() -> None:
     candidate = Candidate(SimpleNamespace(name="x"), 1, [0.1, 0.11, 0.1])  # type: ignore[arg-type]
     assert candidate.verdict(0.05) is None
     candidate.ratios.append(0.105)
-    assert candidate.verdict(0.05) == "faster"
+    assert candidate.verdict(0.05) == "helped"

@@ -13,7 +13,7 @@ from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm
 from hasten.measure.significance import BELIEF, USUAL, luck_of, noise_floor, p_beyond, with_luck
 from hasten.measure.statistics import Interval, ProcessVariance, student_quantile
-from hasten.report.verdicts import interaction_of, judge_arms, noise_of, ratio_between, ratio_to
+from hasten.report.judgement import interaction_of, judge_arms, noise_of, ratio_between, ratio_to
 
 ROUNDS = 8
 

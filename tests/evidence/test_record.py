@@ -140,24 +140,6 @@ def test_a_record_of_a_later_version_is_refused_and_kept(tmp_path: Path) -> None
     assert path.read_bytes() == before
 
 
-def test_a_record_of_version_1_is_read_in_today_s_words_and_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "record.jsonl"
-    old = [
-        {"record": 1, "key": "k"},
-        {"event": "sitting", "at": 0.0, "sitting": 1, "members": ["baseline"]},
-        {"event": "turn", "at": 1.0, "sitting": 1, "arm": "baseline", "round": 1, "load": 0.25},
-        {"event": "sat", "at": 1.0, "sitting": 1},
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in old))
-    with ExperimentRecord(path, "k") as record:
-        record.append("turn", cohort=2, arm="baseline", round=1, background_load=0.5)
-    with ExperimentRecord(path, "k") as record:
-        assert [e["event"] for e in record.events] == ["cohort", "turn", "cohort_done", "turn"]
-        assert [e["cohort"] for e in record.events] == [1, 1, 1, 2]
-        loads = [e["background_load"] for e in record.events if e["event"] == "turn"]
-        assert loads == [0.25, 0.5]
-
-
 def test_a_folder_that_takes_no_files_is_refused_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="can't be written"):

@@ -9,18 +9,16 @@ import pytest
 
 from evidence.report_pages import Page, Report, full_report
 from hasten.measure.statistics import paired_ratio
-from hasten.report.gains import (
+from hasten.report.judgement import (
     arms_that_hurt,
     fastest_of_equal_quality,
     ladder_of,
     paired_speed,
     result_of,
     switches,
-    table_of,
-    unmeasured,
     unpaid,
 )
-from hasten.report.page import page_of, recipe_plan, render_markdown
+from hasten.report.page import page_of, recipe_plan, render_markdown, table_of, unmeasured
 from hasten.report.schema import read_report
 from hasten.report.svg import drawings
 from judged import judged

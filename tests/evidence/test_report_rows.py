@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from hasten.report.gains import lead_of, machine, proofs, table_of
-from hasten.report.page import render_markdown, write_report
+from hasten.report.judgement import lead_of
+from hasten.report.page import machine, proofs, render_markdown, table_of, write_report
 from hasten.report.schema import read_report
 from judged import judged
 

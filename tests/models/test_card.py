@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,16 @@ def test_it_says_what_the_run_wrote_down() -> None:
     text = card_text(RECIPE, SUMMARY, REPORT, adapter=False)
     for said in ("`alpaca.json`, `gsm8k`", "1.2345", "0.5000", "8,684 tokens/s", "failed"):
         assert said in text
-    assert "| only packed | 1.50× \\[1.40, 1.60] | helped | worse |" in text
+    narrow = re.sub(" +", " ", text)
+    assert "| only packed | 1.50× [1.40, 1.60] | helped | worse |" in narrow
     assert "somebody" not in text, "paths of a machine are nobody's business"
-    assert "| 0 of 2 \\| slots \\<b>were\\</b> padding |" in text
+    assert "| 0 of 2 \\| slots \\<b\\>were\\</b\\> padding |" in narrow
     assert text == card_text(RECIPE, SUMMARY, REPORT, adapter=False)
 
 
 def test_a_run_that_was_resumed_behind_its_last_step_has_a_card_too() -> None:
     text = card_text(RECIPE, {**SUMMARY, "tokens_per_second": None}, None, adapter=False)
-    assert "| time | 302 s |" in text
+    assert "| time | 302 s |" in re.sub(" +", " ", text)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hasten.cli.doctor import ds_config
+from hasten.cli.doctor import show_ds_config
 from hasten.errors import InputError
 from hasten.recipe.schema import Recipe, recipe_from
 from zero_configs import ARTICLE, CODER
@@ -120,11 +120,11 @@ def test_the_doctor_shows_what_becomes_of_each_key(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file.write_text(json.dumps(CODER))
-    assert ds_config(file, None, ["nproc=2"]) == 0
+    assert show_ds_config(file, None, ["nproc=2"]) == 0
     out = capsys.readouterr().out
     assert "honoured  zero_optimization.stage " in out
     assert "ignored   steps_per_print" in out
     assert "to a recipe, for 2 rank(s):" in out
     file.write_text(json.dumps({"amp": {"enabled": True}}))
-    assert ds_config(file, None, []) == 2
+    assert show_ds_config(file, None, []) == 2
     assert "refused   amp" in capsys.readouterr().out

@@ -42,8 +42,8 @@ def test_spot_hours_devices_and_energy_are_weighed_in() -> None:
         per_kwh=0.3,
     )
     assert price.hour == 1.5
-    assert price.money(3600, devices=4, kwh=10) == pytest.approx(8 * 1.5 + 3)
-    assert price.money(3600, devices=4) == pytest.approx(12)  # energy unknown: not guessed
+    assert price.money(3600, price.paid(4), kwh=10) == pytest.approx(8 * 1.5 + 3)
+    assert price.money(3600, price.paid(4)) == pytest.approx(12)  # energy unknown: not guessed
 
 
 @given(

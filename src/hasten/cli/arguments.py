@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
@@ -18,13 +21,24 @@ Overrides = Annotated[
 ]
 
 
-Options = TypeVar("Options")
+Fresh = Annotated[bool, typer.Option("--fresh", help="measure anew, whatever was measured before")]
+Write = Annotated[
+    bool, typer.Option("--write", help="put what paid into the recipe; comments stay")
+]
+WriteTo = Annotated[
+    Path | None, typer.Option("--write-to", help="the same into a new file", metavar="NEW.yaml")
+]
+STARTED = time.perf_counter()  # of the command
 
 
-def chosen(kind: type[Options], given: Mapping[str, Any], **others: Any) -> Options:
-    """A dataclass of options: each field is what was ``given`` under its name, or one of others."""
-    names = kind.__dataclass_fields__  # type: ignore[attr-defined]  # it is a dataclass
-    return kind(**{name: given[name] for name in names if name not in others}, **others)
+def command_line() -> str:
+    """The command as it was given."""
+    return "hasten " + " ".join(shlex.quote(word) for word in sys.argv[1:])
+
+
+def named(text: str | None) -> tuple[str, ...]:
+    """The names of a list with commas."""
+    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
 
 def writable(option: str, path: Path | None) -> Path | None:
@@ -56,18 +70,20 @@ class WriteBack:
 
     def check(self) -> None:
         """Before anything is measured. Raises InputError for a place that can't be written."""
+        if not (self.asked or self.target):
+            return
         if self.target is not None and self.target.exists():
             raise InputError(f"--write-to: {self.target} is there already; name a new file")
         writable("--write-to" if self.target else "--write", self.target or self.recipe)
 
-    def settle(self, changes: Mapping[str, Any], command: str) -> None:
+    def settle(self, changes: Mapping[str, Any]) -> None:
         """Write the changes and show them; or say which command would."""
         from hasten.recipe.write_back import (
             write_back,  # planning, which loads this, needs no torch
         )
 
         if not (self.asked or self.target):
-            print(f"to put this into the recipe: {command} --write")
+            print(f"to put this into the recipe: {command_line()} --write")
             return
         difference = write_back(self.recipe, changes, self.target)
         print(difference or f"{self.recipe} has these settings already")

@@ -183,12 +183,16 @@ def _set_aside(folder: Path) -> list[tuple[Path, str]]:
 # ``hasten merge``: a LoRA run's adapter added into the full weights, as one model.
 
 
-def merge(run: Path, to: Path | None, adapter: str) -> int:
-    """Build the run's base again, add the adapter, save; the run itself stays as it is.
-
-    Returns:
-        The exit code: 1 if something beside the weights couldn't be saved.
-    """
+def merge(
+    run: Annotated[Path, typer.Argument(help="the folder of a finished LoRA run")],
+    to: Annotated[
+        Path | None, typer.Option(help="folder of the full model; RUN/merged if left out")
+    ] = None,
+    adapter: Annotated[
+        str, typer.Option(help="which of the run's folders: adapter, adapter_average or best")
+    ] = "adapter",
+) -> int:
+    """Add a run's LoRA adapter into the full weights and save them as one model."""
     from hasten.cli.train import warn_of_unsaved
     from hasten.data.chat_template import answer_end
     from hasten.models.adapters import merged, other_base

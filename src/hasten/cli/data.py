@@ -6,35 +6,36 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from hasten.data.chat_template import split_tools, template_turns
-from hasten.data.conversation import THOUGHTS, Conversation
-from hasten.data.packed_file import COLUMNS, check_name, write_packed
-from hasten.data.readers import read_records, unread_words
-from hasten.data.statistics import (
-    BatchLayout,
-    DataStatistics,
-    layout_advice,
-    layouts,
-    statistics_of,
-)
-from hasten.data.token_store import inspect as rendered
+import typer
+
+from hasten.cli.arguments import Overrides, RecipePath
 from hasten.errors import InputError
 from hasten.formatting import shown
-from hasten.machine.files import replacing
-from hasten.progress import Display
-from hasten.recipe.build import DEFAULT_BATCH, facts_of
-from hasten.recipe.candidates import first_plan_sentence
-from hasten.recipe.prepared_data import PreparedData, prepare_data, template_advice
-from hasten.recipe.schema import Recipe, load_recipe
-from hasten.report.data_page import write_page
+
+if TYPE_CHECKING:
+    from hasten.data.conversation import Conversation
+    from hasten.data.statistics import BatchLayout, DataStatistics
+    from hasten.recipe.prepared_data import PreparedData
+    from hasten.recipe.schema import Recipe
+
+app = typer.Typer(help="Look at a data set, or convert it.", no_args_is_help=True)
 
 BAR = 40  # characters of the longest bar
 
 
-def inspect(path: Path, overrides: Sequence[str], count: int) -> None:
-    """Print records as the model will see them; trained parts in [[ ]], green on a terminal."""
-    data = _data(load_recipe(path, overrides))
+@app.command("inspect")
+def inspect(
+    path: RecipePath,
+    overrides: Overrides = None,
+    count: Annotated[int, typer.Option(min=1, help="records to show")] = 3,
+) -> None:
+    """Show records as the model will see them, trained parts marked."""
+    from hasten.data.token_store import inspect as rendered
+    from hasten.recipe.schema import load_recipe
+
+    data = _data(load_recipe(path, overrides or []))
     colour = sys.stdout.isatty()
     bos = data.tokenizer.bos_token_id
     for index in range(min(count, len(data.train))):
@@ -48,11 +49,23 @@ def inspect(path: Path, overrides: Sequence[str], count: int) -> None:
         print(rendered(data.tokenizer, record, colour))
 
 
-def stats(path: Path, overrides: Sequence[str], as_json: bool, html: Path | None = None) -> None:
-    """Print lengths, loss mask, duplicates and how full each way of laying records out is."""
+@app.command("stats")
+def stats(
+    path: RecipePath,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    html: Annotated[Path | None, typer.Option(help="write a page with drawings here")] = None,
+) -> None:
+    """Show lengths, trained share, duplicates, padding and packing of a recipe's data."""
+    from hasten.data.statistics import layout_advice, layouts, statistics_of
+    from hasten.recipe.build import DEFAULT_BATCH, facts_of
+    from hasten.recipe.candidates import first_plan_sentence
+    from hasten.recipe.schema import load_recipe
+    from hasten.report.data_page import write_page
+
     if html is not None and html.is_dir():
         raise InputError(f"{html} is a folder; give --html a file")
-    recipe = load_recipe(path, overrides)
+    recipe = load_recipe(path, overrides or [])
     data = _data(recipe)
     found = statistics_of(data.train)
     batch = recipe.global_batch_size or DEFAULT_BATCH
@@ -73,16 +86,30 @@ def stats(path: Path, overrides: Sequence[str], as_json: bool, html: Path | None
         print(f"\nwritten: {html}")
 
 
+@app.command("pack")
 def pack(
-    path: Path, overrides: Sequence[str], output: Path, row_tokens: int | None, force: bool
+    path: RecipePath,
+    overrides: Overrides = None,
+    output: Annotated[Path, typer.Option("--to", help="the .arrow or .parquet file to write")] = (
+        Path("packed.parquet")
+    ),
+    row_tokens: Annotated[
+        int | None, typer.Option(min=1, help="tokens of a row at most; cutoff_len if left out")
+    ] = None,
+    force: Annotated[bool, typer.Option(help="replace a file that exists")] = False,
 ) -> None:
-    """Write the recipe's training records as packed rows, for this or another trainer."""
+    """Write a recipe's records as packed rows, for this or another trainer."""
+    from hasten.data.packed_file import COLUMNS, check_name, write_packed
+    from hasten.progress import Display
+    from hasten.recipe.prepared_data import prepare_data, template_advice
+    from hasten.recipe.schema import load_recipe
+
     check_name(output)
     if output.is_dir():
         raise InputError(f"{output} is a folder; give --to a file")
     if output.exists() and not force:
         raise InputError(f"{output} exists; give another name, or --force to replace it")
-    recipe = load_recipe(path, overrides)
+    recipe = load_recipe(path, overrides or [])
     with Display() as display:
         data = prepare_data(recipe, Path(recipe.output) / "data", display.tell)
         for sentence in template_advice(recipe, data):
@@ -102,8 +129,16 @@ def pack(
     print(f"written    {output}: {', '.join(COLUMNS)}")
 
 
-def convert(sources: Sequence[Path], output: Path, max_rejected: float) -> None:
-    """Write records of any known shape as JSONL of messages (or text), all or nothing."""
+@app.command("convert")
+def convert(
+    sources: Annotated[list[Path], typer.Argument(help="files or folders to read")],
+    output: Annotated[Path, typer.Option("--to", help="the JSONL file to write")],
+    max_rejected: Annotated[float, typer.Option(min=0, help="as in a recipe")] = 0.001,
+) -> None:
+    """Write records of any known shape as JSONL of messages."""
+    from hasten.data.readers import read_records, unread_words
+    from hasten.machine.files import replacing
+
     if output.exists():
         raise InputError(f"{output} exists; give another name")
     reading = read_records(sources, max_rejected)
@@ -123,6 +158,8 @@ def convert(sources: Sequence[Path], output: Path, max_rejected: float) -> None:
 
 
 def _data(recipe: Recipe) -> PreparedData:
+    from hasten.recipe.prepared_data import prepare_data, template_advice
+
     def tell(text: str) -> None:
         print(shown(text), file=sys.stderr)
 
@@ -133,6 +170,9 @@ def _data(recipe: Recipe) -> PreparedData:
 
 
 def _row(conversation: Conversation) -> dict[str, object]:
+    from hasten.data.chat_template import split_tools, template_turns
+    from hasten.data.conversation import THOUGHTS
+
     if conversation.text is not None:
         return {"text": conversation.text}
     tools, turns = split_tools(conversation.messages)

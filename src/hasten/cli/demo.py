@@ -21,38 +21,29 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from hasten.cli.speedup import design_line
-from hasten.cli.terminal import print_table
-from hasten.cli.train import StepLine
-from hasten.core.loop import ask_to_leave
+import typer
+
+from hasten.cli.arguments import STARTED
 from hasten.core.plan import Plan
-from hasten.core.session import Session
-from hasten.core.timing import StepMetrics
 from hasten.errors import InputError
 from hasten.formatting import duration, span
-from hasten.machine import environment, host
-from hasten.machine.locks import one_measurement
-from hasten.machine.processes import LoadMeter
-from hasten.machine.threads import with_threads
 from hasten.measure.ablation import Design, plans_of
-from hasten.measure.budget import rounded_up
-from hasten.measure.experiment import Measured
-from hasten.measure.quality.guard import GuardDesign, Rows, guarded
-from hasten.measure.quality.requirements import FAILED
-from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared
-from hasten.measure.workers import WorkerPool
-from hasten.progress import Audience, Display
-from hasten.recipe.schema import Recipe
-from hasten.recipe.shorthands import catalogue
-from hasten.report.gains import fastest_of_equal_quality, ladder_of, on_the_whole
-from hasten.report.page import recipe_plan, write_report
-from hasten.report.schema import read_report
-from hasten.report.speedup import experiment_report
-from hasten.report.verdicts import MARGIN, verdict_word
-from hasten.training.chosen_plan import TrainingSpeed
-from hasten.training.run import train
+
+if TYPE_CHECKING:
+    from hasten.machine.processes import LoadMeter
+
+if TYPE_CHECKING:
+    from hasten.core.session import Session
+    from hasten.core.timing import StepMetrics
+    from hasten.measure.experiment import Measured
+    from hasten.measure.quality.guard import Rows
+    from hasten.measure.recipe_experiment import ExperimentSubject
+    from hasten.measure.workers import WorkerPool
+    from hasten.progress import Audience
+    from hasten.recipe.schema import Recipe
+    from hasten.training.chosen_plan import TrainingSpeed
 
 TINY, SMALL, LARGE = "deepseek-llm-tiny", "deepseek-llm-small", "deepseek-llm-1b"
 LARGE_GPU_BYTES = 60e9  # holds two variants of the larger model with its optimizer's state
@@ -194,18 +185,17 @@ class DemoPlan:
 
 
 def demo(
-    output: Path,
-    started: float | None = None,
-    load: Callable[[int], LoadMeter] = LoadMeter,
+    output: Annotated[Path, typer.Option(help="folder of the demo's run")] = Path("runs/demo"),
 ) -> None:
-    """Measure, verify, train; print the table, a sample and the choice, and write the page.
+    """Train a small DeepSeek model with and without hasten's techniques and compare (minutes)."""
+    from hasten.machine import host
+    from hasten.machine.processes import LoadMeter
+    from hasten.measure.recipe_experiment import prepared
+    from hasten.progress import Display
+    from hasten.report.build import experiment_report
+    from hasten.report.page import write_report
 
-    Args:
-        output: folder of the run.
-        started: when the command began, by `time.perf_counter`; now, if left out.
-        load: makes the meter of what others take of so many cores.
-    """
-    clock = _Clock(time.perf_counter() if started is None else started)
+    clock = _Clock(STARTED)
     hardware = host.hardware()
     gpus = hardware.accelerators
     recipe = recipe_for(output, min((gpu.memory_bytes for gpu in gpus), default=0))
@@ -214,7 +204,7 @@ def demo(
         "seven variants of one training take turns, then the fastest trains; it ends within 6 min",
         flush=True,
     )
-    neighbours = look_at_neighbours(load)
+    neighbours = look_at_neighbours()
     with Display() as display, contextlib.ExitStack() as stack:
         progress = PhasedProgress(display, PHASES)
         if not gpus:
@@ -230,7 +220,7 @@ def demo(
             report = experiment_report(subject, found, DESIGN, "hasten demo", "hasten demo", proofs)
         chosen = plan_to_train(report, subject.recipe.plan)
         progress.enter("training")
-        meter = load(hardware.usable_cores)
+        meter = LoadMeter(hardware.usable_cores)
         summary, speed = _trained(subject.recipe, chosen, progress, clock, meter)
         progress.end()
     if report is None:
@@ -262,6 +252,8 @@ class _Clock:
 
 def recipe_for(output: Path, gpu_bytes: float) -> Recipe:
     """The demo's job: minutes on two cores, a larger model where there is a GPU."""
+    from hasten.recipe.schema import Recipe
+
     on_gpu = gpu_bytes > 0
     return Recipe(
         model=LARGE if gpu_bytes >= LARGE_GPU_BYTES else SMALL if on_gpu else TINY,
@@ -281,6 +273,8 @@ def with_usable_techniques(
     subject: ExperimentSubject, tell: Callable[[str], None]
 ) -> ExperimentSubject:
     """The subject with as many techniques as the demo has rows for, each of which can work here."""
+    from hasten.recipe.shorthands import catalogue
+
     kinds = {kind.name(): kind for kind in catalogue()}
     known, wanted = subject.known, (*TECHNIQUES, *SPARES)
     refused = {name: why[0] for name in wanted if (why := kinds[name]().obstacles(known))}
@@ -297,6 +291,10 @@ def with_usable_techniques(
 
 def plan_to_train(report: Mapping[str, Any] | None, plan: Sequence[Any]) -> DemoPlan:
     """The fastest row of equal quality in the table; all techniques where nothing was measured."""
+    from hasten.report.judgement import fastest_of_equal_quality, verdict_word
+    from hasten.report.page import recipe_plan
+    from hasten.report.schema import read_report
+
     everything = DemoPlan("all techniques", list(plan), "")
     if report is None:
         why = f"chosen: {', '.join(plan)}: all techniques, since nothing could be measured"
@@ -320,6 +318,8 @@ def plan_to_train(report: Mapping[str, Any] | None, plan: Sequence[Any]) -> Demo
 
 def _choice_words(arm: Mapping[str, Any], read: Mapping[str, Any]) -> str:
     """What was chosen and what it gains, as its row in the table says it."""
+    from hasten.report.judgement import ladder_of, on_the_whole, verdict_word
+
     gain = f"{span(arm['ratio'], 'times')} the baseline's speed at equal quality"
     word = on_the_whole(arm, read)
     if len(arm["rounds"]) == 1:
@@ -338,11 +338,14 @@ def _choice_words(arm: Mapping[str, Any], read: Mapping[str, Any]) -> str:
     return words
 
 
-def look_at_neighbours(load: Callable[[int], LoadMeter] = LoadMeter) -> Neighbours:
+def look_at_neighbours() -> Neighbours:
     """What others take of this machine now."""
+    from hasten.machine import host
+    from hasten.machine.processes import LoadMeter
+
     cores = host.usable_cores()
     average = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    meter = load(cores)
+    meter = LoadMeter(cores)
     time.sleep(SAMPLE_SECONDS)
     meter.lap(Neighbours)
     return Neighbours(cores, meter.share(Neighbours), average)
@@ -350,6 +353,8 @@ def look_at_neighbours(load: Callable[[int], LoadMeter] = LoadMeter) -> Neighbou
 
 def _warm_pool(recipe: Recipe, device: str) -> WorkerPool:
     """The variants' processes, of which one imports everything while the data is prepared."""
+    from hasten.measure.workers import WorkerPool
+
     folder = Path(recipe.output) / "experiments" / "demo"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recipe.yaml"
@@ -361,6 +366,9 @@ def _warm_pool(recipe: Recipe, device: str) -> WorkerPool:
 
 def _share_cores(neighbours: Neighbours, stack: contextlib.ExitStack) -> None:
     """Compute with fewer threads where others use the processor, unless the user set a number."""
+    from hasten.machine import environment
+    from hasten.machine.threads import with_threads
+
     chosen = environment.variable("OMP_NUM_THREADS")
     if chosen is not None or neighbours.threads == neighbours.cores:
         return
@@ -374,6 +382,9 @@ def _measured(
     subject: ExperimentSubject, pool: WorkerPool, progress: PhasedProgress, clock: _Clock
 ) -> Measured | None:
     """All variants; None where another measurement had this machine all the time."""
+    from hasten.machine.locks import one_measurement
+    from hasten.measure.recipe_experiment import measured
+
     plans, kinds = plans_of(subject.plan, "ladder")
     with contextlib.ExitStack() as machine:
         try:
@@ -393,6 +404,8 @@ def _measured(
 
 
 def _why_nothing(found: Measured | None) -> str:
+    from hasten.measure.budget import rounded_up
+
     if found is None:
         return f"another measurement had this machine for {rounded_up(MEASURED_BY)}"
     dropped = found.design["dropped"]
@@ -402,6 +415,8 @@ def _why_nothing(found: Measured | None) -> str:
 
 def _verified(subject: ExperimentSubject, progress: PhasedProgress, clock: _Clock) -> Rows:
     """What each technique requires, as far as there is time for it."""
+    from hasten.measure.quality.guard import GuardDesign, guarded
+
     left = VERIFIED_BY - clock.spent
     if left < LEAST_VERIFICATION:
         return {"guard": [_not_tested(t.name()) for t in subject.plan], "invariance": []}
@@ -428,6 +443,10 @@ def _trained(
     recipe: Recipe, chosen: DemoPlan, progress: PhasedProgress, clock: _Clock, load: LoadMeter
 ) -> tuple[dict[str, Any], TrainingSpeed | None]:
     """Train with the chosen plan: its summary, and how its speed compares with the measured one."""
+    from hasten.cli.train import StepLine
+    from hasten.training.chosen_plan import TrainingSpeed
+    from hasten.training.run import train
+
     seconds = max(min(TRAINED_BY - clock.spent, MOST_TRAINING), LEAST_TRAINING)
     steps = chosen.steps(seconds)
     recipe = recipe.model_copy(update={"plan": chosen.plan, "max_steps": steps})
@@ -473,6 +492,8 @@ class TimedStop:
         self._start(session)
 
     def step(self, metrics: StepMetrics) -> None:
+        from hasten.core.loop import ask_to_leave
+
         self._step(metrics)
         if self._clock() >= self._at:
             ask_to_leave(self._session, haste=False, reason="time limit")
@@ -482,6 +503,9 @@ class TimedStop:
 
 
 def _show_measured(report: dict[str, Any]) -> None:
+    from hasten.cli.speedup import design_line, print_table
+    from hasten.report.schema import read_report
+
     print_table(report)
     print(design_line(report["design"]))
     print(quality_words(read_report(report)))
@@ -490,6 +514,8 @@ def _show_measured(report: dict[str, Any]) -> None:
 
 def quality_words(read: Mapping[str, Any]) -> str:
     """What was compared of the models, and how far apart they are."""
+    from hasten.report.judgement import MARGIN
+
     base, *rows = read["arms"]
     losses = [row["held_out_loss"] for row in rows if row["held_out_loss"] is not None]
     if base["held_out_loss"] is None or not losses:
@@ -505,6 +531,8 @@ def quality_words(read: Mapping[str, Any]) -> str:
 
 def verification_words(rows: Sequence[Mapping[str, Any]]) -> str:
     """What the verification found, in a line."""
+    from hasten.measure.quality.requirements import FAILED
+
     by_verdict: dict[str, list[str]] = {}
     for row in rows:
         by_verdict.setdefault(row["verdict"], []).append(row["technique"])
@@ -571,7 +599,8 @@ def _show_next_steps(output: Path, has_page: bool) -> None:
     ]
     if has_page:
         page = output / "report.html"
-        rows.insert(0, (f"{_opener()} {page}", "curves and intervals; one file, needs no network"))
+        opener = {"darwin": "open", "win32": "start"}.get(sys.platform, "xdg-open")
+        rows.insert(0, (f"{opener} {page}", "curves and intervals; one file, needs no network"))
     width = max(len(row[0]) for row in rows)
     for row in rows:
         print(f"  {row[0].ljust(width)}  {row[1]}")
@@ -583,8 +612,3 @@ def _command() -> str:
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path) if path.exists() else f"{sys.executable} -m hasten"
-
-
-def _opener() -> str:
-    """The command that opens a page in a browser on this system."""
-    return {"darwin": "open", "win32": "start"}.get(sys.platform, "xdg-open")

@@ -5,57 +5,52 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from hasten.core.facts import Facts
+import typer
+
+from hasten.cli.arguments import Overrides
 from hasten.core.plan import Plan
-from hasten.core.setup import prepare
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.launch import transport
-from hasten.machine import environment, host
 from hasten.machine.environment import World
-from hasten.models.adapters import lora_targets
-from hasten.parts.distributed.deepspeed_config import HONOURED, IGNORED, REFUSED
-from hasten.parts.kernels import amx, codec, rowwise
-from hasten.recipe.build import (
-    batch_of,
-    build_model,
-    check_batch_of_ranks,
-    facts_of,
-    job_of,
-    requested_plan,
-)
-from hasten.recipe.candidates import candidates, first_plan
-from hasten.recipe.gpu_check import check_kernels
-from hasten.recipe.memory_check import MAY_RUN_OUT, memory_words
-from hasten.recipe.peak_flops import ceiling_of
-from hasten.recipe.prepare import (
-    check_folder,
-    check_space,
-    first_record,
-    is_random,
-    weight_notes,
-)
-from hasten.recipe.prepared_data import (
-    PreparedData,
-    overlap,
-    prepare_data,
-    template_advice,
-)
-from hasten.recipe.preset_plans import entries_of
-from hasten.recipe.schema import Recipe, load_recipe
-from hasten.recipe.shorthands import meaning_of, settings_of, techniques_of, world_of
-from hasten.recipe.yaml_reader import read_overrides, read_yaml_file
-from hasten.techniques.layout.ddp import DDP
+
+if TYPE_CHECKING:
+    from hasten.core.facts import Facts
+    from hasten.recipe.prepared_data import PreparedData
+    from hasten.recipe.schema import Recipe
 
 SHOWN = 3  # files that are named
 
 
-def doctor(path: Path, overrides: Sequence[str]) -> int:
-    """Print one line per check; the exit code is 2 if any failed."""
-    recipe = load_recipe(path, overrides)
+def doctor(
+    path: Annotated[
+        Path | None, typer.Argument(help="the recipe, a YAML file", metavar="RECIPE")
+    ] = None,
+    overrides: Overrides = None,
+    ds_config: Annotated[
+        Path | None,
+        typer.Option(help="show what becomes of each key of a ds_config.json"),
+    ] = None,
+    faults: Annotated[
+        bool, typer.Option("--faults", help="kill, damage and resume this job, and compare")
+    ] = False,
+) -> int:
+    """Check a recipe without training: data, model, plan, obstacles, disk."""
+    if ds_config is not None:
+        return show_ds_config(ds_config, path, overrides or [])
+    if path is None:
+        raise InputError("doctor: give a recipe, or --ds-config FILE")
+    if faults:
+        from hasten.training.fault_test import doctor_faults
+
+        return doctor_faults(path, overrides or [])
+    from hasten.launch import transport
+    from hasten.recipe.prepare import first_record
+    from hasten.recipe.schema import load_recipe
+
+    recipe = load_recipe(path, overrides or [])
     checks = _Checks()
     checks.note("recipe", f"{path} is well formed")
     checks.run("output", lambda: _folder(Path(recipe.output)))
@@ -115,16 +110,22 @@ class _Checks:
 
 
 def _may_run_out(text: str) -> bool:
+    from hasten.recipe.memory_check import MAY_RUN_OUT
+
     return MAY_RUN_OUT in text
 
 
 def _folder(output: Path) -> tuple[str, None]:
+    from hasten.recipe.prepare import check_folder
+
     check_folder(output)
     return f"{output} can be written", None
 
 
 def _kernels(checks: _Checks) -> None:
     """Which of the processor's kernels run here; without them the plain way does."""
+    from hasten.parts.kernels import amx, codec, rowwise
+
     libraries = {"rows": rowwise.library(), "tiles": amx.library(), "codec": codec.library()}
     words = ", ".join(f"{name}: {found.reason or 'compiled'}" for name, found in libraries.items())
     # Tiles need AMX, which most processors don't have; the others need a compiler alone.
@@ -134,6 +135,9 @@ def _kernels(checks: _Checks) -> None:
 
 def _gpu(known: Facts, checks: _Checks) -> None:
     """The GPU's kernels, each tried on small inputs; what was refused before is tried again."""
+    from hasten.machine import host
+    from hasten.recipe.gpu_check import check_kernels
+
     found = check_kernels(known, lambda text: checks.note("gpu kernels", text, "warn"), again=True)
     good = [name for name, verdict in found.items() if not verdict.fault]
     if good:
@@ -144,6 +148,8 @@ def _gpu(known: Facts, checks: _Checks) -> None:
 
 
 def _model(recipe: Recipe, data: PreparedData | None) -> tuple[str, Facts]:
+    from hasten.recipe.build import facts_of
+
     known = facts_of(recipe, data)
     model = known.model
     text = (
@@ -154,12 +160,17 @@ def _model(recipe: Recipe, data: PreparedData | None) -> tuple[str, Facts]:
 
 
 def _weights(recipe: Recipe) -> tuple[str, list[str]]:
+    from hasten.recipe.prepare import is_random, weight_notes
+
     notes = weight_notes(recipe)
     return "drawn from the seed" if is_random(recipe) else "fit the config", notes
 
 
 def _built(recipe: Recipe, data: PreparedData) -> tuple[str, None]:
     """The model as `hasten train` makes it, but without memory for its weights."""
+    from hasten.models.adapters import lora_targets
+    from hasten.recipe.build import build_model
+
     model: Any = build_model(recipe, data, skeleton=True)
     text = f"{type(model).__name__}, attention: {model.config._attn_implementation}"
     if recipe.finetuning_type == "lora":
@@ -169,6 +180,8 @@ def _built(recipe: Recipe, data: PreparedData) -> tuple[str, None]:
 
 
 def _data(recipe: Recipe) -> tuple[str, PreparedData]:
+    from hasten.recipe.prepared_data import prepare_data
+
     data = prepare_data(recipe, Path(recipe.output) / "data", tell=lambda text: None)
     records = data.record_facts
     text = (
@@ -181,6 +194,8 @@ def _data(recipe: Recipe) -> tuple[str, PreparedData]:
 
 def _sources(recipe: Recipe, data: PreparedData, checks: _Checks) -> None:
     """What the files were taken for, and how many records the cut concerns."""
+    from hasten.recipe.prepared_data import overlap, template_advice
+
     note = data.note
     files = [f"{file} ({note.containers.get(file, '?')}): {s}" for file, s in note.shapes.items()]
     if files:
@@ -197,11 +212,15 @@ def _sources(recipe: Recipe, data: PreparedData, checks: _Checks) -> None:
 
 
 def _space(recipe: Recipe, known: Facts) -> tuple[str, None]:
+    from hasten.recipe.prepare import check_space
+
     check_space(Path(recipe.output), known)
     return "room for the run", None
 
 
 def _batch(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> tuple[str, None]:
+    from hasten.recipe.build import batch_of, check_batch_of_ranks, job_of
+
     records = data.record_facts
     ranks = max(recipe.nproc, known.world.size)
     check_batch_of_ranks(recipe, ranks, records.tokens / max(records.count, 1))
@@ -213,6 +232,11 @@ def _batch(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> tupl
 
 def _memory(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> tuple[str, None]:
     """What a rank will need; ranks of one machine share its memory."""
+    from hasten.core.setup import prepare
+    from hasten.recipe.build import job_of
+    from hasten.recipe.memory_check import memory_words
+    from hasten.techniques.layout.ddp import DDP
+
     if recipe.nproc > 1:
         known = replace(known, world=World(size=recipe.nproc))
         plan = plan if Slot.LAYOUT in plan else plan.with_(DDP())
@@ -222,6 +246,8 @@ def _memory(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> tup
 
 
 def _ceiling(recipe: Recipe, known: Facts) -> tuple[str, None]:
+    from hasten.recipe.peak_flops import ceiling_of
+
     found = ceiling_of(recipe, known)
     if found is not None:
         return f"MFU of {found.source}", None
@@ -230,6 +256,9 @@ def _ceiling(recipe: Recipe, known: Facts) -> tuple[str, None]:
 
 
 def _plan(recipe: Recipe, known: Facts) -> tuple[str, Plan]:
+    from hasten.recipe.build import requested_plan
+    from hasten.recipe.candidates import candidates, first_plan
+
     plan = requested_plan(recipe)
     if recipe.auto_plan is None:
         return str(plan), plan
@@ -257,6 +286,8 @@ def _techniques(recipe: Recipe, known: Facts, checks: _Checks) -> Plan | None:
 
 def _idle(technique: Technique, recipe: Recipe) -> str:
     """Why a layout changes nothing in this run; empty where it does."""
+    from hasten.machine import environment
+
     alone = recipe.nproc == 1 and environment.world().size == 1
     if technique.slot is not Slot.LAYOUT or not alone or getattr(technique, "offload", False):
         return ""
@@ -266,8 +297,13 @@ def _idle(technique: Technique, recipe: Recipe) -> str:
 # ``hasten doctor --ds-config FILE``: what becomes of each key of a DeepSpeed configuration.
 
 
-def ds_config(file: Path, recipe: Path | None, overrides: Sequence[str]) -> int:
+def show_ds_config(file: Path, recipe: Path | None, overrides: Sequence[str]) -> int:
     """Print a line for each key and what a recipe gets from it; 2 if a key is refused."""
+    from hasten.parts.distributed.deepspeed_config import HONOURED, IGNORED, REFUSED
+    from hasten.recipe.preset_plans import entries_of
+    from hasten.recipe.shorthands import meaning_of, settings_of, techniques_of, world_of
+    from hasten.recipe.yaml_reader import read_overrides, read_yaml_file
+
     values: dict[str, Any] = read_yaml_file(recipe, "recipe") if recipe else {}
     if not isinstance(values, dict):
         raise InputError(f"{recipe} is not a recipe: it must be lines of `key: value`")

@@ -3,40 +3,55 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
-from hasten.cli.arguments import writable
+from hasten.cli.arguments import Overrides, RecipePath, writable
 from hasten.errors import FAILED, InputError
-from hasten.measure.quality.guard import GuardDesign, Rows, guarded
-from hasten.measure.quality.requirements import failures
-from hasten.measure.recipe_experiment import ExperimentSubject, prepared
-from hasten.progress import Display
-from hasten.recipe.schema import load_recipe
-from hasten.recipe.yaml_reader import read_duration
+
+if TYPE_CHECKING:
+    from hasten.measure.quality.guard import Rows
+    from hasten.measure.recipe_experiment import ExperimentSubject
+    from hasten.progress import Display
 
 
 def guard(
-    path: Path,
-    overrides: Sequence[str],
-    seeds: int,
-    tokens: int,
-    margin: float,
-    json_out: Path | None,
-    budget: str | None = None,
+    path: RecipePath,
+    overrides: Overrides = None,
+    seeds: Annotated[
+        int, typer.Option(min=0, help="paired trainings for each technique of other mathematics")
+    ] = 0,
+    tokens: Annotated[
+        int, typer.Option(min=0, help="tokens of each such training; 0: those of 50 steps")
+    ] = 0,
+    margin: Annotated[
+        float, typer.Option(help="by how much the held-out loss may be worse, a share")
+    ] = 0.01,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="write the findings here as well")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="time for all of it: 20m, 1h30m; the rest is not tested")
+    ] = None,
 ) -> int:
-    """Prove, print the tables; exit code 4 if a proof failed."""
+    """Prove that a recipe's techniques keep the model as good as they promise."""
+    from hasten.measure.quality.guard import GuardDesign, guarded
+    from hasten.measure.quality.requirements import failures
+    from hasten.measure.recipe_experiment import prepared
+    from hasten.progress import Display
+    from hasten.recipe.schema import load_recipe
+    from hasten.recipe.yaml_reader import read_duration
+
     if not 0 < margin < 1:
         raise InputError(f"--margin is {margin}; give a share above 0 and below 1, such as 0.01")
     writable("--json", json_out)
     seconds = None if budget is None else read_duration(budget)
     design = GuardDesign(seeds=seeds, tokens=tokens, margin=margin, budget_seconds=seconds)
     with Display() as display:
-        subject = prepared(load_recipe(path, overrides), display, ranks=True)
+        subject = prepared(load_recipe(path, overrides or []), display, ranks=True)
         recipe, known, plan = subject.recipe, subject.known, subject.plan
         if not len(plan) and recipe.nproc == 1:
             raise InputError("plan: there is nothing to prove; list techniques under plan")
@@ -51,6 +66,8 @@ def beforehand(
     wanted: bool, seeds: int, fresh: bool, display: Display, budget_seconds: float | None = None
 ) -> Callable[[ExperimentSubject], Mapping[str, Any]]:
     """What an experiment's report says of the guard, found before the first arm starts."""
+    from hasten.measure.quality.guard import GuardDesign, guarded
+    from hasten.measure.quality.requirements import failures
 
     def find(subject: ExperimentSubject) -> Mapping[str, Any]:
         if not wanted:
@@ -67,6 +84,11 @@ def beforehand(
 
 def show(found: Rows) -> None:
     """Two tables, for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from hasten.measure.quality.requirements import failures
+
     console = Console(highlight=False, width=None if Console().is_terminal else 120)
     for title, key, names in (
         ("the plan as a whole", "invariance", ("what", "verdict", "text")),

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
 from hasten.cli.arguments import writable
-from hasten.core import facts
-from hasten.core.facts import Facts
 from hasten.errors import InputError
 from hasten.formatting import size
-from hasten.machine import host
-from hasten.machine.accelerators import datasheet
-from hasten.machine.benchmark import (
-    DiskSpeed,
-    MachineRates,
-    ProductRate,
-    checked_dtypes,
-    measure,
-    measure_disk,
-)
-from hasten.parts.kernels import registry
-from hasten.parts.kernels.registry import DeviceFigures
-from hasten.progress import Display
-from hasten.recipe.peak_flops import device_name, read_rates, write_rates
-from hasten.training.recording import machine_facts
+
+if TYPE_CHECKING:
+    from hasten.core.facts import Facts
+    from hasten.machine.benchmark import DiskSpeed, MachineRates, ProductRate
+    from hasten.parts.kernels.registry import DeviceFigures
 
 # ``hasten bench``: what kernels gain here, by which plans are chosen; and the ceilings of this
 # machine, which MFU and other speeds are judged against.
@@ -39,20 +26,35 @@ LONGEST = 600.0  # seconds
 
 
 def bench(
-    device: str,
-    dtypes: Sequence[str] | None,
-    seconds: float,
-    json_out: Path | None,
-    fresh: bool = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="bf16, fp32, fp16, tf32 or fp8, repeatable; all if left out"),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(help="about how long to measure ceilings; 0 leaves them out")
+    ] = 30.0,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="write the rates here, for a recipe's ceiling")
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="measure the kernels again, whatever is kept of them")
+    ] = False,
 ) -> None:
-    """Measure, print the tables, write the file."""
+    """Measure what kernels gain on this machine, kept for plans, and its ceilings."""
+    from hasten.core import facts
+    from hasten.machine.benchmark import checked_dtypes, measure
+    from hasten.parts.kernels import registry
+    from hasten.progress import Display
+    from hasten.recipe.peak_flops import device_name, write_rates
+
     known = _on(device, facts.seen_at_start())
     if not (1 <= seconds <= LONGEST or (seconds == 0 and json_out is None)):
         raise InputError(
             f"--seconds is {seconds:g}; give 1 to {LONGEST:g}, or 0 without --json for no ceilings"
         )
     try:
-        formats = checked_dtypes(known.device, dtypes)
+        formats = checked_dtypes(known.device, dtype)
     except ValueError as error:
         raise InputError(f"--dtype: {error}") from error
     writable("--json", json_out)
@@ -75,7 +77,12 @@ def bench(
 
 
 def show_kernels(figures: DeviceFigures) -> None:
-    """Each variant of each operation: rate, speed next to the first one's, largest error."""
+    """Each way of each operation: its rate, its speed beside the first one, its largest error."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from hasten.parts.kernels import registry
+
     table = Table(show_edge=False)
     for name in ("operation", "way", "rate", "speed [95 %]", "error", "allowed"):
         table.add_column(name, no_wrap=True)
@@ -107,6 +114,9 @@ def show_kernels(figures: DeviceFigures) -> None:
 
 def show(rates: MachineRates) -> None:
     """The rates as tables, the best of each format against the datasheet where there is one."""
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console(highlight=False, soft_wrap=True)
     threads = f", threads: {rates.threads}" if rates.device == "cpu" else ""
     console.print(
@@ -132,6 +142,8 @@ def show(rates: MachineRates) -> None:
 
 def conclusions(rates: MachineRates) -> list[str]:
     """The ceiling in a line, and how it stands to what the maker says."""
+    from hasten.machine.accelerators import datasheet
+
     best = rates.best()
     lines = []
     if best is not None:
@@ -165,27 +177,40 @@ WIDTH = 16  # of the names on the left
 
 
 def hardware(
-    as_json: bool, rates_file: Path | None = None, disk: Path | None = None, measure: bool = True
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    rates: Annotated[
+        Path | None, typer.Option(help="a file of hasten bench, to show its rates too")
+    ] = None,
+    disk: Annotated[
+        Path | None, typer.Option(help="a folder of the disk to measure; this one if left out")
+    ] = None,
+    no_measure: Annotated[
+        bool, typer.Option("--no-measure", help="measure neither the disk, by 64 MiB, nor kernels")
+    ] = False,
 ) -> None:
-    """Print the facts, for people or as JSON; the rates too where a file of them is given.
+    """Show what this machine has: cores, memory, accelerators, disks, network, limits."""
+    from hasten.core import facts
+    from hasten.parts.kernels import registry
+    from hasten.recipe.peak_flops import read_rates
+    from hasten.training.recording import machine_facts
 
-    Args:
-        disk: the folder whose disk is measured; this one, as far as it can be, if left out.
-        measure: whether to; it writes 64 MiB there and takes them away. Kernels take four seconds
-            the first time, and their figures are kept.
-    """
     here = facts.seen_at_start()
-    rates = read_rates(rates_file, here) if rates_file is not None else None
-    machine, speed = machine_facts(), _speed(disk) if measure else "not measured"
-    kernels = registry.figures_here(here.device) if measure else registry.kept_figures(here.device)
+    known = read_rates(rates, here) if rates is not None else None
+    machine, speed = machine_facts(), "not measured" if no_measure else _speed(disk)
+    figures = registry.kept_figures if no_measure else registry.figures_here
+    kernels = figures(here.device)
     if as_json:
-        print(json.dumps(_as_data(here, machine, speed, rates, kernels), indent=1))
+        print(json.dumps(_as_data(here, machine, speed, known, kernels), indent=1))
         return
-    _print_lines(here, machine, speed, rates, kernels)
+    _print_lines(here, machine, speed, known, kernels)
 
 
 def check_hardware() -> dict[str, Any]:
     """Print what ``hasten hardware`` prints, the disk's speed apart; what ``--json`` has."""
+    from hasten.core import facts
+    from hasten.parts.kernels import registry
+    from hasten.training.recording import machine_facts
+
     here, machine, speed = facts.seen_at_start(), machine_facts(), "not measured"
     kernels = registry.kept_figures(here.device)
     _print_lines(here, machine, speed, None, kernels)
@@ -199,6 +224,9 @@ def _as_data(
     rates: MachineRates | None,
     kernels: DeviceFigures | None,
 ) -> dict[str, Any]:
+    from hasten.machine import host
+    from hasten.machine.benchmark import DiskSpeed
+
     data = {**asdict(here.hardware), **machine, "versions": host.versions()}
     data["disk_speed"] = asdict(speed) if isinstance(speed, DiskSpeed) else None
     data["kernels"] = None if kernels is None else asdict(kernels)
@@ -224,6 +252,8 @@ def _print_lines(
 
 def _speed(folder: Path | None) -> DiskSpeed | str:
     """The disk's speed, or why there is none."""
+    from hasten.machine.benchmark import measure_disk
+
     try:
         return measure_disk(folder or Path())
     except ValueError as error:
@@ -235,6 +265,8 @@ def _speed(folder: Path | None) -> DiskSpeed | str:
 def _lines(
     here: Facts, machine: dict[str, Any], speed: DiskSpeed | str, rates: MachineRates | None
 ) -> Iterator[tuple[str, str]]:
+    from hasten.machine import host
+
     known = here.hardware
     yield "CPU", known.cpu
     yield "cores", f"{known.usable_cores} usable, {known.physical_cores} physical"
@@ -278,6 +310,8 @@ def _gpus(
     here: Facts, machine: dict[str, Any], rates: MachineRates | None
 ) -> Iterator[tuple[str, str]]:
     """As PyTorch counts them, which may see fewer than the driver; links as the driver does."""
+    from hasten.machine.accelerators import datasheet
+
     accelerators = here.hardware.accelerators
     for index, gpu in enumerate(accelerators):
         yield f"accelerator {index}", f"{gpu.name}, {size(gpu.memory_bytes)}, {gpu.capability}"

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
-from hasten.cli.arguments import writable
-from hasten.core import facts
+from hasten.cli.arguments import Overrides, writable
 from hasten.errors import InputError
-from hasten.recipe.importers import ImportedRecipe, read
-from hasten.recipe.yaml_reader import read_overrides
-from hasten.techniques.precision import why_no_gain
+
+if TYPE_CHECKING:
+    from hasten.recipe.importers import ImportedRecipe
 
 ORDER = {"contradicts": 0, "unmapped": 1, "mapped": 2, "needless": 3}
 TITLES = {
@@ -25,20 +23,26 @@ TITLES = {
 }
 
 
-def import_(path: Path, overrides: Sequence[str], output: Path | None, nproc: int) -> None:
-    """Print the table, write the recipe; a recipe that lacks something is written with the gap.
+def import_(
+    config: Annotated[Path, typer.Argument(help="YAML or JSON of another trainer")],
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="write the recipe here; else it is shown")
+    ] = None,
+    nproc: Annotated[int, typer.Option(min=1, help="processes that will train")] = 1,
+) -> None:
+    """Turn a LLaMA-Factory, axolotl, accelerate, HF or DeepSpeed configuration into a recipe."""
+    from hasten.recipe.importers import read
+    from hasten.recipe.yaml_reader import read_overrides
 
-    Raises:
-        InputError: an unusable file, or a recipe that its own keys forbid; nothing is written.
-    """
     writable("--output", output)
     if output is not None and output.exists():
         raise InputError(f"{output} exists; name a file that doesn't")
-    found = read(path, nproc)
-    found.values.update(read_overrides(overrides))
-    found.check(f"the recipe from {path}")
-    text = found.to_yaml(path.name)
-    show(found, path)
+    found = read(config, nproc)
+    found.values.update(read_overrides(overrides or []))
+    found.check(f"the recipe from {config}")
+    text = found.to_yaml(config.name)
+    show(found, config)
     if output is not None:
         output.write_text(text)
         print(f"saved: {output}")
@@ -61,6 +65,9 @@ def faster(found: ImportedRecipe, output: Path | None) -> str:
 
 def tell_format(values: Mapping[str, Any]) -> None:
     """A line on bf16, if the file asks for it and no gain is certain on this processor."""
+    from hasten.core import facts
+    from hasten.techniques.precision import why_no_gain
+
     asked = [{entry: {}} if isinstance(entry, str) else entry for entry in values.get("plan") or []]
     settings = {name: given or {} for entry in asked for name, given in entry.items()}
     autocast = settings.get("autocast", {"dtype": "none"}).get("dtype", "bf16")
@@ -72,6 +79,9 @@ def tell_format(values: Mapping[str, Any]) -> None:
 
 def show(found: ImportedRecipe, path: Path) -> None:
     """A row for each key, what needs a look first."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=f"{path}: {found.format}", title_justify="left", show_edge=False)
     for name in ("", "key", "value", "what becomes of it"):
         table.add_column(name, overflow="fold", no_wrap=name == "key")

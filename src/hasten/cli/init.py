@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from hasten.errors import InputError
-from hasten.recipe.suggest import suggest
 
 
-def init(model: str, dataset: str, recipe: Path) -> None:
-    """Write the recipe; a file that exists is left as it is."""
+def init(
+    model: Annotated[str, typer.Argument(help="a preset, a Hugging Face folder, or a hub name")],
+    dataset: Annotated[str, typer.Argument(help="a data file or folder, stdlib, or stdlib-text")],
+    recipe: Annotated[Path, typer.Option(help="the file to write")] = Path("recipe.yaml"),
+) -> None:
+    """Look at a model, a data set and this machine, and write a first recipe."""
+    from hasten.recipe.suggest import suggest
+
     if recipe.exists():
         raise InputError(f"{recipe} exists; name another file with --recipe")
     text = suggest(model, dataset, output=f"runs/{recipe.stem}")

@@ -7,134 +7,157 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from hasten.cli.arguments import Overrides, RecipePath, named
 from hasten.errors import InputError
 from hasten.formatting import did_you_mean
 from hasten.launch.cluster import CloudConfig
-from hasten.launch.targets import TARGETS, Launch, files, submission, write
-from hasten.launch.targets.job import advice, name_of
-from hasten.planner.launching import (
-    config_of,
-    planned,
-    recipe_there,
-    records,
-    scaled_rate,
-    tiny_recipe,
-)
-from hasten.recipe.build import check_batch_of_ranks
-from hasten.recipe.schema import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from hasten.launch.targets import Launch
+    from hasten.recipe.schema import Recipe
 
 UNITS = {"m": 1, "h": 60, "d": 1440}
 THERE = {"kubernetes": "/workspace"}  # work folders that don't mirror this machine's
 BUCKET = "/checkpoints"
 
 
-@dataclass(frozen=True)
-class LaunchOptions:
-    """What the command line asks for; see ``options``."""
-
-    target: str
-    nodes: int
-    gpus_per_node: int
-    topology: str
-    fewest: int | None
-    spot: bool
-    output: Path | None
-    name: str | None
-    time: str | None
-    grace: int
-    restarts: int
-    workdir: str | None
-    checkpoints: str | None
-    python: str | None
-    hosts: tuple[str, ...]
-    port: int
-    interface: str
-    image: str
-    volume: str
-    gpu: str
-    plan: Path | None
-    words: Mapping[str, str]
-    rate: str | None
-
-
 def launch(
-    path: Path,
-    overrides: Sequence[str],
-    asked: LaunchOptions,
-    dry_run: bool = False,
-    submit: bool = False,
-    rehearse: bool = False,
+    path: RecipePath,
+    overrides: Overrides = None,
+    target: Annotated[
+        str, typer.Option(help="torchrun, slurm, kubernetes, megatron or skypilot")
+    ] = "torchrun",
+    nodes: Annotated[int, typer.Option(help="hosts")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="devices in each, a rank for each")] = 8,
+    topology: Annotated[
+        str, typer.Option(help="how it is wired, as hasten plan --cluster; decides variables")
+    ] = "",
+    min_nodes: Annotated[
+        int | None, typer.Option(help="go on with so many where some are lost; all if left out")
+    ] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="on machines that may be taken away")] = (
+        False
+    ),
+    output: Annotated[
+        Path | None, typer.Option(help="folder for the files; launch/NAME if left out")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="of the job; the recipe's if left out")] = None,
+    time: Annotated[str | None, typer.Option(help="the longest it may run: 90m, 24h, 7d")] = None,
+    grace: Annotated[int, typer.Option(help="seconds for saving before machines go")] = 300,
+    restarts: Annotated[int, typer.Option(help="times that failed ranks are started again")] = 3,
+    workdir: Annotated[
+        str | None, typer.Option(help="where the recipe's relative paths lie, on the nodes")
+    ] = None,
+    checkpoints: Annotated[
+        str | None, typer.Option(help="folder of checkpoints that all nodes see")
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(help="interpreter that has hasten, on the nodes")
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(help="for torchrun: the hosts", metavar="NAME[,NAME...]")
+    ] = None,
+    port: Annotated[int, typer.Option(help="where ranks meet on the first host")] = 29500,
+    interface: Annotated[str, typer.Option(help="network interface between nodes")] = "",
+    partition: Annotated[str, typer.Option(help="of Slurm")] = "",
+    account: Annotated[str, typer.Option(help="of Slurm")] = "",
+    qos: Annotated[str, typer.Option(help="of Slurm")] = "",
+    constraint: Annotated[str, typer.Option(help="of Slurm")] = "",
+    reservation: Annotated[str, typer.Option(help="of Slurm")] = "",
+    image: Annotated[str, typer.Option(help="container image (Kubernetes, SkyPilot)")] = "",
+    volume: Annotated[str, typer.Option(help="claim with data and checkpoints (Kubernetes)")] = "",
+    namespace: Annotated[str, typer.Option(help="of Kubernetes")] = "",
+    rdma: Annotated[str, typer.Option(help="resource of RDMA cards (Kubernetes)")] = "",
+    gpu: Annotated[str, typer.Option(help="the device's name (SkyPilot; for the plan)")] = "",
+    plan: Annotated[
+        Path | None, typer.Option(help="a file of hasten plan --json, for Megatron's layout")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print, write nothing")] = False,
+    submit: Annotated[bool, typer.Option("--submit", help="start the job as well")] = False,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="run the scripts here on a tiny model first")
+    ] = False,
+    rate: Annotated[
+        str | None, typer.Option(help="of the rehearsal's links: 1gbit; scaled if left out")
+    ] = None,
 ) -> int:
-    """Write the files, or print them; the exit code."""
-    if asked.target not in TARGETS:
-        hint = did_you_mean(asked.target, TARGETS)
-        raise InputError(f"--target {asked.target!r}{hint}: it is one of {', '.join(TARGETS)}")
+    """Write the files that start a recipe on a cluster; nothing is submitted unless asked for."""
+    from hasten.launch.targets import TARGETS, Launch, files, submission, write
+    from hasten.launch.targets.job import advice, name_of
+    from hasten.planner.launching import config_of, planned, recipe_there
+    from hasten.recipe.build import check_batch_of_ranks
+    from hasten.recipe.schema import load_recipe
+
+    if target not in TARGETS:
+        hint = did_you_mean(target, TARGETS)
+        raise InputError(f"--target {target!r}{hint}: it is one of {', '.join(TARGETS)}")
     if submit and (dry_run or rehearse):
         raise InputError("--submit starts the job; --dry-run and --rehearse don't: give one")
-    recipe = load_recipe(path, overrides)
-    name = asked.name if asked.name is not None else name_of(path.stem)
-    folder = (asked.output or Path("launch") / name).absolute()
-    made = launch_of(recipe, asked, name, folder)
+    recipe = load_recipe(path, overrides or [])
+    name = name if name is not None else name_of(path.stem)
+    folder = (output or Path("launch") / name).absolute()
+    names = named(hosts)
+    mirrored = target not in ("kubernetes", "skypilot")
+    keep = checkpoints or (BUCKET if target == "skypilot" else None)
+    leave = str(folder / "leave") if target == "torchrun" and names else None
+    # One host is a single node, several are an RDMA fabric unless it is said.
+    wired = topology or ("single_node" if nodes == 1 else "fat_tree")
+    made = Launch(
+        recipe=recipe_there(recipe, keep, leave),
+        cloud=CloudConfig(nodes, gpus_per_node, wired),
+        name=name,
+        fewest=min_nodes,
+        spot=spot,
+        minutes=minutes_of(time),
+        grace=grace,
+        restarts=restarts,
+        workdir=workdir or THERE.get(target, str(Path.cwd())),
+        python=python or (sys.executable if mirrored else "python3"),
+        port=port,
+        hosts=names,
+        interface=interface,
+        image=image,
+        volume=volume,
+        accelerator=gpu,
+        words={
+            "partition": partition,
+            "account": account,
+            "qos": qos,
+            "constraint": constraint,
+            "reservation": reservation,
+            "namespace": namespace,
+            "rdma": rdma,
+        },
+    )
+    if target == "megatron":
+        layout, batch = planned(recipe, made.cloud, gpu, plan)
+        made = replace(made, config=config_of(recipe), layout=layout, batch=batch)
     if rehearse:
-        return rehearsal(recipe, asked, made, folder)
-    if asked.target != "megatron":  # whose own plan deals a batch out
-        check_batch_of_ranks(recipe, cloud_of(asked).devices)
-    texts = files(asked.target, made, folder)
+        return rehearsal(recipe, made, folder, rate)
+    if target != "megatron":  # whose own plan deals a batch out
+        check_batch_of_ranks(recipe, made.cloud.devices)
+    texts = files(target, made, folder)
     if dry_run:
         for file, text in texts.items():
             print(f"--- {file}\n{text}", end="")
         return 0
-    command = submission(asked.target, made, folder)
+    command = submission(target, made, folder)
     if submit:
-        _check_submission(asked.target, command)
+        _check_submission(target, command)
     for written in write(texts, folder):
         print(f"written: {written}")
     for sentence in advice(made.cloud, made.interface):
         print(f"note: {sentence}")
-    print(f"to start it: {shlex.join(command) if command else _by_hand(asked.target, made)}")
+    script = "megatron.sh" if target == "megatron" else "node.sh"
+    by_hand = f"on every host: bash {script} FIRST_HOST:{made.port}"
+    print(f"to start it: {shlex.join(command) if command else by_hand}")
     return subprocess.run(command, check=False).returncode if submit else 0
-
-
-def launch_of(recipe: Recipe, asked: LaunchOptions, name: str, folder: Path) -> Launch:
-    """What the options and the recipe say together."""
-    target = asked.target
-    mirrored = target not in ("kubernetes", "skypilot")
-    keep = asked.checkpoints or (BUCKET if target == "skypilot" else None)
-    leave = str(folder / "leave") if target == "torchrun" and asked.hosts else None
-    found = Launch(
-        recipe=recipe_there(recipe, keep, leave),
-        cloud=cloud_of(asked),
-        name=name,
-        fewest=asked.fewest,
-        spot=asked.spot,
-        minutes=minutes_of(asked.time),
-        grace=asked.grace,
-        restarts=asked.restarts,
-        workdir=asked.workdir or THERE.get(target, str(Path.cwd())),
-        python=asked.python or (sys.executable if mirrored else "python3"),
-        port=asked.port,
-        hosts=asked.hosts,
-        interface=asked.interface,
-        image=asked.image,
-        volume=asked.volume,
-        accelerator=asked.gpu,
-        words=asked.words,
-    )
-    if target != "megatron":
-        return found
-    layout, batch = planned(recipe, found.cloud, asked.gpu, asked.plan)
-    return replace(found, config=config_of(recipe), layout=layout, batch=batch)
-
-
-def cloud_of(asked: LaunchOptions) -> CloudConfig:
-    """The cluster; one host is a single node, several are an RDMA fabric unless it is said."""
-    topology = asked.topology or ("single_node" if asked.nodes == 1 else "fat_tree")
-    return CloudConfig(asked.nodes, asked.gpus_per_node, topology)
 
 
 def minutes_of(text: str | None) -> int | None:
@@ -147,11 +170,13 @@ def minutes_of(text: str | None) -> int | None:
     return int(found[1]) * UNITS[found[2]]
 
 
-def rehearsal(recipe: Recipe, asked: LaunchOptions, made: Launch, folder: Path) -> int:
+def rehearsal(recipe: Recipe, made: Launch, folder: Path, wanted: str | None) -> int:
     """The scripts on this machine with a tiny model of the same family; the exit code."""
     import psutil
 
+    from hasten.launch.targets import write
     from hasten.launch.targets.rehearsal import Rehearsed, check_size, rehearse
+    from hasten.planner.launching import recipe_there, records, scaled_rate, tiny_recipe
 
     check_size(made, psutil.virtual_memory().available)
     place = folder / "rehearsal"
@@ -159,7 +184,7 @@ def rehearsal(recipe: Recipe, asked: LaunchOptions, made: Launch, folder: Path) 
     tiny = tiny_recipe(recipe, made.cloud.devices, output, place / "records.jsonl")
     write({"records.jsonl": records()}, place)
     here = replace(made, recipe=recipe_there(tiny, None, None), python=sys.executable)
-    rate: Any = asked.rate or scaled_rate(made.cloud, asked.gpu)
+    rate: Any = wanted or scaled_rate(made.cloud, made.accelerator)
     print(
         f"rehearsal: {tiny.model} for {recipe.model}, {made.cloud.devices} ranks, scripts {place}"
     )
@@ -188,8 +213,3 @@ def _check_submission(target: str, command: list[str]) -> None:
             f"--submit: there is no {command[0]} on this machine; leave --submit out and start "
             "the files where there is one"
         )
-
-
-def _by_hand(target: str, made: Launch) -> str:
-    script = "megatron.sh" if target == "megatron" else "node.sh"
-    return f"on every host: bash {script} FIRST_HOST:{made.port}"

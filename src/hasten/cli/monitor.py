@@ -6,26 +6,52 @@ import importlib.util
 import re
 import secrets
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from hasten.errors import InputError, pip_install
-from hasten.monitor.alerts import AlertLimits, Alerts, Command, checked_command
-from hasten.monitor.watching import RunsReader, check_places
-from hasten.recipe.yaml_reader import read_yaml
+
+if TYPE_CHECKING:
+    from hasten.monitor.watching import RunsReader
 
 FEWEST = 16  # characters of a token: fewer could be guessed
 
 
 def monitor(
-    places: Sequence[Path],
-    terminal: bool,
-    where: tuple[str, int, str | None],
-    alert: str | None,
-    limits: AlertLimits,
+    places: Annotated[
+        list[Path], typer.Argument(help="folders of runs, or with runs in them", metavar="RUN...")
+    ],
+    terminal: Annotated[bool, typer.Option(help="show it here instead of as a page")] = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="where to listen; 0: any that is free")
+    ] = 8470,
+    host: Annotated[
+        str, typer.Option(help="address to listen at; others than this one let others in")
+    ] = "127.0.0.1",
+    token: Annotated[
+        str | None, typer.Option(help="what a reader must know; a new one if left out")
+    ] = None,
+    alert: Annotated[
+        str | None,
+        typer.Option(help='command for alerts, a list of arguments: \'["notify-send", "hasten"]\''),
+    ] = None,
+    stall_seconds: Annotated[
+        float, typer.Option(min=1, help="alert when no step is done for so long")
+    ] = 300.0,
+    slow_rank: Annotated[
+        float, typer.Option(min=1, help="alert when a rank takes so many times as long as others")
+    ] = 1.5,
+    disk_gb: Annotated[
+        float, typer.Option(min=0, help="alert when less than so many GB are free")
+    ] = 5.0,
 ) -> None:
-    """Watch until interrupted; ``where`` is address, port and token."""
-    host, port, token = where
+    """Watch runs live, or look at finished ones: as a page in a browser, or in the terminal."""
+    from hasten.monitor.alerts import AlertLimits, Alerts, Command, checked_command
+    from hasten.monitor.watching import RunsReader, check_places
+    from hasten.recipe.yaml_reader import read_yaml
+
     if token is not None and not re.fullmatch(rf"[A-Za-z0-9_.~-]{{{FEWEST},200}}", token):
         raise InputError(
             f"--token must be {FEWEST} to 200 letters, digits, or - _ . ~; without it "
@@ -33,6 +59,7 @@ def monitor(
         )
     check_places(places)
     command = None if alert is None else Command(checked_command(read_yaml(alert, "--alert")))
+    limits = AlertLimits(stall_seconds, slow_rank=slow_rank, disk_bytes=disk_gb * 1e9)
     told = (lambda run: None) if command is None else Alerts(command, limits).look
     watching = RunsReader(places, told)
     if terminal:

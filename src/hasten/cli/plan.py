@@ -9,41 +9,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import yaml
+import typer
 
+from hasten.cli.arguments import Overrides
 from hasten.errors import InputError
 from hasten.formatting import aligned, wrapped
-from hasten.measure.paper import table as paper
-from hasten.measure.paper.request import on_paper, traces
-from hasten.measure.paper.roofline import paper_device
-from hasten.models.architecture import Architecture
-from hasten.planner import advice, text
-from hasten.planner.candidate import (
-    PlanCandidate,
-    beyond_trainer,
-    recipe_lines,
-    spending,
-)
-from hasten.planner.candidate import words as layout_words
-from hasten.planner.inputs import (
-    PlanOptions,
-    calibration_of,
-    cluster_of,
-    is_run,
-    job_of,
-    machine_of,
-    predicted_and_measured,
-    price_from,
-    recipe_of,
-    space_of,
-)
-from hasten.planner.layout import PlannedJob
-from hasten.planner.planning import ClusterPlan
-from hasten.planner.planning import plan as search
-from hasten.planner.text import page, write
-from hasten.recipe.price import Price
+
+if TYPE_CHECKING:
+    from hasten.planner.candidate import PlanCandidate
+    from hasten.planner.inputs import PlanOptions
+    from hasten.planner.layout import PlannedJob
+    from hasten.planner.planning import ClusterPlan
+    from hasten.recipe.price import Price
 
 if TYPE_CHECKING:
     from hasten.recipe.schema import Recipe  # loads torch, as recipes and techniques do
@@ -56,6 +35,99 @@ LISTED = 60  # and that the file lists
 
 
 def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="a recipe, a preset, a config.json or its folder; or a run that is over",
+            metavar="MODEL",
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    cluster: Annotated[
+        str, typer.Option(help="how it is wired: dgx_h100, dgx_a100, fat_tree, ethernet ...")
+    ] = "single_node",
+    gpu: Annotated[
+        str,
+        typer.Option(
+            "--gpu",
+            "--device",
+            help="the device, or a .json file of its figures or of hasten bench",
+        ),
+    ] = "",
+    paper: Annotated[
+        bool, typer.Option("--paper", help="count a step of the recipe on that device, without it")
+    ] = False,
+    nodes: Annotated[int, typer.Option(help="hosts")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="devices in each")] = 8,
+    memory: Annotated[
+        float | None, typer.Option(help="GB of a device, where a file of hasten bench is given")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="pretrain, full or lora; as the recipe says")
+    ] = None,
+    sequence: Annotated[int | None, typer.Option(min=1, help="tokens of a sequence")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="sequences of a step")] = None,
+    tokens: Annotated[str | None, typer.Option(help="tokens in all: 500M, 1B, 14.8T")] = None,
+    price: Annotated[
+        Path | None, typer.Option(help="YAML with currency and per_device_hour")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="formats to look at: bf16,fp8", metavar="NAME[,NAME...]")
+    ] = None,
+    schedules: Annotated[
+        str | None,
+        typer.Option(help="pipeline schedules your software has", metavar="NAME[,NAME...]"),
+    ] = None,
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="also formats and compression of other mathematics")
+    ] = False,
+    stack: Annotated[
+        str | None, typer.Option(help="software whose measurements were fitted")
+    ] = None,
+    calibrate: Annotated[
+        list[Path] | None,
+        typer.Option(help="a run of twenty steps on this machine, to fit to it, repeatable"),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, max=50, help="layouts to show")] = 5,
+    why: Annotated[
+        list[str] | None,
+        typer.Option(help="why not this layout, repeatable", metavar="tp=8,pp=2"),
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(help="gpu=a100, nodes=8, network=25 or 2x, repeatable", metavar="KEY=VALUE"),
+    ] = None,
+    gpus: Annotated[bool, typer.Option("--gpus", help="compare all known devices")] = False,
+    shapes: Annotated[
+        bool, typer.Option("--shapes", help="shapes of the same size that train faster")
+    ] = False,
+    measured: Annotated[
+        Path | None, typer.Option(help="a run's folder, to set its parts against the plan's")
+    ] = None,
+    check_paper: Annotated[
+        bool,
+        typer.Option("--check-paper", help="count the layouts' memory on paper (minutes)"),
+    ] = False,
+    json_out: Annotated[Path | None, typer.Option("--json", help="write the plan here")] = None,
+    html: Annotated[Path | None, typer.Option(help="write a page with drawings here")] = None,
+) -> None:
+    """Say whether a job fits, in which layout, how long it takes and what it costs."""
+    from hasten.planner.inputs import PlanOptions
+
+    if paper:
+        if sequence or global_batch or nodes != 1:
+            raise InputError(
+                "--paper counts the recipe's own step on one node: give cutoff_len=N, "
+                "global_batch_size=N or nproc=N behind the recipe"
+            )
+        step_on_paper(model, overrides or [], gpu, json_out)
+        return
+    given = {**locals(), "calibrate": calibrate or [], "why": why or [], "what_if": what_if or []}
+    options = PlanOptions(**{f.name: given[f.name] for f in dataclasses.fields(PlanOptions)})
+    clustered(model, overrides or [], options, json_out, html)
+
+
+def clustered(
     name: str | None,
     overrides: Sequence[str],
     options: PlanOptions,
@@ -63,6 +135,22 @@ def plan(
     html: Path | None,
 ) -> None:
     """Find the plan, print it, and write it where asked."""
+    from hasten.measure.paper.roofline import paper_device
+    from hasten.models.architecture import Architecture
+    from hasten.planner import advice, text
+    from hasten.planner.candidate import beyond_trainer, recipe_lines, spending
+    from hasten.planner.inputs import (
+        calibration_of,
+        cluster_of,
+        is_run,
+        job_of,
+        price_from,
+        recipe_of,
+        space_of,
+    )
+    from hasten.planner.planning import plan as search
+    from hasten.planner.text import page, write
+
     if name is None:
         raise InputError("name a recipe, a preset, or a config.json: hasten plan MODEL")
     if is_run(name):
@@ -117,6 +205,8 @@ def plan(
 
 def extras(found: ClusterPlan, options: PlanOptions) -> list[str]:
     """The blocks that were asked for by name."""
+    from hasten.planner import advice, text
+
     blocks = []
     for asked in options.why:
         layout = advice.read_layout([asked], found.best[0].layout)
@@ -136,11 +226,15 @@ def extras(found: ClusterPlan, options: PlanOptions) -> list[str]:
 
 def against(found: ClusterPlan, folder: Path) -> str:
     """What is predicted of a finished run as it ran, beside what it measured."""
+    from hasten.planner.inputs import predicted_and_measured
+
     return predicted_and_measured(folder, found.cluster, found.calibration, found.stack)
 
 
 def of_a_run(folder: Path, overrides: Sequence[str], options: PlanOptions) -> str:
     """The same for a run that is given instead of a model: on its own machine, or on ``--gpu``."""
+    from hasten.planner.inputs import calibration_of, cluster_of, machine_of, predicted_and_measured
+
     if overrides:
         raise InputError(f"{overrides[0]!r} changes a recipe, and {folder} is a run that is over")
     cluster = cluster_of(options) if options.gpu else machine_of(folder)
@@ -151,6 +245,11 @@ def step_on_paper(
     name: str | None, overrides: Sequence[str], device: str, out: Path | None
 ) -> None:
     """Count a step of the recipe on a device that isn't here, print it, and write it if asked."""
+    from hasten.measure.paper import table as paper
+    from hasten.measure.paper.request import on_paper
+    from hasten.planner.inputs import recipe_of
+    from hasten.planner.text import write
+
     recipe = recipe_of(name or "", overrides)
     if recipe is None:
         raise InputError(
@@ -164,6 +263,9 @@ def step_on_paper(
 
 def counted_on_paper(found: ClusterPlan, recipe: Recipe | None) -> str:
     """The best layouts' memory as their steps are counted on paper, beside what is predicted."""
+    from hasten.measure.paper.request import traces
+    from hasten.planner.candidate import words as layout_words
+
     assert recipe is not None
     kept = [one for one in found.best if not untraceable(one)]
     recipes = [recipe_with(recipe, one, found.job) for one in kept]
@@ -193,6 +295,8 @@ def counted_on_paper(found: ClusterPlan, recipe: Recipe | None) -> str:
 
 def untraceable(one: PlanCandidate) -> str:
     """Why a layout can't be counted on paper; empty where it can."""
+    from hasten.planner.candidate import beyond_trainer
+
     if one.cluster.nodes > 1 or one.devices > MOST_RANKS:
         return f"not counted: more than one node of {MOST_RANKS}"
     return "not counted: not for hasten's own trainer" if beyond_trainer(one.layout) else ""
@@ -200,6 +304,9 @@ def untraceable(one: PlanCandidate) -> str:
 
 def recipe_with(recipe: Recipe, one: PlanCandidate, job: PlannedJob) -> Recipe:
     """The recipe in a layout: its techniques take the places of those that do the same."""
+    import yaml
+
+    from hasten.planner.candidate import recipe_lines
     from hasten.recipe.schema import recipe_from
 
     asked = yaml.safe_load(recipe_lines(one.layout)) or {}
@@ -227,6 +334,9 @@ def _slot(entry: Any) -> Any:
 
 def to_dict(found: ClusterPlan, price: Price | None) -> dict[str, Any]:
     """The plan as plain values, for files and other programs."""
+    from hasten.planner import advice, text
+    from hasten.planner.candidate import spending
+
     job = found.job
 
     def entry(one: Any) -> dict[str, Any]:

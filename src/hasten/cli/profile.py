@@ -4,37 +4,44 @@ from __future__ import annotations
 
 import datetime
 import json
-import shlex
 import shutil
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from hasten.cli.train import as_ranks, lacking
-from hasten.core.facts import Facts
+import typer
+
+from hasten.cli.arguments import Overrides, RecipePath, command_line
 from hasten.core.plan import Plan
-from hasten.core.session import assemble
-from hasten.core.setup import prepare
-from hasten.launch.ranks import process_group, restart_with
-from hasten.machine import environment, host
-from hasten.measure.profile import measure, steps_needed
-from hasten.progress import Display
-from hasten.recipe.build import PreparedJob, prepare_run
-from hasten.recipe.peak_flops import meter_of, mfu_words
-from hasten.recipe.schema import Recipe, load_recipe
-from hasten.report.profile_page import render_text, write_profile
+
+if TYPE_CHECKING:
+    from hasten.core.facts import Facts
+    from hasten.recipe.build import PreparedJob
+    from hasten.recipe.schema import Recipe
 
 WARMUP = 3  # steps; a compiled graph and a prefetcher are settled by then
 SCRATCH = ".profile"  # for techniques that write while they train; goes with the command
 
 
 def profile(
-    path: Path, overrides: Sequence[str], steps: int, output: Path | None, as_json: bool
+    path: RecipePath,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="steps to measure")] = 8,
+    output: Annotated[
+        Path | None, typer.Option(help="folder to write into; the recipe's output if left out")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print profile.json")] = False,
 ) -> int:
-    """Profile the recipe's job, print the tables, write the page and the trace; the exit code."""
-    changes = [*overrides, *([f"output={output}"] if output is not None else [])]
+    """Show where a step's time and memory go, by part, operator and owner."""
+    from hasten.cli.train import as_ranks, lacking
+    from hasten.launch.ranks import process_group, restart_with
+    from hasten.machine import environment
+    from hasten.progress import Display
+    from hasten.recipe.build import prepare_run
+    from hasten.recipe.schema import load_recipe
+    from hasten.report.profile_page import render_text, write_profile
+
+    changes = [*(overrides or []), *([f"output={output}"] if output is not None else [])]
     options = ["--steps", str(steps), *(["--json"] if as_json else [])]
     recipe = _long_enough(load_recipe(path, changes), steps)
     if recipe.nproc > 1 and environment.world().size == 1:
@@ -42,7 +49,7 @@ def profile(
     if missing := lacking(recipe):
         restart_with(["profile", str(path), *changes, *options], missing)
     with Display() as display:
-        tell = display.tell if environment.world().is_main else _nothing
+        tell = display.tell if environment.world().is_main else lambda text: None
         prepared = prepare_run(recipe, tell)
         known, plan = prepared.known, prepared.plan
         display.begin()
@@ -60,6 +67,12 @@ def profile(
 
 def _measured(prepared: PreparedJob, steps: int, show: Any) -> dict[str, Any]:
     """Build the job inside the process group, profile it, and leave nothing but the trace."""
+    from hasten.core.session import assemble
+    from hasten.core.setup import prepare
+    from hasten.machine import host
+    from hasten.measure.profile import measure
+    from hasten.recipe.peak_flops import meter_of
+
     recipe, known = prepared.recipe, prepared.known
     output = Path(recipe.output)
     scratch = output / SCRATCH
@@ -75,17 +88,21 @@ def _measured(prepared: PreparedJob, steps: int, show: Any) -> dict[str, Any]:
 
 def _long_enough(recipe: Recipe, steps: int) -> Recipe:
     """The recipe with as many steps as a profile takes; its length is none of the question."""
+    from hasten.measure.profile import steps_needed
+
     needed = steps_needed(WARMUP, steps)
     return recipe.model_copy(update={"max_steps": needed, "epochs": None, "max_tokens": None})
 
 
 def _origin(recipe: Recipe, known: Facts, plan: Plan, path: Path) -> dict[str, Any]:
     """What was profiled, where and when."""
+    from hasten.recipe.peak_flops import mfu_words
+
     return {
         "schema": 1,
         "title": f"Where a step goes: {path.stem}",
         "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": "hasten " + " ".join(shlex.quote(word) for word in sys.argv[1:]),
+        "command": command_line(),
         "plan": plan.to_list(),
         "recipe": recipe.model_dump(mode="json"),
         "hardware": {**asdict(known.hardware), "device": known.device},
@@ -94,7 +111,3 @@ def _origin(recipe: Recipe, known: Facts, plan: Plan, path: Path) -> dict[str, A
         "world_size": known.world.size,
         "mfu_of": mfu_words(recipe, known),
     }
-
-
-def _nothing(text: str) -> None:
-    return None

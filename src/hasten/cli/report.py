@@ -6,36 +6,36 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from hasten.cli.arguments import Overrides
 from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.formatting import aligned, duration, size, span
-from hasten.machine import host
-from hasten.measure.recipe_experiment import measured, prepared
 from hasten.measure.statistics import Interval
-from hasten.planner.inputs import predicted_lines, predicted_section
-from hasten.progress import Display
-from hasten.recipe.build import requested_plan
-from hasten.recipe.prepared_data import data_files
-from hasten.recipe.schema import Recipe, load_recipe, recipe_from
-from hasten.recipe.yaml_reader import read_duration, read_overrides, read_yaml_file
-from hasten.report.bundle import ArmChange, Bundle, changes, lost, measurements, read_bundle, stamp
-from hasten.report.card import CARD, write_card
-from hasten.report.page import render_markdown, write_report
-from hasten.report.runs import (
-    MACHINE,
-    compare_runs,
-    read_object,
-    read_runs,
-    render,
-    section,
-    studies_of,
-)
+
+if TYPE_CHECKING:
+    from hasten.recipe.schema import Recipe
+    from hasten.report.bundle import ArmChange, Bundle
 
 
-def report(paths: Sequence[Path], as_json: bool = False) -> None:
-    """Print what runs found; an experiment's page, if it is the only one given, is written anew."""
+def report(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            help="folders of runs, a report.json, or another trainer's trainer_state.json",
+            metavar="RUN...",
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Show a run's results, or compare several; of one experiment, write report.html anew."""
+    from hasten.planner.inputs import predicted_lines, predicted_section
+    from hasten.report.page import render_markdown, write_report
+    from hasten.report.runs import compare_runs, read_object, read_runs, render, section, studies_of
+
     studies = studies_of(paths[0]) if len(paths) == 1 else {}
     if studies and not _trained(paths[0]):
         print(json.dumps({"studies": studies}, indent=1) if as_json else section(studies).strip())
@@ -73,6 +73,8 @@ def _folder_of(experiment: Path) -> Path:
 
 def _is_other(path: Path) -> bool:
     """Whether the only run given has neither a report's page nor a summary of hasten's own."""
+    from hasten.report.runs import read_object
+
     if path.suffix == ".json":
         return path.name == "trainer_state.json" or "arms" not in read_object(path)
     return not _trained(path)
@@ -83,12 +85,16 @@ def _trained(path: Path) -> bool:
 
 
 def _tell(studies: Mapping[str, Mapping[str, Any]]) -> None:
+    from hasten.report.runs import section
+
     if studies:
         print(section(studies))
 
 
 def _recipe(path: Path) -> dict[str, Any] | None:
     """A resolved recipe as plain values; of another version's too, so keys aren't checked."""
+    from hasten.recipe.yaml_reader import read_yaml_file
+
     found = read_yaml_file(path, "recipe")
     return found if isinstance(found, dict) else None
 
@@ -122,12 +128,16 @@ def _number(value: float | None, form: str) -> str:
 FOLDERS = ("model", "adapter", "model_average", "adapter_average", "merged")
 
 
-def card(run: Path, report: Path | None) -> None:
-    """Write README.md into each of the run's folders with weights.
+def card(
+    run: Annotated[Path, typer.Argument(help="the folder of a finished run")],
+    report: Annotated[
+        Path | None, typer.Option(help="report.json of hasten speedup: gains and verdicts join")
+    ] = None,
+) -> None:
+    """Write a finished run's model card, README.md beside the weights."""
+    from hasten.recipe.schema import load_recipe
+    from hasten.report.card import CARD, write_card
 
-    Raises:
-        InputError: no finished run, a report that isn't one, or a card that somebody has written.
-    """
     if not (run / "recipe.yaml").is_file() or not (run / "summary.json").is_file():
         raise InputError(f"{run} holds no recipe.yaml and summary.json; give a finished run")
     recipe = load_recipe(run / "recipe.yaml").model_dump(mode="json")
@@ -161,29 +171,44 @@ MAY_CHANGE = ("dataset", "held_out", "model", "tokenizer", "price", "data_worker
 
 
 def regress(
-    path: Path,
-    overrides: Sequence[str],
-    rounds: int | None,
-    margin: float,
-    output: Path,
-    budget: str | None = None,
+    bundle: Annotated[
+        Path, typer.Argument(help="a folder of speedup --bundle, or of an experiment")
+    ],
+    overrides: Overrides = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=2, help="turns of each arm; as many as then if left out")
+    ] = None,
+    margin: Annotated[
+        float, typer.Option(help="share of a gain that may go without being called lost")
+    ] = 0.02,
+    output: Annotated[Path, typer.Option(help="folder of the new experiment")] = Path(
+        "runs/regress"
+    ),
+    budget: Annotated[
+        str | None, typer.Option(help="time for all of it: 20m, 1h30m; else as then")
+    ] = None,
 ) -> int:
-    """Measure again, print what became of each arm; the exit code."""
+    """Do an experiment again on today's installation and say which switch gains less."""
+    from hasten.measure.recipe_experiment import measured, prepared
+    from hasten.progress import Display
+    from hasten.recipe.yaml_reader import read_duration
+    from hasten.report.bundle import changes, lost, measurements, read_bundle
+
     if not 0 <= margin < 1:
         raise InputError(f"--margin is {margin:g}; give a share from 0 up to 1")
-    bundle = read_bundle(path)
-    recipe = _bundled_recipe(bundle, overrides, path, output)
-    plans = _plans(bundle, recipe)
-    check_data(bundle, recipe)
-    design = bundle.to_design(rounds)
+    stored = read_bundle(bundle)
+    recipe = _bundled_recipe(stored, overrides or [], bundle, output)
+    plans = _plans(stored, recipe)
+    check_data(stored, recipe)
+    design = stored.to_design(rounds)
     if budget is not None:
         design = replace(design, budget_seconds=read_duration(budget))
-    for line in differences(bundle):
+    for line in differences(stored):
         print(line)
     with Display() as display:
-        kinds: dict[str, Any] = dict(bundle.kinds)
+        kinds: dict[str, Any] = dict(stored.kinds)
         found = measured(prepared(recipe, display, ranks=True), plans, kinds, design, True, display)
-    before = {arm.name: bundle.measured[arm.name] for arm in found.arms}
+    before = {arm.name: stored.measured[arm.name] for arm in found.arms}
     for text in found.design["dropped"]:
         print(f"left out: {text}")
     result = changes(before, measurements(found.arms), margin)
@@ -199,6 +224,9 @@ def check_data(bundle: Bundle, recipe: Recipe) -> None:
     Raises:
         InputError: a file is missing, or is another one.
     """
+    from hasten.recipe.prepared_data import data_files
+    from hasten.report.bundle import stamp
+
     now = [stamp(path) for path in data_files(recipe)]
     if len(now) < len(bundle.data):
         names = ", ".join(str(s.get("path")) for s in bundle.data)
@@ -215,6 +243,9 @@ def check_data(bundle: Bundle, recipe: Recipe) -> None:
 
 def differences(bundle: Bundle) -> list[str]:
     """What is new since then: versions, and the machine, which matters more."""
+    from hasten.machine import host
+    from hasten.report.runs import MACHINE
+
     here = host.versions()
     moved = [
         f"{name} {bundle.versions.get(name)} -> {here.get(name)}"
@@ -231,6 +262,8 @@ def differences(bundle: Bundle) -> list[str]:
 
 def conclusion(found: Sequence[ArmChange], margin: float) -> str:
     """Who lost; where nobody did, whether that is shown of all."""
+    from hasten.report.bundle import lost
+
     if worse := lost(found):
         return f"lost: {', '.join(worse)}"
     unknown = [c.name for c in found if c.verdict in ("undecided", "not measured")]
@@ -250,6 +283,9 @@ def table(found: Sequence[ArmChange]) -> str:
 
 def _bundled_recipe(bundle: Bundle, overrides: Sequence[str], path: Path, output: Path) -> Recipe:
     """The stored recipe, in a folder of its own; only where things lie may be changed."""
+    from hasten.recipe.schema import recipe_from
+    from hasten.recipe.yaml_reader import read_overrides
+
     given = read_overrides(overrides)
     for key in given:
         if key not in MAY_CHANGE:
@@ -260,6 +296,8 @@ def _bundled_recipe(bundle: Bundle, overrides: Sequence[str], path: Path, output
 
 def _plans(bundle: Bundle, recipe: Recipe) -> Mapping[str, Plan]:
     """The stored arms' plans as this version knows them, less the second baseline: no switch."""
+    from hasten.recipe.build import requested_plan
+
     return {
         name: requested_plan(recipe.model_copy(update={"plan": list(entries)}))
         for name, entries in bundle.plans.items()

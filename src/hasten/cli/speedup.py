@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from hasten.cli.arguments import WriteBack, copied, writable
-from hasten.cli.guard import beforehand
-from hasten.cli.terminal import print_table
-from hasten.cli.train import warn_of_idle
+import typer
+
+from hasten.cli.arguments import (
+    Fresh,
+    Overrides,
+    RecipePath,
+    Write,
+    WriteBack,
+    WriteTo,
+    command_line,
+    copied,
+    named,
+    writable,
+)
 from hasten.core.plan import name_of
 from hasten.errors import FAILED, InputError
 from hasten.formatting import duration
-from hasten.measure.ablation import Design, Grouping
-from hasten.progress import Display
-from hasten.recipe.schema import Recipe, load_recipe
-from hasten.recipe.write_back import plain_entry
-from hasten.recipe.yaml_reader import read_duration
-from hasten.report.bundle import pack
-from hasten.report.gains import fastest_of_equal_quality
-from hasten.report.page import recipe_plan, write_report
-from hasten.report.schema import read_report
-from hasten.report.speedup import Order, ablate, gradual_optimize
-from hasten.report.verdicts import GUILTY
+from hasten.measure.ablation import Design
 
-Arms = Literal["plan", "ladder", "alone", "left-out", "all", "climb"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
 NOISE_FROM = 4  # rounds from which a second baseline tells something of the noise
 TWO_BUILDS_FROM = 8  # rounds: then each build of an arm has four, and they can be compared
 MORE_WARMUP = 8  # steps by which a warm-up may grow
@@ -36,82 +35,149 @@ GUARD_SHARE = 1 / 3  # of a budget: what the proofs of equal quality may take of
 MOST_ROUNDS = 30  # with a budget alone: more change an interval little
 
 
-@dataclass(frozen=True)
-class SpeedupOptions:
-    """The command's options, as they were given."""
-
-    arms: Arms
-    only: str | None
-    order: Order
-    rounds: int | None
-    steps: int
-    warmup: int
-    budget: str | None
-    builds: int | None
-    noise: bool | None
-    max_load: float
-    grouping: Grouping
-    fresh: bool
-    guard: bool = True
-    seeds: int = 0
-
-    def design(self, seed: int) -> Design:
-        budget = read_duration(self.budget) if self.budget is not None else None
-        rounds = self.rounds or (MOST_ROUNDS if budget is not None else 8)
-        return Design(
-            rounds=rounds,
-            steps=self.steps,
-            warmup=self.warmup,
-            longest_warmup=self.warmup + MORE_WARMUP,
-            seed=seed,
-            builds=self.builds or (2 if rounds >= TWO_BUILDS_FROM else 1),
-            noise=rounds >= NOISE_FROM if self.noise is None else self.noise,
-            foreign_load=self.max_load if self.max_load < 1 else None,
-            budget_seconds=budget,
-            grouping=self.grouping,
-        )
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(n.strip() for n in (self.only or "").split(",") if n.strip())
-
-
 def speedup(
-    path: Path,
-    overrides: Sequence[str],
-    options: SpeedupOptions,
-    json_out: Path | None,
-    bundle: Path | None = None,
-    back: WriteBack | None = None,
+    path: RecipePath,
+    overrides: Overrides = None,
+    arms: Annotated[
+        Literal["plan", "ladder", "alone", "left-out", "all", "climb"],
+        typer.Option(
+            help="plan: baseline and plan; ladder: one technique more at a time; alone: each by "
+            "itself; left-out: the plan without each; all: both; climb: one more at a time, only "
+            "what pays is kept"
+        ),
+    ] = "plan",
+    only: Annotated[
+        str | None,
+        typer.Option(help="arms of these techniques alone", metavar="NAME[,NAME...]"),
+    ] = None,
+    order: Annotated[
+        Literal["slots", "gain"], typer.Option(help="in which a climb tries techniques")
+    ] = "slots",
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=2, help="turns of each arm; 8, or as many as the budget allows"),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="steps of a turn")] = 4,
+    warmup: Annotated[
+        int, typer.Option(min=1, help="least steps before the first round; 8 more if they differ")
+    ] = 2,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="what it may take: 90s, 20m, 2h; arms are left out to keep it"),
+    ] = None,
+    builds: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=8, help="fresh builds of each arm, a share of rounds on each; 2 from 8 on"
+        ),
+    ] = None,
+    noise: Annotated[
+        bool | None,
+        typer.Option(
+            "--noise/--no-noise", help="a second baseline takes turns; on from 4 rounds on"
+        ),
+    ] = None,
+    max_load: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="share of the machine others may use in a round that counts; 1: any"
+        ),
+    ] = 0.25,
+    grouping: Annotated[
+        Literal["auto", "together", "groups", "fresh"],
+        typer.Option(help="which arms are alive at once; auto: what memory holds"),
+    ] = "auto",
+    fresh: Fresh = False,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="write report.json here as well")
+    ] = None,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(help="copy what hasten regress needs into this folder", metavar="FOLDER"),
+    ] = None,
+    plan: Annotated[
+        str | None, typer.Option(help="a preset plan in place of the recipe's: article")
+    ] = None,
+    write: Write = False,
+    write_to: WriteTo = None,
+    guard: Annotated[
+        bool, typer.Option("--guard/--no-guard", help="prove beforehand that quality is kept")
+    ] = True,
+    seeds: Annotated[
+        int, typer.Option(min=0, help="paired trainings for techniques of other mathematics")
+    ] = 0,
 ) -> int:
-    """Measure, print the table, write the report; the exit code."""
+    """Measure what the recipe's techniques gain on its own job."""
+    from hasten.cli.guard import beforehand
+    from hasten.cli.train import warn_of_idle
+    from hasten.progress import Display
+    from hasten.recipe.schema import load_recipe
+    from hasten.recipe.yaml_reader import read_duration
+    from hasten.report.bundle import NAME as BUNDLE
+    from hasten.report.judgement import GUILTY
+    from hasten.report.page import write_report
+    from hasten.report.speedup import ablate, climb_recipe
+
     writable("--json", json_out)
-    writable("--bundle", bundle)
-    if back is not None and (back.asked or back.target):
-        back.check()
-    recipe = load_recipe(path, overrides)
-    design = options.design(recipe.seed)
-    if options.arms == "climb" and options.only is not None:
+    if bundle is not None:
+        try:
+            bundle.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--bundle: {bundle} can't be written: {error.strerror}") from error
+    back = WriteBack(path, write, write_to)
+    back.check()
+    changes = [*(overrides or []), *([f"plan={plan}"] if plan is not None else [])]
+    recipe = load_recipe(path, changes)
+    seconds = read_duration(budget) if budget is not None else None
+    count = rounds or (MOST_ROUNDS if seconds is not None else 8)
+    design = Design(
+        rounds=count,
+        steps=steps,
+        warmup=warmup,
+        longest_warmup=warmup + MORE_WARMUP,
+        seed=recipe.seed,
+        builds=builds or (2 if count >= TWO_BUILDS_FROM else 1),
+        noise=count >= NOISE_FROM if noise is None else noise,
+        foreign_load=max_load if max_load < 1 else None,
+        budget_seconds=seconds,
+        grouping=grouping,
+    )
+    if arms == "climb" and only is not None:
         raise InputError("only: a climb tries every technique of the plan; shorten the plan")
-    if options.arms != "climb" and options.order != "slots":
+    if arms != "climb" and order != "slots":
         raise InputError("order: only a climb tries techniques in an order; say --arms climb")
-    if options.seeds and not options.guard:
+    if seeds and not guard:
         raise InputError("seeds: the guard trains in pairs; leave --no-guard out")
-    command = "hasten " + " ".join(shlex.quote(word) for word in sys.argv[1:])
     with Display() as display:
-        report = _measure(recipe, options, design, path.stem, command, display)
+        share = None if seconds is None else GUARD_SHARE * seconds
+        more: dict[str, Any] = {
+            "design": design,
+            "command": command_line(),
+            "fresh": fresh,
+            "audience": display,
+            "also": beforehand(guard, seeds, fresh, display, share),
+        }
+        report: dict[str, Any] | None
+        if arms == "climb":
+            title = f"What gradual optimisation keeps: {path.stem}"
+            climbed = climb_recipe(recipe, order=order, title=title, **more)
+            print(f"{climbed}\n")
+            report = climbed.report
+        else:
+            title = f"What the plan gains: {path.stem}"
+            report = ablate(recipe, arms, only=named(only), title=title, **more)
     if report is None:
         print("nothing paid, so there is no plan to report on: no report was written")
         return 0
     page = write_report(report, Path(recipe.output))
     copied(page.with_name("report.json"), json_out)
     if bundle is not None:
-        pack(Path(recipe.output), bundle)
+        for name in (BUNDLE, "report.json"):
+            copied(page.with_name(name), bundle / name)
     print_table(report)
     print(design_line(report["design"]))
     print(f"report: {page}")
-    if back is not None:
-        _settle(report, command, back)
+    _settle(report, back)
     idle = warn_of_idle({a["technique"]: a for a in report["arms"][-1]["acted"]})
     unproven = any(row["verdict"] in GUILTY for row in report["guard"] or ())
     if unproven:
@@ -119,8 +185,33 @@ def speedup(
     return FAILED if unproven or (idle and recipe.require_effect) else 0
 
 
-def _settle(report: dict[str, Any], command: str, back: WriteBack) -> None:
+def print_table(report: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print the report in short: a row that is slower than what it belongs beside is red.
+
+    Where the output is no terminal, it is the same text without colour.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    from hasten.report.judgement import arms_that_hurt
+    from hasten.report.page import render_markdown
+    from hasten.report.schema import read_report
+
+    console = console or Console(highlight=False)
+    red = arms_that_hurt(read_report(report)["arms"])
+    for line in render_markdown(report).splitlines():
+        name = line.split("|")[1].strip() if line.startswith("|") else None
+        console.print(Text(line, "red" if name in red else ""), soft_wrap=True)
+    console.print()
+
+
+def _settle(report: dict[str, Any], back: WriteBack) -> None:
     """Put the fastest plan of equal quality into the recipe, or say how, where it is another."""
+    from hasten.recipe.write_back import plain_entry
+    from hasten.report.judgement import fastest_of_equal_quality
+    from hasten.report.page import recipe_plan
+    from hasten.report.schema import read_report
+
     read = read_report(report)
     arm = fastest_of_equal_quality(read)
     asked = read["recipe"].get("plan") or []
@@ -130,44 +221,7 @@ def _settle(report: dict[str, Any], command: str, back: WriteBack) -> None:
         return
     if kept != asked or back.asked or back.target:
         print(f"the fastest plan of equal quality: {', '.join(map(name_of, kept)) or 'none'}")
-        back.settle({"plan": [plain_entry(entry) for entry in kept]}, command)
-
-
-def _measure(
-    recipe: Recipe,
-    options: SpeedupOptions,
-    design: Design,
-    name: str,
-    command: str,
-    display: Display,
-) -> dict[str, Any] | None:
-    budget = design.budget_seconds
-    share = None if budget is None else GUARD_SHARE * budget
-    also = beforehand(options.guard, options.seeds, options.fresh, display, share)
-    if options.arms != "climb":
-        return ablate(
-            recipe,
-            options.arms,
-            only=options.names,
-            design=design,
-            title=f"What the plan gains: {name}",
-            command=command,
-            fresh=options.fresh,
-            audience=display,
-            also=also,
-        )
-    climbed = gradual_optimize(
-        recipe,
-        order=options.order,
-        design=design,
-        title=f"What gradual optimisation keeps: {name}",
-        command=command,
-        fresh=options.fresh,
-        audience=display,
-        also=also,
-    )
-    print(f"{climbed}\n")
-    return climbed.report
+        back.settle({"plan": [plain_entry(entry) for entry in kept]})
 
 
 def _counted(number: int, what: str) -> str:

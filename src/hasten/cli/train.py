@@ -9,46 +9,64 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import yaml
-from rich.console import Console
-from rich.table import Table
+import typer
 
+from hasten.cli.arguments import STARTED, Overrides, RecipePath
 from hasten.core.plan import name_of
-from hasten.core.session import Session
 from hasten.core.slot import Slot
-from hasten.core.timing import StepMetrics
 from hasten.errors import FAILED, INTERRUPTED, LEFT, UNSAVED, InputError
 from hasten.formatting import duration, size, span
-from hasten.launch.ranks import restart_with, start_ranks
-from hasten.launch.supervisor import SupervisedRanks, supervise
-from hasten.machine import environment, host
 from hasten.machine.environment import World
-from hasten.machine.processes import attempt_folder, on_a_leash
-from hasten.measure.choose import Choice
-from hasten.progress import Audience, Display
-from hasten.recipe.build import environ_of, prepare_run, supervision_of
-from hasten.recipe.schema import Recipe, load_recipe
-from hasten.report.gains import unpaid
-from hasten.report.schema import read_report
-from hasten.training.chosen_plan import SpeedWatch, with_chosen_plan
-from hasten.training.folder import clear_the_way
-from hasten.training.recording import call_both
-from hasten.training.run import train as run_training
+
+if TYPE_CHECKING:
+    from hasten.core.session import Session
+    from hasten.core.timing import StepMetrics
+    from hasten.measure.choose import Choice
+    from hasten.progress import Audience
+    from hasten.recipe.schema import Recipe
 
 
-def train(  # noqa: C901  # each way that a recipe can be run
-    path: Path,
-    overrides: Sequence[str],
-    started: float,
-    choose_only: bool = False,
-    fresh: bool = False,
+def train(
+    path: RecipePath,
+    overrides: Overrides = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="restarts after a rank has died or hangs, instead of the recipe's"
+        ),
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="processes on this machine, instead of the recipe's")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="gloo or nccl between ranks, instead of the recipe's")
+    ] = None,
+    choose_only: Annotated[
+        bool,
+        typer.Option("--choose-only", help="show what plan: auto chooses, and why; no training"),
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="race plans again, whatever was chosen before")
+    ] = False,
 ) -> int:
-    """Run the recipe; the exit code."""
-    import_seconds = time.perf_counter() - started
+    """Train as a recipe says."""
+    from hasten.launch.ranks import restart_with
+    from hasten.machine import environment
+    from hasten.machine.processes import attempt_folder, on_a_leash
+    from hasten.progress import Display
+    from hasten.recipe.schema import load_recipe
+    from hasten.training.chosen_plan import SpeedWatch, with_chosen_plan
+    from hasten.training.recording import call_both
+    from hasten.training.run import train as run_training
+
+    import_seconds = time.perf_counter() - STARTED
     on_a_leash()
-    recipe = load_recipe(path, overrides)
+    given = {"max_restarts": max_restarts, "nproc": nproc, "backend": backend}
+    more = [f"{key}={value}" for key, value in given.items() if value is not None]
+    changes = [*(overrides or []), *more]
+    recipe = load_recipe(path, changes)
     if recipe.auto_plan is None and (choose_only or fresh):
         option = "--choose-only" if choose_only else "--fresh"
         raise InputError(f"{option}: nothing is chosen, since the recipe doesn't say plan: auto")
@@ -61,7 +79,7 @@ def train(  # noqa: C901  # each way that a recipe can be run
             if choice is not None:
                 show_choice(choice)
             return 0
-        path, overrides = Path(recipe.output) / "data" / "chosen.yaml", ()
+        path, changes = Path(recipe.output) / "data" / "chosen.yaml", []
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(recipe.to_yaml())
     if alone and recipe.max_restarts:
@@ -71,7 +89,7 @@ def train(  # noqa: C901  # each way that a recipe can be run
         with ExitStack() as held:
             return as_ranks(recipe, "train", held=held)
     if missing := lacking(recipe):
-        restart_with(["train", str(path), *overrides], missing)
+        restart_with(["train", str(path), *changes], missing)
     with Display() as display:
         line = StepLine(display, recipe)
         silent = not environment.world().is_main
@@ -83,7 +101,7 @@ def train(  # noqa: C901  # each way that a recipe can be run
         summary = run_training(
             recipe,
             import_seconds=import_seconds,
-            tell=_nothing if silent else display.tell,
+            tell=(lambda text: None) if silent else display.tell,
             on_tokens=None if silent else line.tokenising,
             on_start=line.start,
             on_step=line.step if watched is None else call_both(watched.note, line.step),
@@ -102,6 +120,10 @@ def train(  # noqa: C901  # each way that a recipe can be run
 
 def show_choice(choice: Choice) -> None:
     """Every candidate with its reason, and the plan as lines of a recipe."""
+    import yaml
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(show_edge=False)
     for name in ("change of the first plan, or technique", "speed [95 %]", "", "why"):
         table.add_column(name, overflow="fold")
@@ -115,6 +137,9 @@ def show_choice(choice: Choice) -> None:
 
 def measured_to_hurt(recipe: Recipe) -> list[str]:
     """Techniques of the plan that hurt speed or model in the folder's last `hasten speedup`."""
+    from hasten.report.judgement import unpaid
+    from hasten.report.schema import read_report
+
     path = Path(recipe.output) / "report.json"
     try:
         report = read_report(json.loads(path.read_text()))
@@ -132,6 +157,9 @@ def measured_to_hurt(recipe: Recipe) -> list[str]:
 
 def lacking(recipe: Recipe) -> dict[str, str]:
     """Variables that count only for a process that starts with them, as far as this one didn't."""
+    from hasten.machine import environment
+    from hasten.recipe.build import environ_of
+
     if not (recipe.plan or recipe.transport):
         return {}
     return environment.not_yet_so({**environ_of(recipe), **recipe.transport})
@@ -179,7 +207,7 @@ class StepLine:
         price = self._recipe.price
         if price is not None:
             # Evaluations and saving are paid for, too.
-            cost = price.money(time.perf_counter() - self._began, self._devices)
+            cost = price.money(time.perf_counter() - self._began, price.paid(self._devices))
             parts.append(f"{cost:.4f} {price.currency}")
         if m.skipped:
             parts.append("SKIPPED: not finite")
@@ -193,6 +221,11 @@ def as_ranks(
 
     ``held`` takes the run's folder for all of them; a command that only looks needs none.
     """
+    from hasten.launch.ranks import start_ranks
+    from hasten.machine import host
+    from hasten.progress import Display
+    from hasten.recipe.build import prepare_run
+
     output = Path(recipe.output)
     with Display() as display:
         line = StepLine(display, recipe)
@@ -211,6 +244,12 @@ def as_ranks(
 
 def as_supervised_ranks(recipe: Recipe, held: ExitStack) -> int:
     """The same, with ranks that are started again from the newest checkpoint; the exit code."""
+    from hasten.launch.supervisor import SupervisedRanks, supervise
+    from hasten.machine import host
+    from hasten.progress import Display
+    from hasten.recipe.build import prepare_run, supervision_of
+    from hasten.training.folder import clear_the_way
+
     output = Path(recipe.output)
     with Display() as display:
         line = StepLine(display, recipe)
@@ -295,7 +334,3 @@ def _evenness(stall: float, found: Mapping[str, Any]) -> str:
 def _evaluation(step: int, loss: float | None, metrics: dict[str, float]) -> str:
     words = [f"step {step}: held-out loss " + ("not measured" if loss is None else f"{loss:.4f}")]
     return ", ".join([*words, *(f"{name} {value:.4g}" for name, value in metrics.items())])
-
-
-def _nothing(text: str) -> None:
-    return None

@@ -2,101 +2,154 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from hasten.cli.arguments import WriteBack, copied, writable
+import typer
+
+from hasten.cli.arguments import (
+    Fresh,
+    Overrides,
+    RecipePath,
+    Write,
+    WriteBack,
+    WriteTo,
+    copied,
+    named,
+    writable,
+)
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
+from hasten.errors import InputError
 from hasten.formatting import duration, size
-from hasten.machine.files import write_atomic
-from hasten.measure.quality.guard import GuardDesign, Rows, guarded
-from hasten.measure.quality.requirements import failures
-from hasten.measure.recipe_experiment import ExperimentSubject
-from hasten.progress import Display
-from hasten.recipe.price import Price
-from hasten.recipe.schema import Recipe, load_recipe
-from hasten.recipe.write_back import plain_entry
-from hasten.tune.api import tune as tune_job
-from hasten.tune.learning_study import LearningOptions
-from hasten.tune.learning_study import learn as learn_job
-from hasten.tune.report import says_of
-from hasten.tune.samplers import Sampler
-from hasten.tune.study import Objective
-from hasten.tune.study_folder import StudyResult
-from hasten.tune.subjects import TuneOptions
 
-
-@dataclass(frozen=True)
-class TuneArguments:
-    """The command's options, as they were given."""
-
-    budget: str
-    sampler: Sampler
-    objective: Objective
-    target_loss: float | None
-    only: str | None
-    lossy: bool
-    seeds: int
-    trials: int | None
-    steps: int
-    fresh: bool
+if TYPE_CHECKING:
+    from hasten.measure.quality.guard import Rows
+    from hasten.measure.recipe_experiment import ExperimentSubject
+    from hasten.recipe.price import Price
+    from hasten.recipe.schema import Recipe
+    from hasten.tune.learning_study import LearningOptions
+    from hasten.tune.study_folder import StudyResult
 
 
 def tune(
-    path: Path,
-    overrides: Sequence[str],
-    asked: TuneArguments,
-    output: Path | None,
-    json_out: Path | None,
-    back: WriteBack | None = None,
+    path: RecipePath,
+    overrides: Overrides = None,
+    study: Annotated[
+        Literal["speed", "learning"],
+        typer.Option(
+            help="speed: techniques and their knobs; learning: learning rate, warm-up and batch, "
+            "by the held-out loss of whole trainings"
+        ),
+    ] = "speed",
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="what trials and duel may take: 90s, 8m, 1h30m; 8m if left out, of learning 1h"
+        ),
+    ] = None,
+    sampler: Annotated[
+        Literal["auto", "tpe", "gp", "random", "genetic", "cmaes", "bandit"],
+        typer.Option(help="who proposes; auto: forecasts first, then what was learnt"),
+    ] = "auto",
+    objective: Annotated[
+        Literal["tokens", "memory", "money", "pareto", "time-to-loss"],
+        typer.Option(
+            help="what counts; pareto: speed and memory, and the front between them; "
+            "time-to-loss: seconds to a held-out loss, by whole trainings"
+        ),
+    ] = "tokens",
+    target_loss: Annotated[
+        float | None,
+        typer.Option(help="of time-to-loss; nearly what the recipe comes to, if left out"),
+    ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            help="tune these techniques or slots alone; of learning: learning_rate, warmup, batch",
+            metavar="NAME[,NAME...]",
+        ),
+    ] = None,
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="also techniques of other mathematics, behind the guard")
+    ] = False,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="paired trainings by which the guard proves a lossy winner")
+    ] = 3,
+    trials: Annotated[int | None, typer.Option(min=1, help="trials at most")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="steps of a round")] = 4,
+    fresh: Fresh = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="the winning recipe; OUTPUT/tuned.yaml of the recipe if left out"),
+    ] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="write the study here as well")
+    ] = None,
+    write: Write = False,
+    write_to: WriteTo = None,
 ) -> int:
-    """Search, print the table, write the winning recipe; the exit code."""
+    """Search for the fastest settings of a recipe on this machine, and prove them."""
+    from hasten.machine.files import write_atomic
+    from hasten.measure.quality.guard import GuardDesign, guarded
+    from hasten.progress import Display
+    from hasten.recipe.schema import load_recipe
+    from hasten.tune.api import tune as tune_job
+    from hasten.tune.learning_study import LearningOptions
+    from hasten.tune.subjects import TuneOptions
+
+    if study == "learning":
+        for option, differs in (
+            ("--sampler", sampler != "auto"),
+            ("--objective", objective != "tokens"),
+            ("--target-loss", target_loss is not None),
+            ("--lossy", lossy),
+            ("--seeds", seeds != 3),
+            ("--steps", steps != 4),
+            ("--write", write or write_to is not None),
+        ):
+            if differs:
+                raise InputError(
+                    f"{option} is of the study of speed; that of learning looks at the held-out "
+                    "loss alone"
+                )
+        wishes = LearningOptions(named(only), trials, fresh)
+        return learn(path, overrides or [], budget or "1h", wishes, output, json_out)
     writable("--json", json_out)
     writable("--output", output)
-    if back is not None and (back.asked or back.target):
-        back.check()
-    recipe = load_recipe(path, overrides)
+    back = WriteBack(path, write, write_to)
+    back.check()
+    recipe = load_recipe(path, overrides or [])
     options = TuneOptions(
-        asked.sampler,
-        asked.objective,
-        asked.lossy,
-        named(asked.only),
-        asked.trials,
-        recipe.seed,
-        asked.steps,
-        asked.fresh,
-        asked.target_loss,
+        *(sampler, objective, lossy, named(only), trials),
+        *(recipe.seed, steps, fresh, target_loss),
     )
     with Display() as display:
 
         def prove(subject: ExperimentSubject, plan: Plan) -> Sequence[str]:
             display.tell("the guard looks at the winner; its trainings are beyond the budget")
-            design = GuardDesign(seeds=asked.seeds)
+            design = GuardDesign(seeds=seeds)
             shown = subject.recipe.model_copy(update={"plan": plan.to_list()})
             found = guarded(
-                shown, subject.known, plan, subject.data_key, design, display.tell, asked.fresh
+                shown, subject.known, plan, subject.data_key, design, display.tell, fresh
             )
             return objections(found)
 
-        found = tune_job(recipe, asked.budget, options, audience=display, prove=prove)
+        found = tune_job(recipe, budget or "8m", options, audience=display, prove=prove)
     target = output or Path(recipe.output) / "tuned.yaml"
     write_atomic(target, found.text)
     copied(found.folder / "study.json", json_out)
     show(found, recipe.price, recipe.nproc)
     print(f"\nrecipe: {target}\nstudy: {found.folder / 'study.html'}")
-    if back is not None:
-        command = "hasten " + " ".join(shlex.quote(word) for word in sys.argv[1:])
-        back.settle(_changed(recipe, load_recipe(target)), command)
+    back.settle(_changed(recipe, load_recipe(target)))
     return 0
 
 
 def _changed(before: Recipe, after: Recipe) -> dict[str, Any]:
     """The keys of the winner that differ from the recipe's, as a recipe writes them."""
+    from hasten.recipe.write_back import plain_entry
+
     old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
     found = {key: value for key, value in new.items() if value != old[key] and key != "auto_plan"}
     if "plan" in found or before.auto_plan is not None:
@@ -106,6 +159,8 @@ def _changed(before: Recipe, after: Recipe) -> dict[str, Any]:
 
 def objections(found: Rows) -> list[str]:
     """What speaks against a winner: what failed in the guard, and what it owes and wasn't shown."""
+    from hasten.measure.quality.requirements import failures
+
     owing = [
         row
         for row in found["guard"]
@@ -115,13 +170,10 @@ def objections(found: Rows) -> list[str]:
     return [*failures(found), *(f"{row['technique']}: {row['text']}" for row in owing)]
 
 
-def named(text: str | None) -> tuple[str, ...]:
-    """The names of a list with commas."""
-    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
-
-
 def show(found: StudyResult, price: Price | None = None, devices: int = 1) -> None:
     """The duel as a table, and the result in a sentence; with a price what it saves."""
+    from hasten.tune.report import says_of
+
     report = found.report
     duel = report["duel"]
     if duel is not None:
@@ -132,7 +184,7 @@ def show(found: StudyResult, price: Price | None = None, devices: int = 1) -> No
     print(f"\n{found}")
     winner = report["winner"]
     if winner and price is not None and winner["ratio"]["median"]:
-        before = price.money(1e6 / report["start"]["rate"], devices)
+        before = price.money(1e6 / report["start"]["rate"], price.paid(devices))
         after = before / winner["ratio"]["median"]
         print(f"a million tokens: {before:.4g} {price.currency} before, {after:.4g} after")
     if report["objective"] == "pareto":
@@ -170,6 +222,11 @@ def learn(
     json_out: Path | None,
 ) -> int:
     """Train, prove, print the trainings, write the winning recipe; the exit code."""
+    from hasten.machine.files import write_atomic
+    from hasten.progress import Display
+    from hasten.recipe.schema import load_recipe
+    from hasten.tune.learning_study import learn as learn_job
+
     writable("--json", json_out)
     writable("--output", output)
     recipe = load_recipe(path, overrides)

@@ -1,6 +1,6 @@
 """``gradual_optimize``: one switch more at a time, and only what pays is kept.
 
-For a recipe it is :func:`hasten.report.speedup.gradual_optimize`. For a model and a loader:
+For a recipe it is :func:`hasten.report.speedup.climb_recipe`. For a model and a loader:
 
   1. batches are drawn from the loader once; the last of them are held out
   2. for each technique two copies of model and optimizer train on the same batches, one with what
@@ -38,8 +38,7 @@ from hasten.launch.ranks import process_group
 from hasten.measure.ablation import Arm
 from hasten.parts.distributed.pipeline.runtime import usual_loss
 from hasten.parts.nn.torch_means import with_sum
-from hasten.report.speedup import Climb, LadderStep, by_gain, climb
-from hasten.report.speedup import gradual_optimize as of_recipe
+from hasten.report.speedup import Climb, LadderStep, climb, climb_recipe
 
 SWITCHES = {
     Slot.PRECISION: "mixed_precision",
@@ -81,7 +80,7 @@ def gradual_optimize(
     """Switch techniques on one at a time, measure each, keep what pays.
 
     With a recipe (or its path) it returns a :class:`~hasten.report.speedup.Climb` and takes
-    ``order`` and the further arguments of :func:`hasten.report.speedup.gradual_optimize`.
+    ``order`` and the further arguments of :func:`hasten.report.speedup.climb_recipe`.
 
     Args:
         job: a model, which is trained one epoch with what was kept; or a recipe, or its path.
@@ -102,45 +101,52 @@ def gradual_optimize(
         InputError: the loader has too few batches, or a technique no switch takes.
     """
     if isinstance(job, nn.Module) and dataloader is not None and not experiment:
-        settings = _Settings(loss_fn, techniques, order, rounds, steps)
-        return _of_model(job, dataloader, optimizer, settings)
+        return _of_model(
+            *(job, dataloader, optimizer, loss_fn, techniques, order, rounds, steps),
+        )
     other = (loss_fn, optimizer, techniques) != (None, None, None) or (rounds, steps) != (8, 4)
     if isinstance(job, str | Path | BaseModel) and dataloader is None and not other:
-        return of_recipe(job, order=order, **experiment)  # type: ignore[arg-type]  # it checks
+        return climb_recipe(job, order=order, **experiment)  # type: ignore[arg-type]  # it checks
     raise TypeError(KINDS)
 
 
-@dataclass(frozen=True)
-class _Settings:
-    loss_fn: Loss | None
-    techniques: Sequence[Technique] | None
-    order: str
-    rounds: int
-    steps: int
-
-
 def _of_model(
-    model: nn.Module, loader: Iterable[Any], optimizer: Optimizer | None, settings: _Settings
+    model: nn.Module,
+    loader: Iterable[Any],
+    optimizer: Optimizer | None,
+    loss_fn: Loss | None,
+    asked: Sequence[Technique] | None,
+    order: str,
+    rounds: int,
+    steps: int,
 ) -> GradualResult:
-    if settings.rounds < 2 or settings.steps < 1:
+    if rounds < 2 or steps < 1:
         raise InputError("gradual_optimize needs rounds=2 and steps=1 at least")
     known = facts_of(model)
     if optimizer is None:
         _say(known, "AdamW(lr=0.001) is used; give optimizer= for another")
         optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     with process_group(known.world, known.device), torch.random.fork_rng():
-        measured = _Comparison(model, optimizer, loader, settings, known)
-        found = _climbed(measured, known, settings)
+        measure = _Comparison(model, optimizer, loader, loss_fn, rounds, steps, known)
+        candidates, skipped = _usable(asked, known)
+
+        def singles() -> list[Arm]:
+            return [Arm("baseline", Plan()), *(measure(Plan(), Plan([t]))[1] for t in candidates)]
+
+        found = climb(candidates, measure, singles if order == "gain" else None)
+        rungs = [replace(r, why=r.why.replace(" tokens", " records")) for r in found.rungs]
         kept: dict[str, Any] = {SWITCHES[t.slot]: t for t in found.plan}
-        trainer = OptimizedTrainer(model, optimizer, measured.loss_fn, **kept)
-        return GradualResult(found, trainer, trainer.train(loader, epochs=1))
+        trainer = OptimizedTrainer(model, optimizer, measure.loss_fn, **kept)
+        summary = trainer.train(loader, epochs=1)
+        return GradualResult(replace(found, rungs=(*rungs, *skipped)), trainer, summary)
 
 
-def _climbed(measured: _Comparison, known: Facts, settings: _Settings) -> Climb:
-    asked = settings.techniques
-    candidates = [USUAL[name] for name in SWITCHES.values()] if asked is None else list(asked)
-    skipped = []
-    for technique in list(candidates):
+def _usable(
+    asked: Sequence[Technique] | None, known: Facts
+) -> tuple[list[Technique], list[LadderStep]]:
+    """The techniques in question that can work here, and why the others can't."""
+    candidates, skipped = [], []
+    for technique in [USUAL[name] for name in SWITCHES.values()] if asked is None else asked:
         if technique.slot not in SWITCHES:
             raise InputError(
                 f"{technique} decides {technique.slot.name}; a trainer of your own model takes "
@@ -151,13 +157,9 @@ def _climbed(measured: _Comparison, known: Facts, settings: _Settings) -> Climb:
             reasons = ("with one rank no gradient travels",)
         if reasons:
             skipped.append(LadderStep(str(technique), None, False, reasons[0]))
-            candidates.remove(technique)
-    if settings.order == "gain" and len(candidates) > 1:
-        alone = [measured(Plan(), Plan([t]))[1] for t in candidates]
-        candidates = by_gain(candidates, [Arm("baseline", Plan()), *alone])
-    found = climb(candidates, measured)
-    rungs = [replace(r, why=r.why.replace(" tokens", " records")) for r in found.rungs]
-    return replace(found, rungs=(*rungs, *skipped))
+        else:
+            candidates.append(technique)
+    return candidates, skipped
 
 
 class _Comparison:
@@ -168,13 +170,14 @@ class _Comparison:
         model: nn.Module,
         optimizer: Optimizer,
         loader: Iterable[Any],
-        settings: _Settings,
+        loss_fn: Loss | None,
+        rounds: int,
+        steps: int,
         known: Facts,
     ) -> None:
         self.known, self._model, self._optimizer = known, model, optimizer
-        wanted = (settings.rounds + 1) * settings.steps
         given = GivenLoader(loader, known.world, deal=True)
-        most = int(wanted / (1 - HELD_OUT)) + 1
+        most = int((rounds + 1) * steps / (1 - HELD_OUT)) + 1
         drawn = [rows[0].batch for rows in itertools.islice(given.epoch(0), most)]
         held = max(1, int(len(drawn) * HELD_OUT))
         if len(drawn) < 2:
@@ -183,9 +186,9 @@ class _Comparison:
                 "are the least"
             )
         self._trained, self._held_out = drawn[:-held], drawn[-held:]
-        self._rounds = settings.rounds
-        self._batches = _Rounds(self._trained, settings.steps)
-        self.loss_fn = settings.loss_fn or self._usual()
+        self._rounds = rounds
+        self._batches = _Rounds(self._trained, steps)
+        self.loss_fn = loss_fn or self._usual()
 
     def __call__(self, before: Plan, after: Plan) -> tuple[Arm, Arm]:
         """The arms of the plan so far, and of the plan with one technique more."""
@@ -206,7 +209,9 @@ class _Comparison:
         ]
         for trained in copies:
             trained.close()
-        return tuple(self._agreed(found))  # type: ignore[return-value]  # there are two
+        if self.known.world.size > 1:  # what the first rank measured: all decide alike
+            dist.broadcast_object_list(found, src=0)
+        return found[0], found[1]
 
     def _usual(self) -> Loss:
         _, named, target = split_batch(self._trained[0])
@@ -223,12 +228,6 @@ class _Comparison:
         switches: dict[str, Any] = {SWITCHES[t.slot]: t for t in plan}
         trainer = OptimizedTrainer(model, optimizer, self.loss_fn, **switches)
         return _Copy(trainer, self._batches, self.known)
-
-    def _agreed(self, arms: list[Arm]) -> list[Arm]:
-        """What the first rank measured: all decide alike."""
-        if self.known.world.size > 1:
-            dist.broadcast_object_list(arms, src=0)
-        return arms
 
 
 class _Rounds:

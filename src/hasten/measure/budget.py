@@ -47,7 +47,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.measure.ablation import Design, Kind
 from hasten.measure.record import ExperimentRecord
@@ -55,7 +54,7 @@ from hasten.measure.rounds import Rounds
 from hasten.measure.schedule import ArmProcess
 
 if TYPE_CHECKING:
-    from hasten.core.facts import Facts  # loads torch
+    pass  # loads torch
 
 FEWEST_ROUNDS = 2  # one says nothing of its own error
 WORTH_ROUNDS = 5  # fewer leave an interval too wide for most effects: rather fewer arms
@@ -120,21 +119,6 @@ def require_budget(seconds: float, spent: float, rest: float) -> None:
             f"budget: {rounded_up(seconds)} is too short: two rounds of the baseline and one more "
             f"arm take about {rounded_up(spent + rest)} on this job and machine"
         )
-
-
-def expected_gain(plan: Plan, known: Facts) -> float:
-    """What a plan's kernels gain as measured, or how much less it is forecast to compute and move.
-
-    As a logarithm; only for the order in which a budget drops arms: neither is the speed of a job.
-    """
-    total = 0.0
-    for technique in plan:
-        if (gain := technique.gain(known)) is not None:
-            total += math.log(gain.ratio)
-            continue
-        cast = technique.forecast(known)
-        total -= math.log(max(cast.slots * cast.flops * cast.bytes * cast.wire_bytes, 1e-9))
-    return total
 
 
 def fit_to_budget(

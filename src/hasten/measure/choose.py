@@ -43,7 +43,7 @@ from hasten.measure.recipe_experiment import (
     prepared,
     recipe_worker,
 )
-from hasten.measure.significance import judge_effects, ratio_of_rounds
+from hasten.measure.significance import EffectVerdict, judge_effects, ratio_of_rounds
 from hasten.measure.statistics import Interval, is_likely, paired_ratio
 from hasten.measure.workers import WorkerError, WorkerPool
 from hasten.progress import Audience
@@ -364,7 +364,8 @@ class _Chooser:
         """First every change by itself, then what they make together, and no technique at all."""
         ratios = self._ratios({FIRST: self._first, **arms}, FIRST_RACE * budget) if arms else {}
         founded = {t.name() for t in self._first if expected_gain(t, self._known) > FORECAST}
-        changes, best = _changes(ratios, arms, founded), _best(ratios)
+        helped = {n for n, (_, said) in _verdicts(self._arms).items() if said.word == "helped"}
+        changes, best = _changes(ratios, arms, founded, helped), _best(ratios)
         if len(changes) == 1 and best == FIRST:
             best = changes[0]  # alike without a technique, or likely to help
         plans = {FIRST: self._first, **arms, PLAIN: self._plain}
@@ -443,12 +444,12 @@ class _Chooser:
     def _found_words(
         self,
         plans: Mapping[str, Plan],
-        verdicts: Mapping[str, tuple[Interval, str]],
+        verdicts: Mapping[str, tuple[Interval, EffectVerdict]],
         chosen: Plan,
         compared: str,
     ) -> str:
         """How sure the choice is: what was compared, what is open, what a forecast decided."""
-        unsure = sum(text.startswith("undecided") for _, text in verdicts.values())
+        unsure = sum(said.word == "undecided" for _, said in verdicts.values())
         words = f"the fastest of {compared}"
         if unsure:
             words = f"the best supported one of {compared} ({unsure} undecided)"
@@ -467,15 +468,15 @@ class _Chooser:
     def _told(
         self,
         plans: Mapping[str, Plan],
-        verdicts: Mapping[str, tuple[Interval, str]],
+        verdicts: Mapping[str, tuple[Interval, EffectVerdict]],
         chosen: Plan,
     ) -> list[ChoiceRow]:
         """A row for every change that was raced, and for every candidate that wasn't."""
         rows = []
-        for name, (ratio, text) in verdicts.items():
+        for name, (ratio, said) in verdicts.items():
             taken = _applied(self._first, plans[name], chosen)
             decision = "taken" if taken else "not taken"
-            rows.append(ChoiceRow(name, decision, text, ratio.summary()))
+            rows.append(ChoiceRow(name, decision, said.text, ratio.summary()))
         raced = self._tested(plans, verdicts)
         rows += [ChoiceRow(n, "not taken", "memory would run out") for n in self._too_large]
         for candidate in self._found:
@@ -499,14 +500,15 @@ class _Chooser:
 
 
 def _changes(
-    ratios: Mapping[str, Interval], arms: Mapping[str, Plan], founded: Set[str]
+    ratios: Mapping[str, Interval], arms: Mapping[str, Plan], founded: Set[str], helped: Set[str]
 ) -> list[str]:
     """The changes of the first plan that help, or that make it simpler at no loss.
 
-    A technique of which a forecast promises something (``founded``) stays until it is shown to
-    gain nothing; of any other it is enough that no gain was seen.
+    A change helps where the report of the same rounds says so (``helped``), or where a gain is
+    likely. A technique of which a forecast promises something (``founded``) stays until it is shown
+    to gain nothing; of any other it is enough that no gain was seen.
     """
-    helping = [n for n in arms if n in ratios and (ratios[n].low > 1 or is_likely(ratios[n]))]
+    helping = [n for n in arms if n in helped or (n in ratios and is_likely(ratios[n]))]
     alike = []
     for name in arms:
         ratio, technique = ratios.get(name), name.removeprefix("without ")
@@ -565,17 +567,16 @@ def _ratio(arm: Arm) -> Interval | None:
     return paired_ratio(arm.beside, arm.rounds)  # decisions allow for no luck of processes
 
 
-def _ratio_rounds(arm: Arm) -> list[float]:
-    return [ours / theirs for ours, theirs in zip(arm.rounds, arm.beside, strict=True)]
-
-
-def _verdicts(arms: Sequence[Arm]) -> dict[str, tuple[Interval, str]]:
+def _verdicts(arms: Sequence[Arm]) -> dict[str, tuple[Interval, EffectVerdict]]:
     """Each measured change's ratio and verdict, as the report of the same rounds has them."""
     luck = arms[0].luck if arms else None
-    rounds = {arm.name: _ratio_rounds(arm) for arm in arms if _ratio(arm) is not None}
-    effects = {name: (ratio_of_rounds(found, luck), found) for name, found in rounds.items()}
+    effects = {}
+    for arm in arms:
+        if _ratio(arm) is not None:
+            ratios = [ours / theirs for ours, theirs in zip(arm.rounds, arm.beside, strict=True)]
+            effects[arm.name] = ratio_of_rounds(ratios, luck), ratios
     judged = judge_effects(effects, luck=luck)
-    return {name: (ratio, judged[name].text) for name, (ratio, _) in effects.items()}
+    return {name: (ratio, judged[name]) for name, (ratio, _) in effects.items()}
 
 
 def _rows(found: Iterable[TechniqueCandidate]) -> list[ChoiceRow]:

@@ -25,14 +25,13 @@ from hasten.machine.cache import key_of, source_digest
 from hasten.machine.environment import World
 from hasten.machine.locks import alone_in, one_measurement
 from hasten.measure.ablation import Design, Kind, check_turns
-from hasten.measure.budget import expected_gain
 from hasten.measure.energy import EnergyMeter, meter_of_run
 from hasten.measure.experiment import Measured, experiment_context, measure_arms
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.progress import Audience
 from hasten.recipe.build import plan_of, prepare_run
-from hasten.recipe.candidates import candidates, first_plan
+from hasten.recipe.candidates import candidates, expected_gain, first_plan
 from hasten.recipe.prepared_data import PreparedData
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.suggest import entry_of
@@ -175,7 +174,7 @@ def measured(
                 audience.show,
                 kinds=kinds,
                 expected=expected
-                or {name: expected_gain(plan, known) for name, plan in plans.items()},
+                or {n: sum(expected_gain(t, known) for t in p) for n, p in plans.items()},
                 record=record,
             )
 

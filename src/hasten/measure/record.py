@@ -20,8 +20,6 @@ record:
     turns    length           steps of each turn, where the budget allows fewer than asked for
     rounds, dropped           what the budget allows, and what it doesn't
     done                      nothing is missing
-
-Version 1 had other words for some of them; its lines are read as if they had these.
 """
 
 from __future__ import annotations
@@ -39,8 +37,6 @@ from hasten.errors import InputError
 
 Event = dict[str, Any]
 VERSION = 2
-_EVENTS_1 = {"sitting": "cohort", "sat": "cohort_done", "tried": "trial"}
-_KEYS_1 = {"sitting": "cohort", "load": "background_load"}
 
 
 class ExperimentRecord:
@@ -154,17 +150,11 @@ def _read(path: Path, key: str) -> list[Event]:
         ) from error
     if known != key:
         raise InputError(f"{path} is the record of another experiment: delete it, or say --fresh")
-    if version not in (1, VERSION):
+    if version != VERSION:
         raise InputError(
-            f"{path} is a record of version {version!r}, and versions 1 and {VERSION} are read: "
-            "delete it, or say --fresh"
+            f"{path} is a record of version {version!r}, and version {VERSION} is read: delete it, "
+            "or say --fresh"
         )
     if len(whole) < len(content):
         os.truncate(path, len(whole))
-    return lines if version == VERSION else upgraded(lines)
-
-
-def upgraded(events: Sequence[Event]) -> list[Event]:
-    """Events of version 1 in the words of today's."""
-    found = [{_KEYS_1.get(key, key): value for key, value in e.items()} for e in events]
-    return [{**e, "event": _EVENTS_1.get(e["event"], e["event"])} for e in found]
+    return lines

@@ -14,7 +14,6 @@ import numpy as np
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
 from hasten.planner.predict import PredictedStep, Prediction
-from hasten.report.cost import money
 
 if TYPE_CHECKING:
     from hasten.recipe.price import Price
@@ -299,7 +298,7 @@ def spending(found: PlanCandidate, job: PlannedJob, price: Price | None = None) 
     paid = None
     if price is not None:
         each = (seconds.middle, seconds.low, seconds.high)
-        paid = Span(*(money(price.hour, found.devices, s) for s in each))
+        paid = Span(*(price.money(s, found.devices) for s in each))
     watts = WATTS.get(found.cluster.device.name)
     energy = hours.high * watts / 1000 if watts else None
     return JobCost(tokens, seconds, hours, paid, price.currency if price else "", energy)

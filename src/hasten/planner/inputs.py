@@ -42,7 +42,7 @@ HALF = ("autocast", "bf16_master_weights", "float8")  # techniques that don't mu
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command line asks for; see ``cli.options``."""
+    """What the command line asks for; see ``cli.plan``."""
 
     cluster: str
     gpu: str

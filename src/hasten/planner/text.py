@@ -20,6 +20,7 @@ from hasten.planner.numbers import calibrated
 from hasten.planner.planning import ClusterPlan
 from hasten.planner.simulate import draw_schedule, micro_batch, stages
 from hasten.recipe.price import Price
+from hasten.report.markup import html_table
 
 WIDTH = 100  # characters of a line where nobody says how many
 BAR = 28  # characters of a waterfall's longest bar
@@ -310,11 +311,11 @@ def page(
         "<h2>Nothing beats these in time, memory and GPU hours together</h2>",
         _layouts(found, found.pareto, price),
         "<h2>Why not</h2>",
-        _table([["layout", "reason"], *([words(r.layout), r.reason] for r in nearest)]),
+        html_table(["layout", "reason"], ([words(r.layout), r.reason] for r in nearest)),
         "<h2>What would change it</h2>",
-        _table(
-            [["change", "rate of the first", "of the best then"]]
-            + [[c.what, percent(c.same_layout), percent(c.best_layout)] for c in changes]
+        html_table(
+            ["change", "rate of the first", "of the best then"],
+            ([c.what, percent(c.same_layout), percent(c.best_layout)] for c in changes),
         ),
     ]
     return (
@@ -338,7 +339,8 @@ def write(path: Path, content: str) -> None:
 
 def _layouts(found: ClusterPlan, chosen: Sequence[PlanCandidate], price: Price | None) -> str:
     head = ("nodes", "layout", "step s", "tokens/s/GPU", "MFU", "memory GB", "time", "GPU hours")
-    return _table(_rows(chosen, head, found.job, price))
+    titles, *rows = _rows(chosen, head, found.job, price)
+    return html_table(titles, rows)
 
 
 def _schedule(found: ClusterPlan, one: PlanCandidate) -> list[str]:
@@ -361,10 +363,3 @@ def _page_bars(parts: Mapping[str, float], unit: float, name: str) -> str:
         for label, value in parts.items()
     )
     return f"<table>{rows}</table>"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(c)}</{tag}>" for c in cells) + "</tr>"
-
-    return f"<table>{line(rows[0], 'th')}{''.join(line(row, 'td') for row in rows[1:])}</table>"

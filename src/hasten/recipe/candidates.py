@@ -105,7 +105,10 @@ def with_document_attention(plan: Plan, found: Iterable[TechniqueCandidate] = ()
 
 
 def expected_gain(technique: Technique, known: Facts) -> float:
-    """What it gains, as a logarithm: measured on this machine, or forecast from its terms."""
+    """What it gains, as a logarithm: measured on this machine, or forecast from its terms.
+
+    It orders techniques; the speed of a job it isn't.
+    """
     if (gain := technique.gain(known)) is not None:
         return math.log(gain.ratio)
     cast = technique.forecast(known)

@@ -49,18 +49,12 @@ class Price(BaseModel):
         return self.devices or training
 
     def money(self, seconds: float, devices: int, kwh: float | None = None) -> float:
-        """The price of so many seconds; energy is added where it has a price and was measured."""
-        energy = (self.per_kwh or 0.0) * (kwh or 0.0)
-        return self.hour * self.paid(devices) * seconds / 3600 + energy
+        """The price of so many seconds of devices that are paid for, the only place of it.
 
-    def to_cost(self, training: int) -> dict[str, Any]:
-        """Plain values, as `hasten.report.cost` takes them."""
-        return {
-            "currency": self.currency,
-            "per_device_hour": self.hour,
-            "devices": self.paid(training),
-            "per_kwh": self.per_kwh,
-        }
+        Energy is added where it has a price and was measured.
+        """
+        energy = (self.per_kwh or 0.0) * (kwh or 0.0)
+        return self.hour * devices * seconds / 3600 + energy
 
 
 def price_of(value: Any) -> Any:
@@ -98,7 +92,7 @@ def cost_of(
     """A run's cost for its summary; None without a price."""
     if price is None:
         return None
-    total = price.money(seconds, devices, kwh)
+    total = price.money(seconds, price.paid(devices), kwh)
     return {
         "currency": price.currency,
         "device_hours": price.paid(devices) * seconds / 3600,

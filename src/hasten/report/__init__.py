@@ -1,7 +1,8 @@
 """From records to verdicts: what each switch gains on the user's own job, as JSON, table and page.
 
-`ablate` and `gradual_optimize` measure a recipe's techniques; `compare` measures two training loops
-of anybody's against each other. All are imported on first use: a trial's process needs none of it.
+`ablate` measures a recipe's techniques, `climb_recipe` one after the other; `compare` measures two
+training loops of anybody's against each other. All are imported on first use: a trial's process
+needs none of it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ _HOMES = {
     "Design": "hasten.measure.ablation",
     "ablate": "hasten.report.speedup",
     "compare": "hasten.measure.loops",
-    "gradual_optimize": "hasten.report.speedup",
+    "climb_recipe": "hasten.report.speedup",
 }
-__all__ = ["Climb", "Comparison", "Design", "ablate", "compare", "gradual_optimize"]
+__all__ = ["Climb", "Comparison", "Design", "ablate", "climb_recipe", "compare"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,35 +1,29 @@
-"""A bundle: an experiment as one file, to be done again elsewhere or later and compared.
+"""A bundle: the folder of an experiment, to be done again elsewhere or later and compared.
 
     bundle.json   recipe, plans, design, the raw rounds, versions, machine, stamps of the data
     report.json   the report, for people; nothing of it is needed to repeat the experiment
 
 The data stays where it is: a **stamp** (size and SHA-256) says which files it was. A bundle may
-come from a stranger, so an archive is never unpacked: one file is read in memory, by name, up to a
-limit, as JSON. An experiment's own folder, which holds ``bundle.json`` too, is read likewise.
+come from a stranger, so ``bundle.json`` is read up to a limit, and every value of it is checked.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import zipfile
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 from hasten.errors import InputError
+from hasten.machine.files import write_atomic
 from hasten.measure.ablation import Arm, Design
-from hasten.measure.statistics import Interval, paired_ratio, unpaired_ratio
-from hasten.report.runs import number, read_object
+from hasten.measure.statistics import Effect, Interval, paired_ratio, unpaired_ratio, verdict
+from hasten.report.runs import number
 
 NAME = "bundle.json"
-LARGEST = 64 << 20  # bytes of one file, unpacked
-MOST_FILES = 16
-FORMER = ("deadline_seconds",)  # keys of a design in bundles of before: no budget is taken over
+LARGEST = 64 << 20  # bytes of the file
 
 
 @dataclass(frozen=True)
@@ -66,12 +60,10 @@ class Bundle:
         Raises:
             InputError: the design has a key or value that this version doesn't know.
         """
-        stored = {key: value for key, value in self.design.items() if key not in FORMER}
-        known = {f.name for f in fields(Design)}
-        other = sorted(set(stored) - known)
+        other = sorted(set(self.design) - {f.name for f in fields(Design)})
         if other:
             raise InputError(f"the bundle's design has {other[0]!r}, which this version lacks")
-        values = {**stored, "budget_seconds": None}
+        values = {**self.design, "budget_seconds": None}
         try:
             return Design(**(values | ({"rounds": rounds} if rounds else {})))
         except TypeError as error:
@@ -112,43 +104,22 @@ def bundle_of(
     )
 
 
-def write_bundle(bundle: Bundle, report: Mapping[str, Any], path: Path) -> Path:
-    """Write the archive, or into a folder ``bundle.json`` alone; whole or not at all.
+def write_bundle(bundle: Bundle, folder: Path) -> None:
+    """Write ``bundle.json`` into a folder, whole or not at all.
 
     Raises:
         InputError: the place can't be written.
     """
     text = json.dumps({"bundle": 1, **asdict(bundle)}, indent=1) + "\n"
-    target = path / NAME if path.is_dir() else path
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            draft.write_text(text, encoding="utf-8")
-        else:
-            with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as archive:
-                archive.writestr(NAME, text)
-                archive.writestr("report.json", json.dumps(report) + "\n")
-        return draft.replace(target)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / NAME, text)
     except OSError as error:
-        raise InputError(f"{target} can't be written: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):  # the place itself may not be
-            draft.unlink(missing_ok=True)
-
-
-def pack(folder: Path, archive: Path) -> Path:
-    """An experiment's folder as one archive.
-
-    Raises:
-        InputError: the folder holds no experiment, or the archive can't be written.
-    """
-    report = folder / "report.json"
-    return write_bundle(read_bundle(folder), read_object(report), archive)
+        raise InputError(f"{folder} can't be written: {error.strerror or error}") from error
 
 
 def read_bundle(path: Path) -> Bundle:
-    """A bundle from an archive, from an experiment's folder, or from its ``bundle.json``.
+    """A bundle from its folder, or from its ``bundle.json``.
 
     Raises:
         InputError: it can't be read or isn't a bundle.
@@ -156,15 +127,18 @@ def read_bundle(path: Path) -> Bundle:
     if path.is_dir():
         path /= NAME
     try:
-        raw = _from_archive(path) if zipfile.is_zipfile(path) else _bounded(path)
+        with path.open("rb") as file:
+            raw = file.read(LARGEST + 1)
+        if len(raw) > LARGEST:
+            raise InputError(f"{path} holds more than {LARGEST} bytes; that is not a bundle")
         found = json.loads(raw)
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
         why = getattr(error, "strerror", None) or str(error)[:120]
         raise InputError(
-            f"{path} can't be read: {why}; give the file of `hasten speedup --bundle`, or the "
-            "folder of an experiment"
+            f"{path} can't be read: {why}; give the folder of `hasten speedup --bundle`, or of an "
+            "experiment"
         ) from error
     return _checked(found, path)
 
@@ -183,38 +157,6 @@ def stamp(path: Path) -> dict[str, Any]:
                 digest.update(piece)
                 size += len(piece)
     return {"path": str(path), "bytes": size, "sha256": digest.hexdigest()}
-
-
-def _from_archive(path: Path) -> bytes:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            listed = archive.namelist()
-            if len(listed) > MOST_FILES or any(_leaves(name) for name in listed):
-                raise InputError(f"{path} is not a bundle: it holds {len(listed)} odd files")
-            if NAME not in listed:
-                raise InputError(f"{path} is not a bundle: it holds no {NAME}")
-            with archive.open(NAME) as file:
-                raw = file.read(LARGEST + 1)
-    except (zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, EOFError) as error:
-        raise InputError(f"{path} is damaged: {str(error)[:120]}") from error
-    return _limited(raw, path)
-
-
-def _leaves(name: str) -> bool:
-    """Whether a name would lead out of the folder that an archive is unpacked in."""
-    place = PurePosixPath(name.replace("\\", "/"))
-    return place.is_absolute() or ".." in place.parts or ":" in name
-
-
-def _bounded(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return _limited(file.read(LARGEST + 1), path)
-
-
-def _limited(raw: bytes, path: Path) -> bytes:
-    if len(raw) > LARGEST:
-        raise InputError(f"{path} holds more than {LARGEST} bytes; that is not a bundle")
-    return raw
 
 
 def _checked(found: Any, path: Path) -> Bundle:
@@ -262,6 +204,12 @@ def _measurement(name: str, value: Any, path: Path) -> BundledMeasurement:
 
 MARGIN = 0.02
 Word = Literal["lost", "gained", "same", "undecided", "not measured"]
+WORDS: Mapping[Effect, Word] = {
+    "hurt": "lost",
+    "helped": "gained",
+    "no effect": "same",
+    "undecided": "undecided",
+}
 
 
 @dataclass(frozen=True)
@@ -321,17 +269,7 @@ def _change(
     idle = sorted(set(now.idle) - set(before.idle))
     if idle:
         return ArmChange(name, "lost", then, today, ratio, f"{', '.join(idle)} no longer acts")
-    return ArmChange(name, _word(ratio, margin), then, today, ratio)
-
-
-def _word(ratio: Interval, margin: float) -> Word:
-    if ratio.high < 1 - margin:
-        return "lost"
-    if ratio.low > 1 + margin:
-        return "gained"
-    if ratio.low >= 1 - margin and ratio.high <= 1 + margin:
-        return "same"
-    return "undecided"
+    return ArmChange(name, WORDS[verdict(ratio, margin)], then, today, ratio)
 
 
 def _span(measured: BundledMeasurement) -> Interval | None:

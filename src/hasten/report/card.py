@@ -15,7 +15,8 @@ import yaml
 
 from hasten.machine.files import write_atomic
 from hasten.models.presets import PRESETS
-from hasten.report.gains import table_of
+from hasten.report.markup import cell, code, markdown_table
+from hasten.report.page import table_of
 from hasten.report.schema import read_report
 
 CARD = "README.md"
@@ -44,14 +45,15 @@ def write_card(folder: Path, recipe: Facts, summary: Facts, report: Facts | None
 def card_text(recipe: Facts, summary: Facts, report: Facts | None, adapter: bool) -> str:
     """The card: the same for the same run, whenever it is written."""
     base = str(recipe["model"])
+    random = " (random weights)" if recipe.get("from_scratch") or base in PRESETS else ""
     what = "An adapter (LoRA) for" if adapter else "A language model trained from"
     parts = [
         _front_matter(recipe, adapter),
         MARK,
-        f"# {'Adapter' if adapter else 'Model'} from {_code(base)}",
-        f"{what} {_code(base)}{_weights(recipe)} on {_data(recipe)}.",
+        f"# {'Adapter' if adapter else 'Model'} from {code(base)}",
+        f"{what} {code(base)}{random} on {_data(recipe)}.",
         "## Training",
-        _table(("", ""), _training(recipe, summary)),
+        markdown_table([("", ""), *_training(recipe, summary)]).rstrip(),
         "## Techniques",
         _techniques(summary),
     ]
@@ -77,16 +79,11 @@ def _front_matter(recipe: Facts, adapter: bool) -> str:
     return f"---\n{yaml.safe_dump(meta, sort_keys=False).strip()}\n---"
 
 
-def _weights(recipe: Facts) -> str:
-    random = recipe.get("from_scratch") or recipe["model"] in PRESETS
-    return " (random weights)" if random else ""
-
-
 def _data(recipe: Facts) -> str:
     found = recipe["dataset"]
     sources = [found] if isinstance(found, str) else list(found)
     names = [one if isinstance(one, str) else one["path"] for one in sources]
-    return ", ".join(_code(Path(name).name or name) for name in names)
+    return ", ".join(code(Path(name).name or name) for name in names)
 
 
 def _training(recipe: Facts, summary: Facts) -> Iterable[tuple[str, str]]:
@@ -107,38 +104,23 @@ def _training(recipe: Facts, summary: Facts) -> Iterable[tuple[str, str]]:
     yield "learning rate", f"{recipe['learning_rate']:g}, {recipe['lr_schedule']}"
     yield "seed", str(summary["seed"])
     if summary.get("corpus_sha256"):
-        yield "data (SHA-256)", _code(summary["corpus_sha256"])
+        yield "data (SHA-256)", code(summary["corpus_sha256"])
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _techniques(summary: Facts) -> str:
     rows = [
-        (_code(name), "acted" if proof["acted"] else "did not act", _cell(proof["evidence"]))
+        (code(name), "acted" if proof["acted"] else "did not act", cell(proof["evidence"]))
         for name, proof in summary["acted"].items()
     ]
-    return _table(("technique", "", "what was seen"), rows) if rows else "None."
+    if not rows:
+        return "None."
+    return markdown_table([("technique", "", "what was seen"), *rows]).rstrip()
 
 
 def _evidence(report: Facts) -> str:
     read = read_report(report)
-    rows = [tuple(_cell(row[key]) for key in SHOWN) for row in table_of(read).rows]
+    table = table_of(read)
+    rows = [[cell(row[key]) for key in SHOWN] for row in (table.columns, *table.rows)]
     said = (read["quality"] or {}).get("text")
-    table = _table(tuple(table_of(read).columns[key] for key in SHOWN), rows)
-    return f"{table}\n\n{_cell(said)}" if said else table
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def _cell(text: Any) -> str:
-    """Text of a run in a table's cell: one line, and no markup of its own."""
-    plain = " ".join(str(text).split())
-    for mark in ("\\", "|", "<", "[", "`", "*"):
-        plain = plain.replace(mark, f"\\{mark}")
-    return plain
-
-
-def _code(text: Any) -> str:
-    return f"`{' '.join(str(text).split()).replace('`', '')}`"
+    return markdown_table(rows).rstrip() + (f"\n\n{cell(said)}" if said else "")

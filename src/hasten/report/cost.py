@@ -15,15 +15,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hasten.errors import InputError
-from hasten.report.gains import on_the_whole
-from hasten.report.verdicts import verdict_word
+from hasten.recipe.price import Price
+from hasten.report.judgement import on_the_whole, verdict_word
 
 JOULES_PER_KWH = 3.6e6
 
 
 def time_saved(ratio: float) -> float:
     """The share of time that the same work takes less at `ratio` times the rate (1.5: 0.333)."""
-    _require_positive(ratio, "a ratio of rates")
+    if not (math.isfinite(ratio) and ratio > 0):
+        raise InputError(f"a ratio of rates is positive and finite, not {ratio}")
     return 1 - 1 / ratio
 
 
@@ -39,17 +40,6 @@ def speed_words(ratio: float) -> str:
     saved = round(100 * time_saved(ratio))
     change = f"{saved} % less time" if saved > 0 else f"{-saved} % more time"
     return f"{ratio:.2f}× the speed, {change if saved else 'the same time'}"
-
-
-def money(per_device_hour: float, devices: int, seconds: float) -> float:
-    """Device hours times the price of one: 4 devices, 0.6 an hour, 1.8 hours: 4.32."""
-    return per_device_hour * devices * seconds / 3600
-
-
-def per_million_tokens(per_device_hour: float, devices: int, tokens_per_second: float) -> float:
-    """The price of a million tokens, padding not among them, at a rate."""
-    _require_positive(tokens_per_second, "a rate")
-    return money(per_device_hour, devices, 1e6 / tokens_per_second)
 
 
 def payback(ratio: Mapping[str, float | None], seconds: float, good: bool = True) -> dict[str, Any]:
@@ -78,7 +68,8 @@ def payback(ratio: Mapping[str, float | None], seconds: float, good: bool = True
 
 def cost_of_experiment(
     report: Mapping[str, Any],
-    price: Mapping[str, Any] | None,
+    price: Price | None,
+    devices: int = 1,
     joules_per_token: Mapping[str, float | None] | None = None,
     joules: float | None = None,
     source: str = "not measured",
@@ -88,7 +79,8 @@ def cost_of_experiment(
 
     Args:
         report: with ``arms``, and as far as they're known ``design.seconds`` and ``quality``.
-        price: ``currency``, ``per_device_hour``, ``devices`` and ``per_kwh`` (may be None).
+        price: of an hour, in the user's currency.
+        devices: that trained.
         joules_per_token: of each arm, as far as they were counted.
         joules: of the whole experiment.
         source: which counter gave them, or why there is none.
@@ -100,12 +92,17 @@ def cost_of_experiment(
     seconds = (report.get("design") or {}).get("seconds")
     quality = (report.get("quality") or {}).get("verdict")
     used = joules_per_token or {}
-    hour, devices = price["per_device_hour"], price.get("devices") or 1
+    paid = price.paid(devices)
     energy = {name: each * 1e6 / JOULES_PER_KWH for name, each in used.items() if each}
+    per_million = {
+        arm["name"]: price.money(1e6 / rate, paid, energy.get(arm["name"]))
+        for arm in arms
+        if (rate := arm["tokens_per_second"]["median"]) and verdict_word(arm["verdict"]) != "failed"
+    }
     cost: dict[str, Any] = {
-        "currency": price["currency"],
-        "per_device_hour": hour,
-        "per_million_tokens": _per_million(arms, hour, devices, price.get("per_kwh"), energy),
+        "currency": price.currency,
+        "per_device_hour": price.hour,
+        "per_million_tokens": per_million,
         "energy": {"kwh_per_million_tokens": energy, "source": source},
     }
     if seconds is None:
@@ -114,35 +111,13 @@ def cost_of_experiment(
     final = arms[-1]
     good = on_the_whole(final, report) not in ("failed", "no effect") and quality != "worse"
     kwh = None if joules is None else joules / JOULES_PER_KWH
-    spent = money(hour, devices, seconds) + (price.get("per_kwh") or 0.0) * (kwh or 0.0)
+    spent = price.money(seconds, paid, kwh)
     cost["experiment"] = {"seconds": seconds, "money": spent, "kwh": kwh}
     cost["payback"] = payback(final["ratio"], seconds, good)
     return cost
-
-
-def _per_million(
-    arms: Sequence[Mapping[str, Any]],
-    hour: float,
-    devices: int,
-    per_kwh: float | None,
-    energy: Mapping[str, float],
-) -> dict[str, float]:
-    """Money per million tokens of every arm with a rate; energy joins in where it's known."""
-    found = {}
-    for arm in arms:
-        rate = arm["tokens_per_second"]["median"]
-        if rate and verdict_word(arm["verdict"]) != "failed":
-            used = (per_kwh or 0.0) * energy.get(arm["name"], 0.0)
-            found[arm["name"]] = per_million_tokens(hour, devices, rate) + used
-    return found
 
 
 def _hours(hours: float) -> str:
     if hours < 1 / 60:
         return f"{3600 * hours:.0f} s"
     return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.0f} min"
-
-
-def _require_positive(value: float, what: str) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise InputError(f"{what} is positive and finite, not {value}")

@@ -3,7 +3,7 @@
 The input is plain data, described key by key in docs/report-schema.md.
 
 1. schema.py makes it JSON and checks it against its shapes.
-2. gains.py derives what several arms say together, formatting.py says numbers, svg.py draws them.
+2. judgement.py derives what several arms say, formatting.py says numbers, svg.py draws them.
 3. The page is rendered from report.html.jinja and page/*.jinja, the table as Markdown.
 4. Both files are rendered before either is written, and each appears by a rename, so that no
    reader ever sees half a report.
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
+import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,34 +26,28 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hasten.core.plan import name_of
 from hasten.errors import InputError
-from hasten.formatting import measure, outline, span, words
+from hasten.formatting import duration, measure, outline, span, words
 from hasten.machine.files import write_atomic
 from hasten.recipe.write_back import plain_entry
-from hasten.report.gains import (
+from hasten.report.judgement import (
     GUILTY,
+    Row,
     amount,
     any_known,
     arms_that_hurt,
     compared,
-    has_cost,
+    effect_words,
     ladder_of,
     lead_of,
-    load_of_others,
-    machine,
-    more_rounds,
     on_the_whole,
-    priced,
-    proofs,
+    reason_of,
     result_of,
-    steadiness,
-    table_of,
-    terms,
-    unmeasured,
     unpaid,
+    verdict_word,
 )
+from hasten.report.markup import LONGEST, cell, markdown_table
 from hasten.report.schema import SCHEMA, as_json, read_report
 from hasten.report.svg import drawings, thin
-from hasten.report.verdicts import verdict_word
 
 # The report as one page that stands alone: rendered from page/*.jinja, and kept below 500 kB.
 #
@@ -257,12 +252,186 @@ def _thinned(arm: Mapping[str, Any], most: int) -> dict[str, Any]:
     return {**arm, **curves}
 
 
+# Rows of the page that several arms make together.
+#
+# `hardware` alone is free in form, so its entries are used only where they are what they seem.
+
+
+@dataclass(frozen=True)
+class ReportTable:
+    """The arms as rows of text: a heading for each column, and for each arm its cells by column."""
+
+    columns: dict[str, str]
+    rows: list[dict[str, str]]
+
+
+def table_of(report: Mapping[str, Any]) -> ReportTable:
+    """What each arm did: its own effect first, then the ratio to the baseline, then its quality.
+
+    Where every effect is against the baseline anyway, there is no second column of it.
+    """
+    arms, base = report["arms"], report["arms"][0]["name"]
+    ladder = bool(ladder_of(arms))
+    others = list(dict.fromkeys(arm["against"] for arm in arms if arm["against"]))
+    against_ = "the row above" if ladder else " or ".join(others) or base
+    columns = {
+        "name": "arm",
+        "effect": f"against {against_} [95 %]",
+        "verdict": "effect",
+        "ratio": f"against {base} [95 %]",
+        "speed": "tokens/s",
+        "quality": "quality",
+        "memory": "peak memory",
+        "loss": "held-out loss",
+    }
+    if set(others) <= {base} and not ladder:
+        del columns["ratio"]
+    rows = []
+    for number, arm in enumerate(arms):
+        usual = arms[number - 1]["name"] if ladder and number else base
+        rows.append(
+            {
+                "name": arm["name"],
+                "effect": effect_words(arm, usual),
+                "verdict": verdict_word(arm["verdict"]),
+                "ratio": span(arm["ratio"], "times"),
+                "speed": words(arm["tokens_per_second"]["median"], "amount"),
+                "quality": verdict_word(arm["quality"]) or "–",
+                "memory": words(arm["peak_memory_bytes"], "memory"),
+                "loss": words(arm["held_out_loss"], "loss"),
+            }
+        )
+    return ReportTable(columns, rows)
+
+
+def machine(hardware: Mapping[str, Any]) -> str:
+    """The machine in one line: accelerators if it trained on them, texts, cores, memory."""
+    used = [] if hardware.get("device") == "cpu" else hardware.get("accelerators")
+    every = [a.get("name") for a in used if isinstance(a, dict)] if isinstance(used, list) else []
+    names = Counter(name for name in every if isinstance(name, str))
+    said = [f"{count} × {name}" for name, count in names.items()]
+    said += [v for key, v in hardware.items() if isinstance(v, str) and v and key != "device"]
+    cores, memory = hardware.get("usable_cores"), hardware.get("memory_limit_bytes")
+    said += [f"{cores} cores"] if isinstance(cores, int) else []
+    return " · ".join([*said, words(memory, "memory")] if isinstance(memory, int) else said)
+
+
+def proofs(arms: Sequence[Row]) -> list[dict[str, Any]]:
+    """What each technique did, arms that say the same in one row, techniques in their order."""
+    uses = [(arm["name"], row) for arm in arms for row in arm["acted"]]
+    users = Counter(row["technique"] for _, row in uses)
+    found: dict[tuple[str, bool | None, str], list[str]] = {}
+    for technique in users:
+        for name, row in uses:
+            if row["technique"] == technique:
+                found.setdefault((technique, row["acted"], row["evidence"]), []).append(name)
+    rows = []
+    for (technique, acted, evidence), names in found.items():
+        every_user = len(names) == users[technique] > 1
+        said = f"all {len(names)} with it" if every_user else ", ".join(names)
+        rows.append({"technique": technique, "acted": acted, "evidence": evidence, "arms": said})
+    return rows
+
+
+def terms(arms: Sequence[Row], part: str, unit: str) -> list[dict[str, Any]]:
+    """The ledger's `part` before and after: one row per term that either arm measured."""
+    first, last = arms[0]["ledger"][part], result_of(arms)["ledger"][part]
+    rows = []
+    for number, name in enumerate(first, start=1):
+        pair = first[name], last[name]
+        if pair != (None, None):
+            said = [words(value, unit) for value in pair]
+            rows.append({"name": name, "number": number, "before": said[0], "after": said[1]})
+    return rows
+
+
+def steadiness(arms: Sequence[Row]) -> list[dict[str, Any]]:
+    """How even each arm's steps were, the ledger's figures where there are any."""
+    rows = []
+    for arm in arms:
+        step, found = arm["step_seconds"], arm["ledger"]["stability"]
+        load = [value for value in arm["foreign_load"] if value is not None]
+        rows.append(
+            {
+                "name": arm["name"],
+                "p50": step["p50"] if found["p50"] is None else found["p50"],
+                "p99": step["p99"] if found["p99"] is None else found["p99"],
+                "spread": found["relative_spread"],
+                "stalls": found["stalls"],
+                "load": max(load, default=None),
+                "warmup": arm["warmup"]["seconds"],
+                "compile": arm["warmup"]["compile_seconds"],
+                "mfu": arm["mfu"],
+            }
+        )
+    return rows
+
+
+def has_cost(cost: Mapping[str, Any]) -> bool:
+    """Whether anything of money or energy is known."""
+    parts = (cost["experiment"], cost["payback"], cost["energy"])
+    return cost["per_million_tokens"] is not None or any(map(any_known, parts))
+
+
+def priced(prices: Mapping[str, Any] | None, arm: Row) -> float | None:
+    """An arm's entry in an object from arm names to numbers."""
+    value = (prices or {}).get(arm["name"])
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def unmeasured(report: Mapping[str, Any]) -> list[str]:
+    """What was dropped, what failed, and which sections of the page have nothing to show."""
+    arms = report["arms"]
+    found = list(report["design"]["dropped"])
+    found += [
+        f"{a['name']}: {a['verdict']}" for a in arms if verdict_word(a["verdict"]) == "failed"
+    ]
+    untested = (row for row in report["guard"] if verdict_word(row["verdict"]) == "not tested")
+    found += [f"Equal quality of {row['technique']}: {reason_of(row)}" for row in untested]
+    lines = (row for row in report["invariance"] if verdict_word(row["verdict"]) == "not tested")
+    found += [f"Invariance, {row['what']}: {reason_of(row)}" for row in lines]
+    ledgers = [arm["ledger"] for arm in (arms[0], result_of(arms))]
+    absent = {
+        "noise: no second copy of the baseline ran": report["noise"]["ratio"] is None,
+        "the proof of equal quality that each switch owes": not report["guard"],
+        "independence of the loss from packing, splits and neighbours": not report["invariance"],
+        "where a step's time goes": not any(any_known(x["step"]) for x in ledgers),
+        "what memory holds": not any(any_known(x["memory"]) for x in ledgers),
+        "MFU": not any(arm["mfu"] is not None for arm in arms),
+        "what else the machine did": not any(arm["foreign_load"] for arm in arms),
+        "energy": not report["cost"]["energy"]["kwh_per_million_tokens"],
+        "cost: no price was given": report["cost"]["per_million_tokens"] is None,
+    }
+    return found + [f"Not measured: {what}" for what, missing in absent.items() if missing]
+
+
+def more_rounds(arm: Mapping[str, Any], design: Mapping[str, Any]) -> str | None:
+    """How many more rounds would decide an arm's verdict, and how long they take; None: decided.
+
+    By the variance that was seen (`hasten.measure.significance.rounds_needed`).
+    """
+    needed, seconds = arm["rounds_needed"], design["round_seconds"]
+    if needed is None:
+        return None
+    rounds = "1 more round" if needed == 1 else f"{amount(needed)} more rounds"
+    if not isinstance(needed, int) or seconds is None:
+        return rounds
+    return f"{rounds}, about {duration(needed * seconds)}"
+
+
+def load_of_others(arms: Sequence[Row]) -> str | None:
+    """How much of the processor others used while the arms had their turns; None: not measured."""
+    load = [value for arm in arms for value in arm["foreign_load"] if value is not None]
+    if not load:
+        return None
+    mean, most = words(statistics.fmean(load), "percent"), words(max(load), "percent")
+    return f"others used {mean} of the processor during the rounds, {most} at most"
+
+
 # The report in short, as Markdown that reads well in a terminal too.
 #
 # The table of arms; below it the reasons behind verdicts, the noise floor, what did not pay, where
 # the guard objects, and the cost. The page has the rest.
-
-_LONGEST = 400  # characters of a reason; report.json has it whole
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
@@ -273,16 +442,9 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     """
     read = read_report(report)
     table = table_of(read)
-    rows = [[_cell(row[key]) for key in table.columns] for row in (table.columns, *table.rows)]
+    rows = [[cell(row[key]) for key in table.columns] for row in (table.columns, *table.rows)]
     notes = "".join(f"- {note}\n" for note in _notes(read))
-    return f"{_table(rows)}\n{notes}" if notes else _table(rows)
-
-
-def _table(rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
-    padded = ([cell.ljust(n) for cell, n in zip(row, widths, strict=True)] for row in rows)
-    return "".join(f"| {' | '.join(row)} |\n" for row in padded)
+    return f"{markdown_table(rows)}\n{notes}" if notes else markdown_table(rows)
 
 
 def _notes(read: Mapping[str, Any]) -> Iterator[str]:  # noqa: C901  # a clause for each note
@@ -290,31 +452,31 @@ def _notes(read: Mapping[str, Any]) -> Iterator[str]:  # noqa: C901  # a clause 
     rows = unpaid(read)
     listed = {row["name"] for row in rows}
     if (lead := lead_of(read)) is not result_of(arms):
-        plan = f"({_cell(', '.join(lead['techniques']))})"
+        plan = f"({cell(', '.join(lead['techniques']))})"
         if entries := _plain_plan(lead, read):
-            flow = yaml.safe_dump({"plan": entries}, default_flow_style=True, width=_LONGEST)
+            flow = yaml.safe_dump({"plan": entries}, default_flow_style=True, width=LONGEST)
             plan = f"`{' '.join(flow.strip()[1:-1].split())}`"
         ratio = span(lead["ratio"], "times")
-        yield f"fastest at equal quality: {_cell(lead['name'])}, {ratio}: {plan}"
+        yield f"fastest at equal quality: {cell(lead['name'])}, {ratio}: {plan}"
     if (busy := load_of_others(arms)) is not None:
         yield busy
     for arm in arms:
         if arm["verdict"] != verdict_word(arm["verdict"]) and arm["name"] not in listed:
-            yield f"{_cell(arm['name'])}: {_cell(arm['verdict'])}"
+            yield f"{cell(arm['name'])}: {cell(arm['verdict'])}"
     for row in rows:
         word = "not shown to pay" if row["word"] == "undecided" else "did not pay"
-        yield f"{word}: {_cell(row['name'])}: {_cell(row['why'])}"
+        yield f"{word}: {cell(row['name'])}: {cell(row['why'])}"
     for arm in arms:
         if (more := more_rounds(arm, read["design"])) is not None:
-            yield f"{_cell(arm['name'])}: would be decided by {more}"
+            yield f"{cell(arm['name'])}: would be decided by {more}"
     if read["mfu"]:
         some = arms if len(arms) <= 4 else [arms[0], result_of(arms)]
-        shares = ", ".join(f"{_cell(a['name'])} {words(a['mfu'], 'percent')}" for a in some)
-        yield f"{shares} {_cell(read['mfu'])}"
+        shares = ", ".join(f"{cell(a['name'])} {words(a['mfu'], 'percent')}" for a in some)
+        yield f"{shares} {cell(read['mfu'])}"
     yield from _noise(read)
     for row in read["invariance"]:
         if verdict_word(row["verdict"]) in GUILTY:
-            yield f"not invariant: {_cell(row['what'])}: {_cell(row['text'] or row['verdict'])}"
+            yield f"not invariant: {cell(row['what'])}: {cell(row['text'] or row['verdict'])}"
     yield from _money(read)
 
 
@@ -325,9 +487,9 @@ def _noise(read: Mapping[str, Any]) -> Iterator[str]:
         floor = (
             "" if noise["floor"] is None else f", noise floor {words(noise['floor'], 'percent')}"
         )
-        yield _cell(noise["text"] or f"two copies of the baseline: {copies}{floor}")
+        yield cell(noise["text"] or f"two copies of the baseline: {copies}{floor}")
     if together["text"] or together["ratio"]:
-        yield _cell(
+        yield cell(
             together["text"] or f"all over the single ones: {span(together['ratio'], 'times')}"
         )
 
@@ -338,23 +500,13 @@ def _money(read: Mapping[str, Any]) -> Iterator[str]:
     if prices is not None:
         ends = [read["arms"][0], result_of(read["arms"])]
         said = " → ".join(words(priced(prices, arm), "price") for arm in ends[: len(read["arms"])])
-        yield f"{_cell(cost['currency'] or 'cost')} per million tokens: {said}"
+        yield f"{cell(cost['currency'] or 'cost')} per million tokens: {said}"
     experiment = cost["experiment"]
     if experiment["money"] is not None:
         spent = words(experiment["money"], "price")
-        yield f"the experiment cost {spent} {_cell(cost['currency'] or '')}"
+        yield f"the experiment cost {spent} {cell(cost['currency'] or '')}"
     if cost["payback"]["text"]:
-        yield _cell(cost["payback"]["text"])
-
-
-def _cell(text: str) -> str:
-    """Text for a Markdown cell: on one line, and nothing in it means anything to Markdown."""
-    line = " ".join(text.split())
-    if len(line) > _LONGEST:
-        line = f"{line[:_LONGEST]}…"
-    escaped = re.sub(r"([\\|`*<>\[\]])", r"\\\1", line) or "–"
-    # An interval is no link, and reads better without its backslashes.
-    return re.sub(r"\\\[([\d.,]+, [\d.,]+|95 %)\\\](?!\()", r"[\1]", escaped)
+        yield cell(cost["payback"]["text"])
 
 
 def write_report(report: Mapping[str, Any], folder: Path) -> Path:

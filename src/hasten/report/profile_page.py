@@ -12,6 +12,7 @@ from typing import Any
 from hasten.core.timing import PARTS, step_total
 from hasten.formatting import aligned
 from hasten.machine.files import write_atomic
+from hasten.report.markup import html_table
 
 # A profile in words and aligned tables, for the terminal and the page alike.
 #
@@ -206,7 +207,7 @@ def render_page(profile: Mapping[str, Any]) -> str:
         f'<span><i style="background:{COLOURS[part]}"></i>{part}</span>' for part in PARTS
     )
     body = "".join(
-        f"<h2>{escape(title)}</h2>{_html_table(columns, rows)}"
+        f"<h2>{escape(title)}</h2>{html_table(columns, rows)}"
         for title, columns, rows in tables(profile)
     )
     lines = "<br>".join(map(escape, head(profile).splitlines()))
@@ -238,10 +239,3 @@ def write_profile(profile: Mapping[str, Any], folder: Path) -> Path:
     write_atomic(folder / "profile.json", json.dumps(profile, indent=1, allow_nan=False) + "\n")
     write_atomic(folder / "profile.html", render_page(profile))
     return folder / "profile.html"
-
-
-def _html_table(columns: Sequence[str], rows: Rows) -> str:
-    def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(c)}</{tag}>" for c in cells) + "</tr>"
-
-    return f"<table>{line(columns, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"

@@ -1,4 +1,4 @@
-"""What a recipe's techniques gain on its own job: `ablate`, and `gradual_optimize` step by step.
+"""What a recipe's techniques gain on its own job: `ablate`, and `climb_recipe` step by step.
 
 Gradual optimisation tries one technique more at a time, and only what pays is kept:
 
@@ -25,16 +25,13 @@ from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.formatting import span
 from hasten.measure.ablation import Arm, Design, Kind, Which, plans_of, with_second_baseline
-from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared
-from hasten.measure.statistics import Interval, paired_ratio
+from hasten.measure.statistics import Interval, paired_ratio, verdict
 from hasten.progress import Audience, SilentProgress
-from hasten.recipe.peak_flops import mfu_words
-from hasten.recipe.prepared_data import data_files
-from hasten.recipe.preset_plans import preset_of
 from hasten.recipe.schema import Recipe
-from hasten.report.findings import complete_report, report_of
-from hasten.report.verdicts import idle_techniques, quality, ratio_to, ratios_of
+from hasten.report.build import experiment_report
+from hasten.report.judgement import idle_techniques, quality, ratio_to, ratios_of
+from hasten.report.markup import cell, markdown_table
 
 DOUBT = 0.05  # of all decisions of a climb together
 FLOOR = 0.01  # a gain that nobody should act on
@@ -66,21 +63,29 @@ class Climb:
 
     def __str__(self) -> str:
         sure = 100 * (1 - DOUBT / max(len(self.rungs), 1))
-        head = f"| technique | times the plan so far [{sure:.3g} %] | kept | why |"
-        rows = [head, "|---|---|---|---|"]
+        rows = [["technique", f"times the plan so far [{sure:.3g} %]", "kept", "why"]]
         for rung in self.rungs:
             found = "not measured" if rung.ratio is None else span(rung.ratio, "times")
-            kept = "yes" if rung.kept else "no"
-            rows.append(f"| {rung.technique} | {found} | {kept} | {rung.why} |")
-        return "\n".join([*rows, "", f"kept: {self.plan if len(self.plan) else 'nothing'}"])
+            rows.append([rung.technique, found, "yes" if rung.kept else "no", cell(rung.why)])
+        return f"{markdown_table(rows)}\nkept: {self.plan if len(self.plan) else 'nothing'}"
 
     def rows(self) -> list[dict[str, Any]]:
         """The rungs as plain dictionaries, for a report."""
         return [asdict(rung) for rung in self.rungs]
 
 
-def climb(techniques: Sequence[Technique], measure: Measure) -> Climb:
-    """Try every technique in this order on top of what was kept before it."""
+def climb(
+    techniques: Sequence[Technique],
+    measure: Measure,
+    singles: Callable[[], Sequence[Arm]] | None = None,
+) -> Climb:
+    """Try every technique on top of what was kept before it.
+
+    In the order given, or where ``singles`` measures the baseline and each technique alone, by the
+    gain of each.
+    """
+    if singles is not None and len(techniques) > 1:
+        techniques = by_gain(techniques, singles())
     kept, rungs = Plan(), []
     for technique in techniques:
         wider = kept.with_(technique)
@@ -109,11 +114,11 @@ def decide(technique: Technique, before: Arm, after: Arm, doubt: float) -> Ladde
         return rung(False, "it did not act", ratio)
     if quality(after, before)["verdict"] == "worse":
         return rung(False, quality(after, before)["text"], ratio)
-    if ratio.low > 1 + FLOOR:
+    word = verdict(ratio, FLOOR)
+    if word == "helped":
         return rung(True, f"at least {100 * (ratio.low - 1):.1f} % faster", ratio)
-    if ratio.high < 1 - FLOOR:
-        return rung(False, "slower", ratio)
-    return rung(False, f"not shown to gain more than {100 * FLOOR:g} %", ratio)
+    lacks = "slower" if word == "hurt" else f"not shown to gain more than {100 * FLOOR:g} %"
+    return rung(False, lacks, ratio)
 
 
 def by_gain(techniques: Iterable[Technique], arms: Sequence[Arm]) -> list[Technique]:
@@ -170,7 +175,7 @@ def ablate(
     return experiment_report(subject, found, design, title, command, further)
 
 
-def gradual_optimize(
+def climb_recipe(
     recipe: Recipe | str | Path,
     *,
     order: Order = "slots",
@@ -195,24 +200,23 @@ def gradual_optimize(
     audience = audience or SilentProgress()
     subject = prepared(recipe, audience, ranks=True)
     design = replace(design or Design(seed=subject.recipe.seed), noise=False)
-    plans, kinds = plans_of(subject.plan, "alone")
-    techniques: list[Technique] = list(subject.plan)
+    alone, singly = plans_of(subject.plan, "alone")  # refuses an empty plan
     seconds: list[float] = []  # of each experiment on the way
-    if order == "gain" and len(techniques) > 1:
-        found = measured(subject, plans, kinds, design, fresh, audience)
-        techniques = by_gain(techniques, found.arms)
-        seconds.append(found.design["seconds"])
 
-    def measure(before: Plan, after: Plan) -> tuple[Any, Any]:
+    def arms(plans: Mapping[str, Plan], kinds: Mapping[str, Kind]) -> list[Arm]:
+        found = measured(subject, plans, kinds, design, fresh, audience)
+        seconds.append(found.design["seconds"])
+        return found.arms
+
+    def measure(before: Plan, after: Plan) -> tuple[Arm, Arm]:
         (new,) = set(after.techniques) - set(before.techniques)
         audience.tell(f"does {new} pay on top of: {before}?")
         names = {"so far": before, f"+ {new.name()}": after}
-        labels: dict[str, Kind] = dict(zip(names, ("baseline", "ladder"), strict=True))
-        found = measured(subject, names, labels, design, fresh, audience)
-        seconds.append(found.design["seconds"])
-        return found.arms[0], found.arms[-1]
+        found = arms(names, dict(zip(names, ("baseline", "ladder"), strict=True)))
+        return found[0], found[-1]
 
-    climbed = climb(techniques, measure)
+    singles = (lambda: arms(alone, singly)) if order == "gain" else None
+    climbed = climb(list(subject.plan), measure, singles)
     if not len(climbed.plan):
         return climbed
     plans, kinds = with_second_baseline(*plans_of(climbed.plan, "plan"))
@@ -221,43 +225,3 @@ def gradual_optimize(
     report = experiment_report(subject, found, design, title, command, further, sum(seconds))
     report["design"]["climb"] = climbed.rows()
     return replace(climbed, report=report)
-
-
-def experiment_report(
-    subject: ExperimentSubject,
-    found: Measured,
-    design: Design,
-    title: str,
-    command: str,
-    further: Mapping[str, Any],
-    earlier_seconds: float = 0.0,
-) -> dict[str, Any]:
-    """The report of an experiment on a recipe; ``bundle.json`` is written into its folder.
-
-    ``further`` are more arguments of `report_of`: guard, invariance, cost.
-    """
-    recipe, known = subject.recipe, subject.known
-    records = subject.data.record_facts if subject.data else known.records
-    epoch = {"epoch_tokens": records.tokens, "epoch_records": records.count}
-    report = report_of(
-        found.arms,
-        title=title,
-        command=command,
-        hardware={**asdict(known.hardware), "device": known.device},
-        versions=known.versions,
-        recipe=recipe.model_dump(mode="json"),
-        mfu=mfu_words(recipe, known),
-        design=found.design | epoch | ({"ranks": recipe.nproc} if recipe.nproc > 1 else {}),
-        **further,
-    )
-    return complete_report(
-        report,
-        found.arms,
-        design,
-        Path(recipe.output),
-        price=recipe.price.to_cost(known.world.size) if recipe.price else None,
-        preset=preset_of(recipe.plan, recipe.nproc),
-        data=data_files(recipe),
-        energy=subject.meter.source,
-        earlier_seconds=earlier_seconds,
-    )

@@ -18,8 +18,8 @@ from itertools import pairwise
 from typing import Any
 
 from hasten.formatting import NOT_MEASURED, UNITS, span, words
-from hasten.report.gains import (
-    Arm,
+from hasten.report.judgement import (
+    Row,
     SwitchGain,
     any_known,
     ladder_of,
@@ -27,9 +27,9 @@ from hasten.report.gains import (
     result_of,
     said,
     switches,
+    verdict_word,
     word_of,
 )
-from hasten.report.verdicts import verdict_word
 
 # What the report's drawings are made of: the frame of rows, marks, ticks, and inert text.
 #
@@ -432,7 +432,7 @@ def _bars(title: str, bars: Sequence[Bar], floor: float | None) -> Draw:
     return lambda width: bar_chart(title, bars, width, 1, lambda v: f"{v:.3g}×", floor)
 
 
-def _speed(arm: Arm, report: Mapping[str, Any]) -> Bar:
+def _speed(arm: Row, report: Mapping[str, Any]) -> Bar:
     """An arm's bar against the baseline."""
     tone = _tone_of(arm, on_the_whole(arm, report))
     ratio = arm["ratio"]
@@ -440,11 +440,11 @@ def _speed(arm: Arm, report: Mapping[str, Any]) -> Bar:
     return Bar(arm["name"], text, ratio["median"], ratio["low"], ratio["high"], tone)
 
 
-def _tone_of(arm: Arm, word: str) -> str:
+def _tone_of(arm: Row, word: str) -> str:
     return "harm" if verdict_word(arm["quality"]) == "worse" else _HUES.get(word, "other")
 
 
-def _waterfall(ladder: Sequence[Arm], report: Mapping[str, Any]) -> list[Bar]:
+def _waterfall(ladder: Sequence[Row], report: Mapping[str, Any]) -> list[Bar]:
     """Each rung's bar begins where the last known one ended, in the colour of its own effect."""
     bars, height = [_speed(ladder[0], report)], ladder[0]["ratio"]["median"]
     for arm in ladder[1:]:
@@ -471,7 +471,7 @@ def _pairs(apart: Sequence[SwitchGain], report: Mapping[str, Any]) -> list[Bar]:
     return bars
 
 
-def _memory(arms: Sequence[Arm]) -> Draw:
+def _memory(arms: Sequence[Row]) -> Draw:
     unit, sign = _byte_unit([arm["peak_memory_bytes"] for arm in arms])
     bars = []
     for arm in (arm for arm in arms if arm["kind"] != "again"):
@@ -485,12 +485,12 @@ def _byte_unit(values: Sequence[float | None]) -> tuple[float, str]:
     return (1e9, "GB") if max((v or 0 for v in values), default=0) >= 1e9 else (1e6, "MB")
 
 
-def _rounds(arms: Sequence[Arm]) -> Draw:
+def _rounds(arms: Sequence[Row]) -> Draw:
     strips = [Strip(a["name"], _reach(a["rounds"]), a["rounds"], _tone(a, arms)) for a in arms]
     return lambda width: strip_chart("Speed in each round", strips, width)
 
 
-def _loads(arms: Sequence[Arm]) -> dict[str, Draw]:
+def _loads(arms: Sequence[Row]) -> dict[str, Draw]:
     """What others took of the machine in each round, for the arms that say so."""
     strips = []
     for arm in (arm for arm in arms if any(v is not None for v in arm["foreign_load"])):
@@ -501,7 +501,7 @@ def _loads(arms: Sequence[Arm]) -> dict[str, Draw]:
     return {"load": lambda width: strip_chart(title, strips, width, True)} if strips else {}
 
 
-def _ledgers(arms: Sequence[Arm]) -> dict[str, Draw]:
+def _ledgers(arms: Sequence[Row]) -> dict[str, Draw]:
     """The stacks of a step's time and of memory, before and after."""
     ends = [arms[0]] if len(arms) == 1 else [arms[0], result_of(arms)]
     found: dict[str, Draw] = {}
@@ -514,7 +514,7 @@ def _ledgers(arms: Sequence[Arm]) -> dict[str, Draw]:
     return found
 
 
-def _stacks(title: str, arms: Sequence[Arm], part: str) -> Draw:
+def _stacks(title: str, arms: Sequence[Row], part: str) -> Draw:
     """The parts of some arms in the unit that suits the largest."""
     values = [arm["ledger"][part].values() for arm in arms]
     sums = [sum(value for value in some if value is not None) for some in values]
@@ -532,11 +532,11 @@ def _second_unit(values: Sequence[float]) -> tuple[float, str]:
     return (1, "s") if max(values, default=0) >= 1 else (1e-3, "ms")
 
 
-def _tone(arm: Arm, arms: Sequence[Arm]) -> str:
+def _tone(arm: Row, arms: Sequence[Row]) -> str:
     return "base" if arm is arms[0] else "final" if arm is result_of(arms) else "other"
 
 
-def _used(arm: Arm, base: Arm) -> str:
+def _used(arm: Row, base: Row) -> str:
     """An arm's peak memory with its change from the baseline."""
     used, before = arm["peak_memory_bytes"], base["peak_memory_bytes"]
     known = arm is not base and used is not None and before

@@ -18,7 +18,15 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Switch
 from hasten.core.timing import StepMetrics
 from hasten.errors import InputError
-from hasten.measure.statistics import DOUBT, mean_and_error, student_quantile
+from hasten.measure.significance import LEAST_FLOOR
+from hasten.measure.statistics import (
+    DOUBT,
+    Effect,
+    Interval,
+    mean_and_error,
+    paired_ratio,
+    verdict,
+)
 from hasten.recipe.schema import Recipe
 from hasten.training.folder import ADJUSTMENTS
 
@@ -28,8 +36,8 @@ from hasten.training.folder import ADJUSTMENTS
 # drawn anew; its result is the log ratio of their tokens per second, the mean over ranks. Which
 # value is tried next is drawn by Thompson's rule (Thompson, On the likelihood that one unknown
 # probability exceeds another, Biometrika 25, 1933): from what is believed of each one's gain, the
-# largest. A value is kept when the Student interval of its tries lies above 1, and its neighbour is
-# tried next; it is dropped when no gain worth having can be expected, or when `MOST` tries have
+# largest. A value is kept when the report's rule says that it helped, and its neighbour is tried
+# next; it is dropped when no gain beyond the noise floor can be expected, or when `MOST` tries have
 # told nothing. All ranks draw alike and see the same results, so they take the same decisions.
 
 BLOCK = 3  # steps of a block, beside those that still have the old value
@@ -37,9 +45,7 @@ BEFORE = 3  # steps before anything is tried: the first ones prepare much
 LOOKS = (4, 8, 16)  # tries after which a value is judged
 MOST = LOOKS[-1]
 HOPELESS = (2, math.log(0.9))  # so many tries, all of them below this: no more of it
-WORTH = math.log(1.005)
 BELIEF = 0.05  # how far a gain may be from none before anything is known, as a log ratio
-FASTER = "faster"
 Note = Callable[[dict[str, Any]], None]
 
 
@@ -57,25 +63,21 @@ class Candidate:
             return draw.gauss(statistics.fmean(self.ratios or [0.0]), BELIEF)
         return draw.gauss(*mean_and_error(self.ratios))
 
-    def interval(self, doubt: float) -> tuple[float, float, float]:
-        """Low end, mean and high end of the gain, as log ratios."""
-        mean, error = mean_and_error(self.ratios)
-        half = student_quantile(1 - doubt / 2, len(self.ratios) - 1) * error
-        return mean - half, mean, mean + half
+    def ratio(self, doubt: float) -> Interval:
+        """Its tokens per second over those of the value that stands, with the interval of tries."""
+        speeds = [math.exp(log) for log in self.ratios]
+        return paired_ratio([1.0] * len(speeds), speeds, confidence=1 - doubt)
 
-    def verdict(self, doubt: float) -> str | None:
-        """`FASTER`, `not faster`, `no difference seen`, or None while it isn't known."""
+    def verdict(self, doubt: float) -> Effect | None:
+        """The report's word for it; None while more tries may show that it helps."""
         count, bound = HOPELESS
-        if len(self.ratios) >= count and max(self.ratios) < bound:
-            return "not faster"
-        if len(self.ratios) not in LOOKS:
+        hopeless = len(self.ratios) >= count and max(self.ratios) < bound
+        if len(self.ratios) not in LOOKS and not hopeless:
             return None
-        low, _, high = self.interval(doubt / len(LOOKS))
-        if low > 0:
-            return FASTER
-        if high < WORTH:
-            return "not faster"
-        return "no difference seen" if len(self.ratios) >= MOST else None
+        ratio = self.ratio(doubt / len(LOOKS))
+        word = verdict(ratio, LEAST_FLOOR)
+        over = hopeless or len(self.ratios) >= MOST or ratio.high < 1 + LEAST_FLOOR
+        return word if over or word != "undecided" else None
 
 
 @dataclass
@@ -224,7 +226,7 @@ class LiveTuning:
             return
         switch, before = candidate.switch, self._standing[candidate.switch.name]
         self._candidates.remove(candidate)
-        if why == FASTER:
+        if why == "helped":
             self._standing[switch.name] = candidate.value
             self._candidates = [c for c in self._candidates if c.switch is not switch]
             place = switch.values.index(candidate.value)  # further on in the direction that paid
@@ -237,15 +239,15 @@ def _at(switch: Switch, place: int) -> list[Candidate]:
 
 
 def _line(candidate: Candidate, before: Any, step: int, why: str) -> dict[str, Any]:
-    low, mean, high = (math.exp(v) for v in candidate.interval(DOUBT))
+    ratio = candidate.ratio(DOUBT)
     return {
         "step": step,
         "switch": candidate.switch.name,
         "from": before,
         "to": candidate.value,
-        "kept": why == FASTER,
+        "kept": why == "helped",
         "why": why,
-        "ratio": {"mean": mean, "low": low, "high": high},
+        "ratio": {"mean": ratio.estimate, "low": ratio.low, "high": ratio.high},
         "tries": len(candidate.ratios),
     }
 

@@ -9,7 +9,8 @@ from html import escape
 from typing import Any
 
 from hasten.measure.ablation import Arm
-from hasten.report.verdicts import floor_of, idle_techniques, judge_arms, ratio_to, verdict_word
+from hasten.report.judgement import floor_of, idle_techniques, judge_arms, ratio_to, verdict_word
+from hasten.report.markup import html_table
 from hasten.tune.space import Space
 from hasten.tune.study import Study
 
@@ -185,7 +186,7 @@ def _duel(duel: Mapping[str, Any] | None) -> str:
         if ratio["low"] is not None:
             words += f" [{ratio['low']:.3f}, {ratio['high']:.3f}]"
         rows.append((arm["name"], words, says_of(arm)))
-    return _table(("arm", "ratio [95 %]", "verdict"), rows)
+    return html_table(("arm", "ratio [95 %]", "verdict"), rows)
 
 
 def _final(arms: Sequence[Mapping[str, Any]]) -> str:
@@ -197,7 +198,7 @@ def _final(arms: Sequence[Mapping[str, Any]]) -> str:
         changed = _words(arm["changes"])
         rounds = arm["rounds"]
         rows.append((changed, f"{statistics.median(rounds):.3f}", str(len(rounds))))
-    return "<h2>Final</h2>" + _table(("what differs from the start", "ratio", "turns"), rows)
+    return "<h2>Final</h2>" + html_table(("what differs from the start", "ratio", "turns"), rows)
 
 
 def _trials(trials: Sequence[Mapping[str, Any]]) -> str:
@@ -206,13 +207,7 @@ def _trials(trials: Sequence[Mapping[str, Any]]) -> str:
         ratio = "" if t["log_rate"] is None else f"{math.exp(t['log_rate']):.3f}"
         changed = _words(t["changes"]) or "as the start"
         rows.append((str(number), changed, ratio, t["why"] or t["state"]))
-    return _table(("trial", "what differs from the start", "ratio", "state"), rows)
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{escape(h)}</th>" for h in columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
-    return f"<table><tr>{top}</tr>{body}</table>"
+    return html_table(("trial", "what differs from the start", "ratio", "state"), rows)
 
 
 def _history(trials: Sequence[Mapping[str, Any]]) -> str:

@@ -467,7 +467,7 @@ def _on_any_rank(happened: bool) -> bool:
 def _nothing_else_changes(model: nn.Module, *kept: Any) -> Iterator[None]:
     """Random state, buffers, dropout and the plain values of modules and ``kept`` come back."""
     states = random.getstate(), np.random.get_state()
-    accelerators = _accelerators(model)
+    accelerators = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     holders = [vars(module) for module in model.modules()] + [vars(one) for one in kept]
     saved = [(holder, _plain_values(holder)) for holder in holders]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
@@ -484,10 +484,6 @@ def _nothing_else_changes(model: nn.Module, *kept: Any) -> Iterator[None]:
                 buffer.copy_(value)
         for holder, values in saved:
             _restore(holder, values)
-
-
-def _accelerators(model: nn.Module) -> list[int]:
-    return sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
 
 
 def _seed_all(seed: int) -> None:

@@ -139,7 +139,9 @@ def explicit(value: Any) -> Any:
     return None if value == AUTO else value
 
 
-def batch_sizes(config: Mapping[str, Any], known: TrainerSettings) -> BatchSizes:
+def batch_sizes(  # noqa: C901  # each size may be what is missing
+    config: Mapping[str, Any], known: TrainerSettings
+) -> BatchSizes:
     """The three sizes made whole from each other and from what the trainer was told.
 
     Raises:

@@ -1,7 +1,8 @@
-"""From measured arms, and what guard, ledger and prices found, to the report's dictionary.
+"""The report as a dictionary: measured arms, and what guard, ledger and prices found.
 
-Verdicts and ratios come from ``verdicts``, promises from ``claims``; here they are laid out under
-the keys that docs/report-schema.md describes.
+Verdicts and ratios come from ``judgement``, promises from ``claims``; here they are laid out under
+the keys that docs/report-schema.md describes. `experiment_report` adds the cost, the claims of a
+published plan, and the bundle.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from hasten.measure.ablation import Arm, Design
+from hasten.measure.experiment import Measured
+from hasten.measure.recipe_experiment import ExperimentSubject
 from hasten.measure.statistics import spread
+from hasten.recipe.peak_flops import mfu_words
+from hasten.recipe.prepared_data import data_files
+from hasten.recipe.preset_plans import preset_of
 from hasten.report.bundle import bundle_of, stamp, write_bundle
 from hasten.report.claims import claims_of, preset_claims
 from hasten.report.cost import cost_of_experiment
-from hasten.report.gains import fastest_of_equal_quality
-from hasten.report.schema import SCHEMA
-from hasten.report.verdicts import (
+from hasten.report.judgement import (
     NOT_MEASURED,
     Guard,
     Judgement,
+    fastest_of_equal_quality,
     interaction_of,
     judge_arms,
     last_loss,
@@ -32,6 +37,7 @@ from hasten.report.verdicts import (
     ratio_to,
     rebuilt_of,
 )
+from hasten.report.schema import SCHEMA
 
 FEWEST_STEPS = 8  # whose 5th and 95th percentile say anything
 
@@ -44,9 +50,6 @@ def report_of(
     hardware: Mapping[str, Any],
     versions: Mapping[str, str],
     recipe: Mapping[str, Any],
-    currency: str | None = None,
-    per_device_hour: float = 0.0,
-    devices: int = 1,
     mfu: str | None = None,
     design: Mapping[str, Any] | None = None,
     invariance: Sequence[Mapping[str, Any]] | None = None,
@@ -62,13 +65,11 @@ def report_of(
         invariance: what the self-test before the run found, as ``report.invariance``.
         guard: the proofs of equal quality, as ``report.guard``; the arms of a technique that is
             worse there are worse, however fast they are.
-        cost: more keys for ``report.cost`` (energy, the experiment itself, payback), or others in
-            the place of those computed here from ``currency``, ``per_device_hour``, ``devices``.
+        cost: ``report.cost``.
     """
     base, final = arms[0], arms[-1]
     judgements = judge_arms(arms, guard or ())
     rows = [_arm(arm, base, said) for arm, said in zip(arms, judgements, strict=True)]
-    price = _cost(arms, currency, per_device_hour, devices)
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "title": title,
@@ -79,7 +80,7 @@ def report_of(
         "quality": quality(final, base, guard or ()),
         "noise": noise_of(arms),
         "interaction": interaction_of(arms),
-        "design": _plain(design),
+        "design": None if design is None else dict(design),
         "invariance": None if invariance is None else [dict(entry) for entry in invariance],
         "guard": None if guard is None else [dict(entry) for entry in guard],
         "samples": [{**s, "arm": arm.name} for arm in (base, final) for s in arm.samples],
@@ -87,15 +88,11 @@ def report_of(
         "versions": dict(versions),
         "recipe": dict(recipe),
         "seed": recipe["seed"],
-        "cost": None if price is None and cost is None else {**(price or {}), **(cost or {})},
+        "cost": None if cost is None else dict(cost),
         "mfu": mfu,
     }
     best = fastest_of_equal_quality(report)
     return report | {"fastest": None if best is None else best["name"]}
-
-
-def _plain(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    return None if found is None else dict(found)
 
 
 def _arm(arm: Arm, base: Arm, said: Judgement) -> dict[str, Any]:
@@ -117,7 +114,8 @@ def _arm(arm: Arm, base: Arm, said: Judgement) -> dict[str, Any]:
         "rounds_needed": said.rounds_needed,
         "rebuilt": rebuilt_of(arm, base),
         "luck": None if arm.luck is None else asdict(arm.luck),
-        "peak_memory_bytes": _peak(arm),
+        # What a failed arm had used by then says nothing of what it needs.
+        "peak_memory_bytes": arm.peak_memory_bytes if arm.failed is None else None,
         "held_out_loss": last_loss(arm),
         "held_out_curve": [list(point) for point in arm.held_out],
         "loss_curve": [list(point) for point in arm.losses],
@@ -129,7 +127,11 @@ def _arm(arm: Arm, base: Arm, said: Judgement) -> dict[str, Any]:
         "mfu": _mfu(arm),
         "ledger": arm.ledger,
         "startup_seconds": {k: arm.startup_seconds.get(k) for k in ("imports", "data", "model")},
-        "acted": arm.acted or _unknown(arm),
+        "acted": arm.acted
+        or [
+            {"technique": t.name(), "acted": None, "evidence": arm.unfinished}
+            for t in (arm.plan if arm.unfinished is not None else ())
+        ],
     }
     if len(seconds) > 1:
         cuts = statistics.quantiles(seconds, n=100, method="inclusive")
@@ -156,70 +158,47 @@ def _mfu(arm: Arm) -> float | None:
     return float(sum(share * taken for share, taken in known) / sum(taken for _, taken in known))
 
 
-def _unknown(arm: Arm) -> list[dict[str, Any]]:
-    """One row per technique of an arm that ran, but couldn't say what its techniques did."""
-    if arm.unfinished is None:
-        return []
-    return [{"technique": t.name(), "acted": None, "evidence": arm.unfinished} for t in arm.plan]
-
-
-def _peak(arm: Arm) -> int | None:
-    """What a failed arm had used by then says nothing of what it needs."""
-    return arm.peak_memory_bytes if arm.failed is None else None
-
-
-def _cost(
-    arms: Sequence[Arm], currency: str | None, per_device_hour: float, devices: int
-) -> dict[str, Any] | None:
-    """Money per million tokens at each arm's median rate; None without a price."""
-    if currency is None:
-        return None
-    per_million = {
-        arm.name: per_device_hour * devices / 3600 / statistics.median(arm.rounds) * 1e6
-        for arm in arms
-        if arm.rounds and arm.failed is None
-    }
-    return {
-        "currency": currency,
-        "per_device_hour": per_device_hour,
-        "per_million_tokens": per_million,
-    }
-
-
-# What is added to a report once it stands: its cost, a published plan's claims, and the bundle.
-
-
-def complete_report(
-    report: dict[str, Any],
-    arms: Sequence[Arm],
+def experiment_report(
+    subject: ExperimentSubject,
+    found: Measured,
     design: Design,
-    folder: Path,
-    *,
-    price: Mapping[str, Any] | None = None,
-    preset: Mapping[str, Any] | None = None,
-    data: Sequence[Path] = (),
-    energy: str = "not measured",
+    title: str,
+    command: str,
+    further: Mapping[str, Any],
     earlier_seconds: float = 0.0,
 ) -> dict[str, Any]:
-    """The report with all that follows from it; ``bundle.json`` is written into the folder.
+    """The report of an experiment on a recipe; ``bundle.json`` is written into its folder.
 
-    Args:
-        report: as `report_of` gives it.
-        arms: from which it was made.
-        design: as it was asked for.
-        folder: of the experiment.
-        price: as `hasten.report.cost.cost_of_experiment` takes it.
-        preset: the published plan that was measured, if it was one.
-        data: the files of the records.
-        energy: which counter the arms' joules are of, or why there is none.
-        earlier_seconds: of experiments that led to this one; their cost is a part of its own.
+    ``further`` are more arguments of `report_of` (guard, invariance, cost), ``earlier_seconds`` of
+    the experiments that led to this one: their cost is a part of its own.
     """
-    joules = {arm.name: arm.joules_per_token for arm in arms if arm.failed is None}
-    cost = cost_of_experiment(report, price, joules, source=energy, earlier_seconds=earlier_seconds)
+    recipe, known = subject.recipe, subject.known
+    records = subject.data.record_facts if subject.data else known.records
+    epoch = {"epoch_tokens": records.tokens, "epoch_records": records.count}
+    report = report_of(
+        found.arms,
+        title=title,
+        command=command,
+        hardware={**asdict(known.hardware), "device": known.device},
+        versions=known.versions,
+        recipe=recipe.model_dump(mode="json"),
+        mfu=mfu_words(recipe, known),
+        design=found.design | epoch | ({"ranks": recipe.nproc} if recipe.nproc > 1 else {}),
+        **further,
+    )
+    joules = {arm.name: arm.joules_per_token for arm in found.arms if arm.failed is None}
+    cost = cost_of_experiment(
+        report,
+        recipe.price,
+        known.world.size,
+        joules,
+        source=subject.meter.source,
+        earlier_seconds=earlier_seconds,
+    )
     if cost is not None:
         report["cost"] = {**cost, **(report["cost"] or {})}
-    if preset is not None:
+    if (preset := preset_of(recipe.plan, recipe.nproc)) is not None:
         report["claims"] = [*report["claims"], *preset_claims(preset, report)]
-    bundle = bundle_of(arms, design, report, [stamp(path) for path in data])
-    write_bundle(bundle, report, folder)
+    stamps = [stamp(path) for path in data_files(recipe)]
+    write_bundle(bundle_of(found.arms, design, report, stamps), Path(recipe.output))
     return report

@@ -1,4 +1,4 @@
-"""Arms against each other: ratios over common rounds, the noise, and one judgement per arm.
+"""All judgements of a report: ratios over common rounds, the noise, what gained, what did not pay.
 
 A ratio is taken only between rounds that ran in the same turn. Arms of one experiment may have been
 measured in groups, because memory holds only so many at once; then each carries the baseline's
@@ -8,12 +8,15 @@ values of its own rounds (``Arm.beside``), and two arms of different groups neve
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from hasten.formatting import signed, span
+from hasten import formatting
+from hasten.core.plan import Plan
+from hasten.formatting import signed, span, words
 from hasten.measure.ablation import Arm
 from hasten.measure.quality.requirements import FAILED
 from hasten.measure.significance import (
@@ -24,7 +27,14 @@ from hasten.measure.significance import (
     ratio_of_rounds,
     rounds_needed,
 )
-from hasten.measure.statistics import Interval, joint_ratio, unpaired_ratio
+from hasten.measure.statistics import (
+    Interval,
+    ProcessVariance,
+    is_likely,
+    joint_ratio,
+    unpaired_ratio,
+    verdict,
+)
 
 SAME_LOSS = 1e-5  # relative: what the order of float32 sums changes, and no more
 NOT_MEASURED: dict[str, float | None] = {"median": None, "low": None, "high": None}
@@ -203,6 +213,7 @@ def _interaction_words(ratio: Interval) -> str:
 MARGIN = 0.01  # of the held-out loss: fixed before any run, for the whole plan; wide for one seed
 GUILTY = FAILED
 Guard = Sequence[Mapping[str, Any]]  # report.guard: one entry per technique that was tested
+Row = Mapping[str, Any]  # an arm as the report has it
 Plans = Mapping[str, Sequence[str]]  # each arm's techniques as texts, by the arm's name
 
 
@@ -249,7 +260,7 @@ def judge_arms(
     others = references(arms, plans)
     usable = others if _has_result(base) else {}
     effects = {n: ratio_between(a, usable[n], base) for a in arms if (n := a.name) in usable}
-    rows = ladder_of({arm.name: arm.kind for arm in arms}, plans)[1:]
+    rows = _ladder(arms, plans)[1:]
     rows = rows or [arm.name for arm in arms[1:] if arm.name.startswith("+ ")]  # of a ladder's end
     several = {n: new for n in rows if n in usable and len(new := _new(n, others, plans)) > 1}
     known = {n: effect for n, effect in effects.items() if effect is not None and n not in several}
@@ -285,25 +296,30 @@ def _new(name: str, others: Mapping[str, Arm], plans: Plans) -> list[str]:
     return [text.partition("(")[0] for text in plans[name] if text not in before]
 
 
+def _ladder(arms: Sequence[Arm], plans: Plans) -> list[str]:
+    rows = ({"name": a.name, "kind": a.kind, "techniques": plans[a.name]} for a in arms)
+    return [row["name"] for row in ladder_of(list(rows))]
+
+
 def references(arms: Sequence[Arm], plans: Plans) -> dict[str, Arm]:
     """The arm that the effect of each arm with a result is against, by name."""
     measured = [arm for arm in arms[1:] if arm.kind != "again" and _has_result(arm)]
     whole = [arm for arm in measured if arm.kind == "all"] or [arms[0]]
     found = {a.name: whole[-1] if a.kind == "left out" else arms[0] for a in measured}
-    above, ladder = arms[0], ladder_of({arm.name: arm.kind for arm in arms}, plans)
+    above, ladder = arms[0], _ladder(arms, plans)
     for arm in measured:
         if arm.name in ladder:
             found[arm.name], above = above, arm
     return found
 
 
-def ladder_of(kinds: Mapping[str, str | None], plans: Plans) -> list[str]:
+def ladder_of(arms: Sequence[Row]) -> list[Row]:
     """The baseline and the arms that each add something to the one above; empty if none do."""
-    base, *rest = kinds
-    rungs = [name for name in rest if kinds[name] in (None, "ladder", "all")]
-    steps = [(set(plans[one]), set(plans[other])) for one, other in pairwise([base, *rungs])]
-    named = any(kinds[name] in (None, "ladder") for name in rungs)
-    is_ladder = named and len(steps) > 1 and all(one < other for one, other in steps)
+    base, *rest = arms
+    rungs = [arm for arm in rest if arm.get("kind") in (None, "ladder", "all")]
+    plans = [set(arm["techniques"]) for arm in (base, *rungs)]
+    named = any(arm.get("kind") in (None, "ladder") for arm in rungs)
+    is_ladder = named and len(rungs) > 1 and all(one < other for one, other in pairwise(plans))
     return [base, *rungs] if is_ladder else []
 
 
@@ -391,3 +407,231 @@ def _held_out(final: Arm, base: Arm) -> dict[str, Any]:
         f"{100 * MARGIN:g} %."
     )
     return {"margin": MARGIN, "verdict": "not worse" if change <= MARGIN else "worse", "text": text}
+
+
+# What several arms of a report say together. An arm's own verdict is about its effect against one
+# other arm, and stands in the report. What a technique still gains beside all the others needs two
+# other arms; it is a ratio paired by round, as everywhere.
+
+_SAME = 1e-3  # by which a ratio may differ from its rounds' for being rounded
+_SENSIBLE = (1e-50, 1e50)  # tokens per second; beyond, logarithms and their squares lose meaning
+
+
+@dataclass(frozen=True)
+class SwitchGain:
+    """One technique with its gain alone, and beside all the others (all over all without it)."""
+
+    technique: str
+    alone: Row | None
+    beside: Interval | None
+
+
+def result_of(arms: Sequence[Row]) -> Row:
+    """The arm that the head of the page compares with the baseline: all of it, or the last."""
+    whole = [arm for arm in arms if arm["kind"] == "all"]
+    plain = [arm for arm in arms if arm["kind"] not in ("again", "left out")]
+    return (whole or plain or arms)[-1]
+
+
+def paired_speed(one: Row, other: Row, base: Row) -> Interval | None:
+    """The speed of the other arm over the one's, paired by round; None if they can't be paired."""
+    found = {id(row): measured_arm(row, base) for row in (base, one, other)}
+    sides = found[id(other)], found[id(one)]
+    if not all(side.rounds for side in sides):
+        return None
+    ratio = ratio_between(*sides, found[id(base)])
+    return None if ratio is None else ratio[0]
+
+
+def measured_arm(row: Row, base: Row) -> Arm:
+    """An arm of a report with what verdicts need of it; without rounds where they can't be paired.
+
+    An arm without `beside`, whose ratio isn't that of its rounds over the baseline's, has run in
+    other turns.
+    """
+    usable = all(map(_sensible, (*row["rounds"], *row["beside"]))) and _in_turn(row, base)
+    luck = row["luck"]
+    known = luck is not None and all(map(_sensible, luck.values()))
+    failed, loss, curve = verdict_word(row["verdict"]) == "failed", row["held_out_loss"], [(1, 0.0)]
+    return Arm(
+        row["name"],
+        Plan(),
+        rounds=list(row["rounds"]) if usable and not failed else [],
+        held_out=[] if loss is None else [((row["held_out_curve"] or curve)[-1][0] or 0, loss)],
+        acted=row["acted"],
+        failed=row["verdict"] if failed else None,
+        kind=row["kind"],
+        beside=list(row["beside"]) if len(row["beside"]) == len(row["rounds"]) else [],
+        luck=ProcessVariance(**luck) if known else None,
+    )
+
+
+def on_the_whole(arm: Row, report: Mapping[str, Any]) -> str:
+    """The word for an arm's speed against the baseline, whatever its own effect is against."""
+    word = verdict_word(arm["verdict"])
+    if arm.get("against") in (None, report["arms"][0]["name"]) and word != "together":
+        return word
+    ratio = arm["ratio"]
+    if None in ratio.values():
+        return "undecided"
+    floor = (report.get("noise") or {}).get("floor")
+    return word_of(Interval(ratio["median"], **ratio, rounds=0), floor)
+
+
+def switches(arms: Sequence[Row]) -> list[SwitchGain]:
+    """Every technique of the whole plan, where it was measured apart; not what a ladder shows."""
+    final = result_of(arms)
+    wanted = set(final["techniques"])
+    apart = [a for a in arms[1:] if a is not final and a["kind"] not in ("again", "ladder")]
+    if any(a["kind"] is None for a in apart) and ladder_of(arms):
+        return []
+    found = []
+    for technique in dict.fromkeys(final["techniques"]):
+        alone = [a for a in apart if a["techniques"] == [technique]]
+        others = wanted - {technique}
+        without = [a for a in apart if others and set(a["techniques"]) == others]
+        beside = paired_speed(without[0], final, arms[0]) if without else None
+        if alone or beside is not None:
+            found.append(SwitchGain(technique, alone[0] if alone else None, beside))
+    return found
+
+
+def fastest_of_equal_quality(report: Mapping[str, Any]) -> Row | None:
+    """The fastest arm whose model isn't worse; None where nothing was measured.
+
+    The baseline is one of these arms. Of a ladder, last rows that aren't likely to gain anything
+    are left off: the simpler plan wins, as with ``plan: auto``.
+    """
+    arms: Sequence[Row] = report["arms"]
+    base = arms[0]
+    if base["tokens_per_second"]["median"] is None:
+        return None
+    equal = [arm for arm in arms[1:] if verdict_word(arm["quality"]) == "not worse"]
+    every: list[Row] = [base, *(arm for arm in equal if arm["ratio"]["median"] is not None)]
+    best = max(every, key=lambda arm: arm["ratio"]["median"] or 0.0)
+    rows = ladder_of(arms)
+    place = next((i for i, row in enumerate(rows) if row is best), 0)
+    for above in reversed(rows[:place]):
+        if above not in every or not _is_idle_row(best, above):
+            break
+        best = above
+    return best
+
+
+def _is_idle_row(arm: Row, above: Row) -> bool:
+    """Whether a row isn't likely to be faster than the one above; one round doesn't tell."""
+    effect: Mapping[str, float | None] = arm.get("effect") or NOT_MEASURED
+    median, low, high = effect["median"], effect["low"], effect["high"]
+    if arm.get("against") != above["name"] or median is None or low is None or high is None:
+        return False
+    ratio = Interval(median, median, low, high, len(arm["rounds"]))
+    return not (verdict_word(arm["verdict"]) == "helped" or is_likely(ratio))
+
+
+def compared(arms: Sequence[Row]) -> list[Row]:
+    """The arms whose own speed says whether something pays."""
+    return [a for a in arms[1:] if a["kind"] not in ("again", "left out")]
+
+
+def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What did not pay, one entry per arm or switch.
+
+    Returns:
+        ``name``, ``why``, and ``word``: hurt, no effect, undecided, or worse (the model, which
+        wasn't so yet in the arm that it is compared with).
+    """
+    arms, floor, found = report["arms"], report["noise"]["floor"], []
+    quality_of = {arm["name"]: arm["quality"] for arm in arms}
+    for arm in compared(arms):
+        word, reasons = verdict_word(arm["verdict"]), [effect_words(arm), arm["verdict"]]
+        if verdict_word(arm["quality"]) == "worse" != verdict_word(quality_of.get(arm["against"])):
+            word, reasons = word if word == "hurt" else "worse", [*reasons, arm["quality"]]
+        if word in ("worse", "hurt", "no effect", "undecided"):
+            found.append({"name": arm["name"], "why": "; ".join(reasons), "word": word})
+    listed = {row["name"] for row in found}
+    for switch in switches(arms):
+        gain = switch.beside
+        listed_alone = switch.alone is not None and switch.alone["name"] in listed
+        if gain is None or listed_alone or (word := word_of(gain, floor)) == "helped":
+            continue
+        alone = f"alone {span(switch.alone['ratio'], 'times')}, but " if switch.alone else ""
+        what = "slower with it than without" if word == "hurt" else "no gain beyond the noise"
+        why = f"{alone}beside all the others {said(gain)}: {what}"
+        found.append({"name": switch.technique, "why": why, "word": word})
+    guilty = (row for row in report["guard"] if verdict_word(row["verdict"]) in GUILTY)
+    return found + [
+        {"name": row["technique"], "why": reason_of(row), "word": "worse"} for row in guilty
+    ]
+
+
+def any_known(terms: Mapping[str, float | None]) -> bool:
+    return any(value is not None for value in terms.values())
+
+
+def said(ratio: Interval | None) -> str:
+    """A ratio with its interval, in words."""
+    return formatting.NOT_MEASURED if ratio is None else span(ratio.summary(), "times")
+
+
+def word_of(ratio: Interval, floor: float | None) -> str:
+    """The ratio's verdict beyond the noise floor of its report."""
+    if floor is None or not 0 <= floor < 1:
+        return verdict(ratio)
+    return verdict(ratio, max(floor, LEAST_FLOOR))
+
+
+def reason_of(row: Mapping[str, Any]) -> str:
+    """A line of the guard in words: its verdict and the reason for it."""
+    reason = row["text"] or (
+        f"found {amount(row['found'])}" if row["found"] is not None else "no reason given"
+    )
+    return f"{row['verdict']}: {reason}"
+
+
+def amount(value: object) -> str:
+    """A number or text that a guard found, as it is printed."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return words(float(value), "found") if number else str(value)  # type: ignore[arg-type]
+
+
+def _in_turn(arm: Row, base: Row) -> bool:
+    """Whether the arm's ratio is that of its rounds over the baseline's, as far as it is known."""
+    pairs = zip(arm["rounds"], base["rounds"], strict=False)
+    ratios = [a / b for a, b in pairs if _sensible(a) and _sensible(b)]
+    told = arm["ratio"]["median"]
+    if arm is base or arm["beside"] or told is None or not ratios:
+        return True
+    return math.isclose(statistics.median(ratios), told, rel_tol=_SAME)
+
+
+def _sensible(value: float | None) -> bool:
+    low, high = _SENSIBLE
+    return value is not None and math.isfinite(value) and low < value < high
+
+
+def effect_words(arm: Row, usual: str | None = None) -> str:
+    """An arm's own effect with its interval, and against which arm if that isn't the usual one."""
+    if arm["kind"] == "again":
+        return span(arm["ratio"], "times")
+    if verdict_word(arm["verdict"]) == "baseline":
+        return "–"
+    found = span(arm["effect"] or NOT_MEASURED, "times")
+    return found if arm["against"] in (None, usual) else f"{found} of {arm['against']}"
+
+
+def arms_that_hurt(arms: Sequence[Row]) -> set[str]:
+    """Names of the arms to be shown in red: slower than what they belong beside.
+
+    Not those that leave a technique out: there it is good news for the technique.
+    """
+    return {
+        a["name"] for a in arms if verdict_word(a["verdict"]) == "hurt" and a["kind"] != "left out"
+    }
+
+
+def lead_of(report: Mapping[str, Any]) -> Row:
+    """The arm of the headline: the fastest of equal quality if it helped, else the result."""
+    best = fastest_of_equal_quality(report)
+    if best is None or on_the_whole(best, report) != "helped":
+        return result_of(report["arms"])
+    return best

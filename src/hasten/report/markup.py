@@ -1,0 +1,40 @@
+"""Tables and texts of others as Markdown and HTML: the only writer of both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+
+LONGEST = 400  # characters of a cell
+
+
+def cell(text: object) -> str:
+    """Text for a Markdown cell: on one line, and nothing in it means anything to Markdown."""
+    line = " ".join(str(text).split())
+    line = line if len(line) <= LONGEST else f"{line[:LONGEST]}…"
+    escaped = re.sub(r"([\\|`*<>\[\]])", r"\\\1", line) or "–"
+    # An interval is no link, and reads better without its backslashes.
+    return re.sub(r"\\\[([\d.,]+, [\d.,]+|95 %)\\\](?!\()", r"[\1]", escaped)
+
+
+def code(text: object) -> str:
+    """Text as Markdown's code, on one line."""
+    return f"`{' '.join(str(text).split()).replace('`', '')}`"
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells that are Markdown, the head first; its columns are aligned for terminals."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    padded = ([c.ljust(n) for c, n in zip(row, widths, strict=True)] for row in lines)
+    return "".join(f"| {' | '.join(row)} |\n" for row in padded)
+
+
+def html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Rows of plain texts as a table of HTML."""
+
+    def line(cells: Iterable[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
