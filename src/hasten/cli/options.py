@@ -126,16 +126,9 @@ def tune(
         typer.Option(help="who proposes; auto: forecasts first, then what was learnt"),
     ] = "auto",
     objective: Annotated[
-        Literal["tokens", "memory", "money", "pareto", "time-to-loss"],
-        typer.Option(
-            help="what counts; pareto: speed and memory, and the front between them; "
-            "time-to-loss: seconds to a held-out loss, by whole trainings"
-        ),
+        Literal["tokens", "memory"],
+        typer.Option(help="what counts: tokens per second, or peak memory"),
     ] = "tokens",
-    target_loss: Annotated[
-        float | None,
-        typer.Option(help="of time-to-loss; nearly what the recipe comes to, if left out"),
-    ] = None,
     only: Annotated[
         str | None,
         typer.Option(
@@ -174,7 +167,6 @@ def tune(
         for option, differs in (
             ("--sampler", sampler != "auto"),
             ("--objective", objective != "tokens"),
-            ("--target-loss", target_loss is not None),
             ("--lossy", lossy),
             ("--seeds", seeds != 3),
             ("--steps", steps != 4),

@@ -13,7 +13,7 @@ from hasten.cli.arguments import WriteBack, copied, writable
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.data.file_lock import replace_file
-from hasten.formatting import duration, size
+from hasten.formatting import duration
 from hasten.measure.quality.guard import GuardDesign, Rows, guarded
 from hasten.measure.quality.requirements import failures
 from hasten.measure.recipe_experiment import ExperimentSubject
@@ -38,7 +38,6 @@ class TuneArguments:
     budget: str
     sampler: Sampler
     objective: Objective
-    target_loss: float | None
     only: str | None
     lossy: bool
     seeds: int
@@ -70,7 +69,6 @@ def tune(
         recipe.seed,
         asked.steps,
         asked.fresh,
-        asked.target_loss,
     )
     with Display() as display:
 
@@ -135,12 +133,6 @@ def show(found: StudyResult, price: Price | None = None, devices: int = 1) -> No
         before = price.money(1e6 / report["start"]["rate"], devices)
         after = before / winner["ratio"]["median"]
         print(f"a million tokens: {before:.4g} {price.currency} before, {after:.4g} after")
-    if report["objective"] == "pareto":
-        for place in report["front"]:
-            trial = report["trials"][place]
-            changed = ", ".join(f"{k}={v}" for k, v in trial["changes"].items())
-            speed = trial["rate"] / report["start"]["rate"]
-            print(f"front: {speed:.2f} of the speed, {size(trial['memory'])}: {changed}")
     print(f"in {duration(report['seconds'])} of {duration(report['budget_seconds'])}")
 
 
