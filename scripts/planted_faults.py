@@ -743,8 +743,8 @@ CORE: tuple[Fault, ...] = (
         name="patience-of-one-more",
         kind="off-by-one",
         file="core/loop.py",
-        old="outcome.evaluations.index(best) >= watch.patience",
-        new="outcome.evaluations.index(best) > watch.patience",
+        old=">= watch.patience",
+        new="> watch.patience",
         tests=("tests/core/test_trainer.py",),
     ),
     Fault(

@@ -9,13 +9,13 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hasten.tune.samplers import OF_MEDIAN, PriorKnowledge, TriedPoint
-from hasten.tune.space import Dimension, Point, Space, of_values
+from hasten.tune.space import Dimension, Point, Space
 
 ERROR = 0.08  # of the synthetic forecasts, as a logarithm
 GRID = Path(__file__).parent / "grid.json"
@@ -31,6 +31,17 @@ class Problem:
     first: TriedPoint  # the start, measured before all
     known: Callable[[int], PriorKnowledge]  # by seed
     best: float
+
+
+def of_values(knobs: Mapping[str, list[Any]], start: Mapping[str, Any] | None = None) -> Space:
+    """A space of plain lists; numbers in rising order count as ordered."""
+    dimensions = []
+    for name, values in knobs.items():
+        numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+        ordered = numbers and len(values) > 2 and values == sorted(values)
+        dimensions.append(Dimension(name, tuple(values), ordered))
+    space = Space(tuple(dimensions), (0,) * len(dimensions))
+    return Space(space.dimensions, space.point(start or {}))
 
 
 def recorded() -> Problem:
@@ -182,4 +193,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "wide": wide,
 }
 # Ways that a problem tells apart; all, where it isn't named: forecasts are hasten's own.
-WAYS_OF = {"scattered": ("hasten",), "wide": ("random", "TPE", "hasten")}
+WAYS_OF = {
+    "scattered": ("forecast", "forecast, then GP", "hasten"),
+    "wide": ("random", "TPE", "hasten"),
+}

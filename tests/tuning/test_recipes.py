@@ -88,11 +88,6 @@ def test_only_narrows_and_the_rest_stays_as_it_is(given: ExperimentSubject) -> N
         assert "fused_adamw" in text
 
 
-def test_money_needs_a_price(given: ExperimentSubject) -> None:
-    with pytest.raises(InputError, match="needs a price"):
-        subject(given, objective="money")
-
-
 def test_a_lossy_winner_is_taken_only_with_proof(given: ExperimentSubject) -> None:
     options = TuneOptions(lossy=True)
     said: list[Sequence[str]] = [["muon: worse by 3 %"], []]

@@ -22,7 +22,7 @@ from hasten.cli.arguments import (
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.errors import InputError
-from hasten.formatting import duration, size
+from hasten.formatting import duration
 
 if TYPE_CHECKING:
     from hasten.measure.quality.guard import Rows
@@ -54,16 +54,9 @@ def tune(
         typer.Option(help="who proposes; auto: forecasts first, then what was learnt"),
     ] = "auto",
     objective: Annotated[
-        Literal["tokens", "memory", "money", "pareto", "time-to-loss"],
-        typer.Option(
-            help="what counts; pareto: speed and memory, and the front between them; "
-            "time-to-loss: seconds to a held-out loss, by whole trainings"
-        ),
+        Literal["tokens", "memory"],
+        typer.Option(help="what counts: tokens per second, or peak memory"),
     ] = "tokens",
-    target_loss: Annotated[
-        float | None,
-        typer.Option(help="of time-to-loss; nearly what the recipe comes to, if left out"),
-    ] = None,
     only: Annotated[
         str | None,
         typer.Option(
@@ -103,7 +96,6 @@ def tune(
         for option, differs in (
             ("--sampler", sampler != "auto"),
             ("--objective", objective != "tokens"),
-            ("--target-loss", target_loss is not None),
             ("--lossy", lossy),
             ("--seeds", seeds != 3),
             ("--steps", steps != 4),
@@ -123,7 +115,7 @@ def tune(
     recipe = load_recipe(path, overrides or [])
     options = TuneOptions(
         *(sampler, objective, lossy, named(only), trials),
-        *(recipe.seed, steps, fresh, target_loss),
+        *(recipe.seed, steps, fresh),
     )
     with Display() as display:
 
@@ -187,12 +179,6 @@ def show(found: StudyResult, price: Price | None = None, devices: int = 1) -> No
         before = price.money(1e6 / report["start"]["rate"], price.paid(devices))
         after = before / winner["ratio"]["median"]
         print(f"a million tokens: {before:.4g} {price.currency} before, {after:.4g} after")
-    if report["objective"] == "pareto":
-        for place in report["front"]:
-            trial = report["trials"][place]
-            changed = ", ".join(f"{k}={v}" for k, v in trial["changes"].items())
-            speed = trial["rate"] / report["start"]["rate"]
-            print(f"front: {speed:.2f} of the speed, {size(trial['memory'])}: {changed}")
     print(f"in {duration(report['seconds'])} of {duration(report['budget_seconds'])}")
 
 

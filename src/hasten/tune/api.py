@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hasten.errors import InputError
 from hasten.machine import host
 from hasten.machine.cache import key_of
 from hasten.machine.locks import one_measurement
 from hasten.measure.choose import kept_choice
-from hasten.measure.loops import Job, loop_reference
 from hasten.measure.recipe_experiment import prepared
 from hasten.measure.record import ExperimentRecord
 from hasten.progress import Audience, SilentProgress
@@ -23,37 +21,27 @@ from hasten.recipe.yaml_reader import read_duration
 from hasten.tune.bench import ReferencePair
 from hasten.tune.report import is_fit, is_proven, result_sentence, study_document, winner_of
 from hasten.tune.samplers import Proposer, proposer_of
-from hasten.tune.space import Point, of_values
+from hasten.tune.space import Point
 from hasten.tune.study import Search, Study
 from hasten.tune.study_folder import StudyFolder, StudyResult
-from hasten.tune.subjects import LoopSubject, Prove, RecipeSubject, TuneOptions, TuneTarget
-from hasten.tune.surrogate import (
-    PlanGaussianProcess,
-    corrected_forecast,
-    importance,
-    similar_trials,
-)
+from hasten.tune.subjects import Prove, RecipeSubject, TuneOptions
+from hasten.tune.surrogate import PlanGaussianProcess, importance
 
 
 def tune(
-    job: Recipe | Job | Path,
+    job: Recipe | Path | str,
     budget: str | float = "8m",
     options: TuneOptions | None = None,
     *,
-    space: Mapping[str, Sequence[Any]] | None = None,
-    folder: Path | str = "runs/tune",
     audience: Audience | None = None,
     prove: Prove | None = None,
 ) -> StudyResult:
-    """Search for the best settings of a job within a budget of time.
+    """Search for the best settings of a recipe within a budget of time.
 
     Args:
-        job: a recipe or its path; or the factory of a training loop, which takes the settings as
-            arguments and returns a step function (see `hasten.measure.loops`).
+        job: a recipe or its path.
         budget: 90s, 8m, 1h30m or seconds: for trials and duel together.
         options: how.
-        space: of a loop: the values of each argument, the first ones being the start.
-        folder: where studies of a loop are kept.
         audience: is told how it goes on.
         prove: finds what the guard has against a plan with lossy techniques.
 
@@ -63,18 +51,8 @@ def tune(
     began = time.monotonic()
     options, audience = options or TuneOptions(), audience or SilentProgress()
     seconds = read_duration(str(budget))
-    subject: TuneTarget
-    if isinstance(job, Recipe | Path) or (isinstance(job, str) and _is_yaml(job)):
-        if space is not None:
-            raise InputError("space: a recipe's knobs come from its techniques; leave it out")
-        recipe = _as_chosen(job if isinstance(job, Recipe) else load_recipe(Path(job)), audience)
-        subject = RecipeSubject(prepared(recipe, audience, ranks=True), options, audience, prove)
-    else:
-        if space is None:
-            raise InputError("space: say which arguments of the loop may have which values")
-        if options.objective != "tokens":
-            raise InputError("objective: of a loop only its speed is known; leave it at tokens")
-        subject = LoopSubject(loop_reference(job), of_values(space), Path(folder), options)
+    recipe = _as_chosen(job if isinstance(job, Recipe) else load_recipe(Path(job)), audience)
+    subject = RecipeSubject(prepared(recipe, audience, ranks=True), options, audience, prove)
     return _Tuning(subject, seconds, options, audience, began).run()
 
 
@@ -95,7 +73,7 @@ class _Tuning:
 
     def __init__(
         self,
-        subject: TuneTarget,
+        subject: RecipeSubject,
         seconds: float,
         options: TuneOptions,
         audience: Audience,
@@ -116,8 +94,6 @@ class _Tuning:
                 return self._result(earlier)
             if any(e["event"] == "trial" for e in record.events):
                 tell(f"going on with {folder.path}")
-            else:
-                record.append("about", what=self._subject.about)
             with one_measurement(tell, self._seconds):
                 self._audience.begin()
                 with self._subject.opened(folder.path):
@@ -132,17 +108,10 @@ class _Tuning:
 
     def _search(self, record: ExperimentRecord) -> tuple[Study, float]:
         subject, options = self._subject, self._options
-        trials = similar_trials(subject.folder, subject.about, but=self._key)
 
         def proposer(noise: float, memory: float | None) -> Proposer:
-            known = subject.known(noise, memory)
-            gain = corrected_forecast(subject.space, trials, known.gain)
-            if gain is not known.gain:
-                self._audience.tell(f"{len(trials)} trials of similar jobs are taken as a forecast")
-            known = dataclasses.replace(known, gain=gain)
-            return proposer_of(
-                options.sampler, subject.space, known, options.seed, self._audience.tell
-            )
+            known, tell = subject.known(noise, memory), self._audience.tell
+            return proposer_of(options.sampler, subject.space, known, options.seed, tell)
 
         cores, together = host.hardware().usable_cores, subject.together
         first, steps, seed = subject.space.start, options.steps, options.seed
@@ -155,7 +124,6 @@ class _Tuning:
                 objective=options.objective,
                 budget_seconds=self._seconds,
                 most=options.trials,
-                seed=options.seed,
                 tell=self._audience.show,
                 found=self._keep,
                 began=self._began,
@@ -179,8 +147,12 @@ class _Tuning:
         found: dict[str, Any] | None = None
         winner = None
         if leaders:
+
+            def show(text: str) -> None:
+                self._audience.show(text, 0.99)
+
             self._audience.show(f"duel of {len(leaders)} with the start", 1 - left / self._seconds)
-            found = subject.duel(leaders, left, study.step_seconds, self._show_duel)
+            found = subject.duel(leaders, left, study.step_seconds, show)
             for place, leader in enumerate(leaders, start=2):
                 found["arms"][place]["settings"] = subject.space.settings(leader)
             winner = self._winner(study, found, leaders)
@@ -195,12 +167,8 @@ class _Tuning:
             "sampler": self._options.sampler,
             "budget_seconds": self._seconds,
             "seconds": round(time.monotonic() - self._began, 1),
-            "about": subject.about,
         }
         return study_document(study, subject.space, found, winner, shares, about)
-
-    def _show_duel(self, text: str) -> None:
-        self._audience.show(text, 0.99)
 
     def _winner(
         self, study: Study, found: dict[str, Any], leaders: Sequence[Point]
@@ -218,7 +186,7 @@ class _Tuning:
                     "measured": space.changes(point),
                     "idle": lost,
                     "ratio": rows[place]["ratio"],
-                    "of": _of(study.objective, found),
+                    "of": "of the speed" + ", for less memory" * (study.objective == "memory"),
                     "verdict": rows[place]["verdict"],
                     "peak_memory_bytes": rows[place]["peak_memory_bytes"],
                 }
@@ -245,14 +213,3 @@ class _Tuning:
         if is_proven(found):
             self._folder.keep_best(text)
         return StudyResult(found, settings, text, self._folder.path)
-
-
-def _is_yaml(name: str) -> bool:
-    return name.endswith((".yaml", ".yml"))
-
-
-def _of(objective: str, duel: Mapping[str, Any]) -> str:
-    """What a winner's ratio is a ratio of."""
-    if objective == "time-to-loss":
-        return f"of the speed to a held-out loss of {duel['target_loss']:.4f}"
-    return "of the speed, for less memory" if objective == "memory" else "of the speed"

@@ -45,7 +45,7 @@ LONG, FEWEST_STEPS = 2.5, 2  # seconds beyond which a round has fewer steps, and
 MOST_TIMES = 4  # as many steps for short ones
 PASSES = 4  # of a round: a machine's speed changes within a second, so turns are short and many
 
-State = Literal["ok", "out of memory", "failed"]
+State = Literal["ok", "out of memory", "failed", "pruned"]  # pruned: of trainings alone
 
 
 @dataclass(frozen=True)

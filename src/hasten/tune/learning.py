@@ -14,12 +14,10 @@ Everything goes into a record as soon as it is known; a study that was killed go
 from __future__ import annotations
 
 import math
-import random
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from hasten.errors import InputError
 from hasten.measure.budget import rounded_up
@@ -27,100 +25,12 @@ from hasten.measure.record import ExperimentRecord
 from hasten.measure.schedule import OutOfTimeError
 from hasten.measure.statistics import Interval, paired_ratio
 from hasten.measure.workers import WorkerError
+from hasten.tune.samplers import OptunaProposer, TriedPoint
 from hasten.tune.space import Point, Space
-
-if TYPE_CHECKING:
-    import optuna
-
-
-# Who proposes hyper-parameters, and who is given up: Optuna's TPE and its median rule.
-#
-# All dimensions have an order (rates, sizes), so they are whole numbers to Optuna. What was given
-# up or failed is told as worse than all that finished, the later the better.
 
 FIRST_LOOKS = 3  # before which none is given up: warm-ups differ in length
 STARTUP = 3  # trainings that must be over before one is given up
 RANDOM = 4  # points drawn before TPE believes in anything
-REPEATED = 8  # proposals that were trained before, until one is drawn at random
-
-
-def hopeless(trial: optuna.trial.Trial, number: int, loss: float, looks: int) -> bool:
-    """Whether a training is to be given up after this look."""
-    trial.report(loss, number)
-    return number < looks and trial.should_prune()
-
-
-class LearningSampler:
-    """Optuna's TPE and median rule over a space whose dimensions all have an order."""
-
-    def __init__(self, space: Space, looks: int, seed: int) -> None:
-        import optuna
-
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        with warnings.catch_warnings():  # "experimental": multivariate
-            warnings.simplefilter("ignore")
-            sampler = optuna.samplers.TPESampler(
-                multivariate=True, seed=seed, n_startup_trials=RANDOM
-            )
-        pruner = optuna.pruners.MedianPruner(
-            n_startup_trials=STARTUP, n_warmup_steps=min(FIRST_LOOKS, looks)
-        )
-        self._optuna, self._space = optuna, space
-        self._study = optuna.create_study(direction="minimize", sampler=sampler, pruner=pruner)
-        self._kinds: dict[str, Any] = {
-            d.name: optuna.distributions.IntDistribution(0, len(d.values) - 1)
-            for d in space.dimensions
-        }
-        self._known: dict[Point, dict[str, Any]] = {}
-        self._open: dict[Point, optuna.trial.Trial] = {}
-        self._points = space.points()
-        random.Random(seed).shuffle(self._points)
-
-    def of(self, point: Point) -> optuna.trial.Trial:
-        """A trial of just that point."""
-        self._study.enqueue_trial(self._params(point))
-        trial = self._study.ask(self._kinds)
-        self._open[point] = trial
-        return trial
-
-    def ask(self) -> tuple[optuna.trial.Trial, Point] | None:
-        """What TPE proposes and was not trained; None when all was."""
-        for _ in range(REPEATED):
-            trial = self._study.ask(self._kinds)
-            point = tuple(int(trial.params[d.name]) for d in self._space.dimensions)
-            if point not in self._known:
-                self._open[point] = trial
-                return trial, point
-            self._close(trial, self._known[point])
-        rest = next((p for p in self._points if p not in self._known), None)
-        return None if rest is None else (self.of(rest), rest)
-
-    def tell(self, point: Point, row: dict[str, Any]) -> None:
-        """What came of the trial of a point."""
-        self._known[point] = row
-        self._close(self._open.pop(point), row)
-
-    def add(self, point: Point, row: dict[str, Any]) -> None:
-        """A training of an earlier start."""
-        trial = self.of(point)
-        for number, loss in enumerate(row["losses"], start=1):
-            trial.report(loss, number)
-        self.tell(point, row)
-
-    def _close(self, trial: optuna.trial.Trial, row: dict[str, Any]) -> None:
-        """Finished with its loss; given up or failed: worse than all that finished."""
-        if row["state"] == "ok":
-            self._study.tell(trial, row["loss"])
-        else:
-            self._study.tell(trial, state=self._optuna.trial.TrialState.PRUNED)
-
-    def _params(self, point: Point) -> dict[str, int]:
-        names = [d.name for d in self._space.dimensions]
-        return dict(zip(names, point, strict=True))
-
-
-# The study.
-
 Tell = Callable[[str, float], None]
 LOOKS = 8  # of a training at its held-out loss
 FEWEST_PAIRS, MOST_PAIRS = 3, 6
@@ -129,9 +39,7 @@ SLACK = 1.1  # of a training's expected time
 
 
 class Training(Protocol):
-    """One training from its beginning, in a process of its own; ``seconds`` its steps took."""
-
-    seconds: float
+    """One training from its beginning, in a process of its own."""
 
     def loss_at(self, look: int, patience: float) -> float:
         """Train on to that look, counted from 1; its held-out loss. Raises WorkerError."""
@@ -162,9 +70,6 @@ class LearningResult:
         """Whether the best is better beyond doubt."""
         ratio = self.ratio
         return len(self.pairs) >= FEWEST_PAIRS and ratio is not None and ratio.low > 1
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
 
 class Learning:
@@ -199,11 +104,16 @@ class Learning:
         began: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        import optuna
+
         self._space, self._train, self._record = space, train, record
         self._budget, self._looks, self._most, self._seed = budget_seconds, looks, most, seed
         self._say, self._found, self._clock = tell, found, clock
         self._began = clock() if began is None else began
-        self._sampler = LearningSampler(space, looks, seed)
+        pruner = optuna.pruners.MedianPruner(
+            n_startup_trials=STARTUP, n_warmup_steps=min(FIRST_LOOKS, looks)
+        )
+        self._sampler = OptunaProposer("tpe", space, seed, RANDOM, pruner)
         self._full = 0.0  # seconds of a training that isn't given up
 
     def run(self) -> LearningResult:
@@ -213,9 +123,15 @@ class Learning:
             InputError: the budget is too short, or the recipe's own training fails.
         """
         self._record.append("run")
-        learnt = LearningResult(list(self._earlier()))
+        learnt = LearningResult(
+            [
+                {k: v for k, v in event.items() if k not in ("event", "at")}
+                for event in self._record.events
+                if event["event"] == "trained"
+            ]
+        )
         for row in learnt.rows:
-            self._sampler.add(self._space.point(row["settings"]), row)
+            self._sampler.tell(self._tried(row))
         if not learnt.rows:
             self._first(learnt)
         self._full = max(learnt.rows[0]["seconds"], 0.01)
@@ -237,17 +153,11 @@ class Learning:
         """Seconds that are kept for the pairs."""
         return max(PROOF_SHARE * self._budget, 2 * FEWEST_PAIRS * SLACK * self._full)
 
-    def _earlier(self) -> Iterator[dict[str, Any]]:
-        for event in self._record.events:
-            if event["event"] == "trained":
-                yield {k: v for k, v in event.items() if k not in ("event", "at")}
-
     def _first(self, learnt: LearningResult) -> None:
         """The recipe as it is; refuses a budget as soon as its first two looks tell its length."""
         self._tell("training with the recipe's own values")
-        trial = self._sampler.of(self._space.start)
         try:
-            row = self._trained(self._space.start, self._seed, self._end, trial, self._afford)
+            row = self._trained(self._space.start, self._seed, self._end, watch=self._afford)
         except OutOfTimeError:
             raise InputError(
                 f"budget: {rounded_up(self._budget)} is too short: the recipe's own training alone "
@@ -275,18 +185,19 @@ class Learning:
     def _search(self, learnt: LearningResult) -> str:
         """Train until something ends it; what did."""
         while True:
-            if self._most is not None and len(learnt) >= self._most:
-                return f"{len(learnt)} trainings were done"
+            if self._most is not None and len(learnt.rows) >= self._most:
+                return f"{len(learnt.rows)} trainings were done"
             if self._end - self._clock() - SLACK * self._full < self._reserve:
                 return "the budget's time for trainings was used"
-            proposed = self._sampler.ask()
-            if proposed is None:
+            point = self._sampler.ask()
+            if point is None:
                 return "everything that may be tried was tried"
-            trial, point = proposed
             changed = ", ".join(f"{k}={v}" for k, v in self._space.changes(point).items())
-            self._tell(f"training {len(learnt) + 1}: {changed}")
+            self._tell(f"training {len(learnt.rows) + 1}: {changed}")
             try:
-                row = self._trained(point, self._seed, self._end - self._reserve, trial)
+                row = self._trained(
+                    point, self._seed, self._end - self._reserve, self._sampler.hopeless
+                )
             except OutOfTimeError:
                 return "the budget's time for trainings was used"
             self._take(learnt, row)
@@ -294,8 +205,14 @@ class Learning:
     def _take(self, learnt: LearningResult, row: dict[str, Any]) -> None:
         self._record.append("trained", **row)
         learnt.rows.append(row)
-        self._sampler.tell(self._space.point(row["settings"]), row)
+        self._sampler.tell(self._tried(row))
         self._found(learnt)
+
+    def _tried(self, row: dict[str, Any]) -> TriedPoint:
+        """For the sampler, more is better: losses change their sign."""
+        loss, curve = row["loss"], tuple(-loss for loss in row["losses"])
+        value = None if loss is None else -float(loss)
+        return TriedPoint(self._space.point(row["settings"]), row["state"], value, curve=curve)
 
     def _prove(self, learnt: LearningResult, best: Point) -> None:
         """Pairs of the start and the best, as many as fit; how many is settled before the first."""
@@ -338,10 +255,10 @@ class Learning:
         point: Point,
         seed: int,
         deadline: float,
-        trial: optuna.trial.Trial | None = None,
+        hopeless: Callable[[Point, int, float], bool] = lambda point, look, value: False,
         watch: Callable[[Sequence[float]], None] = lambda looks: None,
     ) -> dict[str, Any]:
-        """A training to its end, or until it is given up; with a trial it may be.
+        """A training to its end, or until it is ``hopeless``.
 
         Raises:
             OutOfTimeError: the deadline came first; nothing is said of the point.
@@ -360,7 +277,7 @@ class Learning:
                     state, why = "failed", "its held-out loss is not a finite number"
                     break
                 losses.append(loss)
-                if trial is not None and hopeless(trial, number, loss, self._looks):
+                if hopeless(point, number, -loss) and number < self._looks:
                     state, why = "pruned", f"given up after {number} of {self._looks} looks"
             sound = True
         except WorkerError as error:

@@ -64,7 +64,6 @@ def study_document(
             "memory": study.memory,
         },
         "trials": study.rows,
-        "front": study.front(),
         "final": [
             {
                 "changes": space.changes(point),

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,7 +49,7 @@ class Space:
     """Dimensions, the point to start from, and what is not allowed.
 
     Raises:
-        InputError: no dimension, one without a value, two of one name, or an unknown ``needs``.
+        InputError: there is no dimension.
     """
 
     dimensions: tuple[Dimension, ...]
@@ -57,17 +57,8 @@ class Space:
     refuse: Callable[[Point], str | None] = field(default=lambda point: None, compare=False)
 
     def __post_init__(self) -> None:
-        names = [d.name for d in self.dimensions]
-        if not names:
+        if not self.dimensions:
             raise InputError("tune: there is nothing to choose: no knob applies to this job")
-        if len(set(names)) < len(names):
-            twice = next(n for n in names if names.count(n) > 1)
-            raise InputError(f"tune: {twice} is listed twice")
-        for number, d in enumerate(self.dimensions):
-            if not d.values:
-                raise InputError(f"tune: {d.name} has no values; list some")
-            if d.needs is not None and d.needs[0] not in names[:number]:
-                raise InputError(f"tune: {d.name} depends on {d.needs[0]}, which isn't before it")
         object.__setattr__(self, "start", self.canonical(self.start))
 
     @property
@@ -148,41 +139,17 @@ class Space:
     def points(self, seed: int = 0) -> list[Point]:
         """All legal points once; of a large space, a sample and the neighbours of the start."""
         found: dict[Point, None] = {self.start: None}
-        source = self._all() if self.size <= SMALL else self._some(random.Random(seed))
+        counts = [len(d.values) for d in self.dimensions]
+        source: Iterable[Point] = itertools.product(*map(range, counts))
+        if self.size > SMALL:
+            draw = random.Random(seed)
+            sample = (tuple(map(draw.randrange, counts)) for _ in range(SMALL // 4))
+            source = itertools.chain(self.neighbours(self.start), sample)
         for raw in source:
             point = self.canonical(raw)
             if point not in found and self.refuse(point) is None:
                 found[point] = None
         return list(found)
-
-    def _all(self) -> Iterator[Point]:
-        return itertools.product(*(range(len(d.values)) for d in self.dimensions))
-
-    def _some(self, draw: random.Random) -> Iterator[Point]:
-        yield from self.neighbours(self.start)
-        for _ in range(SMALL // 4):
-            yield tuple(draw.randrange(len(d.values)) for d in self.dimensions)
-
-
-def of_values(knobs: Mapping[str, Any], start: Mapping[str, Any] | None = None) -> Space:
-    """A space of plain lists, ``{"batch": [8, 16, 32], "compile": [False, True]}``.
-
-    Numbers in rising order count as ordered. It starts at the first values, or at ``start``.
-
-    Raises:
-        InputError: something isn't a list of different values.
-    """
-    dimensions = []
-    for name, values in knobs.items():
-        if not isinstance(values, list | tuple) or not values:
-            raise InputError(f"space: {name} must be a list of values, such as [8, 16, 32]")
-        if any(values.count(v) > 1 for v in values):
-            raise InputError(f"space: {name} lists a value twice")
-        numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-        rising = numbers and list(values) == sorted(values)
-        dimensions.append(Dimension(name, tuple(values), ordered=rising and len(values) > 2))
-    space = Space(tuple(dimensions), (0,) * len(dimensions))
-    return Space(space.dimensions, space.point(start)) if start else space
 
 
 # The space of plans: which technique fills each slot, and every knob it declares.

@@ -1,4 +1,4 @@
-"""A study: points are proposed and measured until the budget, the points or the hope are at an end.
+"""A study: points are proposed and measured until the budget or the points are at an end.
 
 Everything that is found goes into a record, line by line, so that a study that was killed goes on
 from there: what was tried is told to the proposer again, and nothing is measured twice. The last
@@ -10,7 +10,6 @@ beside the start, in the final's order as far as the time allows.
 from __future__ import annotations
 
 import math
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -23,13 +22,10 @@ from hasten.measure.elimination import ordered
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.schedule import OutOfTimeError
 from hasten.tune.bench import Measurement, ReferencePair
-from hasten.tune.samplers import OF_MEDIAN, ForecastProposer, Proposer, TriedPoint
+from hasten.tune.samplers import OF_MEDIAN, Proposer, TriedPoint
 from hasten.tune.space import Point, Space
-from hasten.tune.surrogate import blamed_choice
 
-# What a study has found: trials in their order, the best few, and what none beats in both.
-
-Objective = Literal["tokens", "memory", "money", "pareto", "time-to-loss"]
+Objective = Literal["tokens", "memory"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 LEADERS = 3  # that go into the duel
 
@@ -57,39 +53,15 @@ class Study:
         Those of the final come first, in its order.
         """
         places = ordered(self.final, self.expected)
-        rest = [point for point in self._by_trials() if point not in places]
-        return [*places, *rest][:count]
-
-    def _by_trials(self) -> list[Point]:
-        known = []
-        for tried, row in zip(self.tried, self.rows, strict=True):
-            value = row["log_rate"] if self.objective == "pareto" else tried.value
-            if value is not None and value > 0 and tried.point != self.space.start:
-                known.append((value, tried.point))
-        return [point for _, point in sorted(known, key=lambda k: -k[0])]
-
-    def front(self) -> list[int]:
-        """Places of the trials that none beats in both speed and memory (Pareto)."""
-        known = [
-            (i, r["log_rate"], r["memory"])
-            for i, r in enumerate(self.rows)
-            if r["state"] == "ok" and r["memory"]
-        ]
-        return [
-            i
-            for i, rate, memory in known
-            if not any(
-                other >= rate and less <= memory and (other > rate or less < memory)
-                for _, other, less in known
-            )
-        ]
+        better = [t for t in self.tried if t.value and t.value > 0 and t.point != self.space.start]
+        rest = [t.point for t in sorted(better, key=lambda t: -(t.value or 0.0))]
+        return [*places, *(point for point in rest if point not in places)][:count]
 
 
 Tell = Callable[[str, float], None]
 NOISE_SHARE = 0.08  # of the budget, if the noise has been seen twice by then
 DUEL_SHARE = 0.22  # of the budget, at least
 FINAL_SHARE = 0.2  # the same
-RACE_SHARE = 0.7  # the same, where whole trainings decide in place of a duel
 FINALISTS = 4
 DUEL_STARTS = 3.5  # starts of a process that a duel needs at least, its first rounds included
 FINAL_HOPE = 0.3  # below the best, as a logarithm: no finalist, whose turns would be long
@@ -115,7 +87,6 @@ class Search:
         objective: what counts.
         budget_seconds: for all, the duel included.
         most: trials at most.
-        seed: of the weights between two objectives.
         tell: is told what happens, and which share of the budget is used.
         found: is called after every trial.
         began: when the budget began, by the clock; now, if left out.
@@ -133,7 +104,6 @@ class Search:
         objective: Objective = "tokens",
         budget_seconds: float,
         most: int | None = None,
-        seed: int = 0,
         tell: Tell = lambda text, share: None,
         found: Callable[[Study], None] = lambda study: None,
         began: float | None = None,
@@ -146,8 +116,7 @@ class Search:
         self._clock = clock
         self._started = clock()
         self._began = self._started if began is None else began
-        self._draw, self._say = random.Random(seed), tell
-        self._room = room
+        self._say, self._room = tell, room
         self._trial_seconds: list[float] = []
 
     def run(self) -> Study:
@@ -172,13 +141,14 @@ class Search:
         study.step_seconds = bench.step_seconds
         proposer = self._propose(OF_MEDIAN * noise, bench.memory)
         proposer.tell(TriedPoint(self._space.start, "ok", 0.0, bench.memory))
-        if isinstance(proposer, ForecastProposer):
-            study.expected = proposer.expected
-        for row in self._earlier():
-            self._take(study, proposer, row)
+        study.expected = proposer.expected
+        for event in self._record.events:
+            if event["event"] == "trial":
+                row = {k: v for k, v in event.items() if k not in ("event", "at")}
+                self._take(study, proposer, row)
         study.ended = self._trials(study, proposer)
         if study.ended == TIME_USED:
-            study.next = _upcoming(proposer)
+            study.next = proposer.promising(NEXT)
         if not study.rows:
             self._afford(0.0)  # the machine has slowed down since: say what it takes now
             raise InputError("tune: there is nothing to try: every other setting is refused")
@@ -197,10 +167,8 @@ class Search:
         A value of its own is in part luck, of one round most of all.
         """
         better = study.leaders(len(study.rows))
-        values = {t.point: t.value or 0.0 for t in study.tried}
+        values = dict(zip(better, proposer.believed(better) if better else (), strict=True))
         needs = {t.point: t.memory or 0.0 for t in study.tried}
-        if isinstance(proposer, ForecastProposer) and better:
-            values = dict(zip(better, proposer.believed(better), strict=True))
         best, room, points = sorted(better, key=lambda p: -values[p]), self._room(), []
         for point in best[:FINALISTS]:
             if needs[point] <= room and values[point] > values[best[0]] - FINAL_HOPE:
@@ -228,7 +196,7 @@ class Search:
     @property
     def reserve(self) -> float:
         """Seconds that are kept for the duel."""
-        return max(self._proof_share * self._budget, DUEL_STARTS * self._bench.start_seconds)
+        return max(DUEL_SHARE * self._budget, DUEL_STARTS * self._bench.start_seconds)
 
     def _kept(self, study: Study) -> float:
         """Seconds that the next trial leaves for what comes after the trials.
@@ -237,8 +205,6 @@ class Search:
         duel's part is kept, should the last trial be the first that is better.
         """
         least = DUEL_STARTS * self._bench.start_seconds
-        if self._objective == "time-to-loss":
-            return self.reserve
         if len(study.rows) < LEAST_TRIALS:
             return least
         better = len(study.leaders(2))
@@ -248,11 +214,7 @@ class Search:
 
     @property
     def _final_seconds(self) -> float:
-        return FINAL_SHARE * self._budget if self._objective in ("tokens", "money") else 0.0
-
-    @property
-    def _proof_share(self) -> float:
-        return RACE_SHARE if self._objective == "time-to-loss" else DUEL_SHARE
+        return FINAL_SHARE * self._budget if self._objective == "tokens" else 0.0
 
     @property
     def _end(self) -> float:
@@ -277,7 +239,7 @@ class Search:
             gone = f", and {rounded_up(before)} of it went by before the first start"
             raise InputError(
                 f"budget: {rounded_up(self._budget)} is too short: the noise, one trial and a duel "
-                f"take about {rounded_up(least / (1 - self._proof_share))} on this job and machine"
+                f"take about {rounded_up(least / (1 - DUEL_SHARE))} on this job and machine"
                 f"{gone if before > GONE * self._budget else ''}"
             )
 
@@ -293,11 +255,7 @@ class Search:
                 return f"{done} trials were done"
             if self.left - self._trial_time < kept:
                 return TIME_USED
-            if (
-                done >= FEWEST
-                and isinstance(proposer, ForecastProposer)
-                and proposer.promise() < HOPE
-            ):
+            if done >= FEWEST and proposer.promise() < HOPE:
                 return f"no untried point is expected to gain more than {100 * HOPE:g} %"
             point = proposer.ask()
             if point is None:
@@ -323,56 +281,23 @@ class Search:
             self._take(study, proposer, row)
             self._found(study)
 
-    def _earlier(self) -> list[dict[str, Any]]:
-        rows = []
-        for event in self._record.events:
-            if event["event"] == "trial":
-                rows.append({k: v for k, v in event.items() if k not in ("event", "at")})
-        return rows
-
     def _take(self, study: Study, proposer: Proposer, row: dict[str, Any]) -> None:
         try:
             point = self._space.point(row["settings"])
         except InputError:
             return  # somebody has edited the record
-        value = self._value(study, row)
-        tried = TriedPoint(
-            point,
-            row["state"],
-            value,
-            row["memory"],
-            blamed_choice(row["why"], row["settings"]),
-            tuple(math.log(ratio) for ratio in row["rounds"] if ratio > 0),
-        )
+        value = row["log_rate"] if row["state"] == "ok" else None
+        if value is not None and self._objective == "memory":
+            known = study.memory and row["memory"]
+            value = math.log(study.memory / row["memory"]) if known else 0.0
+        rounds = tuple(math.log(ratio) for ratio in row["rounds"] if ratio > 0)
         study.rows.append(row)
-        study.tried.append(tried)
-        proposer.tell(tried)
-
-    def _value(self, study: Study, row: dict[str, Any]) -> float | None:
-        """What the objective makes of a trial, as a logarithm over the start's."""
-        if row["state"] != "ok":
-            return None
-        speed = float(row["log_rate"])
-        saved = 0.0
-        if study.memory and row["memory"]:
-            saved = math.log(study.memory / row["memory"])
-        if self._objective == "memory":
-            return saved
-        if self._objective == "pareto":  # another weight for each trial (Knowles 2006, ParEGO)
-            weight = self._draw.random()
-            return weight * speed + (1 - weight) * saved
-        return speed  # money is time on the same machine; a race decides about time to loss
+        study.tried.append(TriedPoint(point, row["state"], value, row["memory"], rounds))
+        proposer.tell(study.tried[-1])
 
     def _tell(self, text: str) -> None:
         used = (self._clock() - self._began) / self._budget
         self._say(text, min(used, 1.0))
-
-
-def _upcoming(proposer: Proposer) -> list[Point]:
-    if isinstance(proposer, ForecastProposer):
-        return proposer.promising(NEXT)
-    point = proposer.ask()
-    return [] if point is None else [point]
 
 
 def _row(space: Space, point: Point, found: Measurement) -> dict[str, Any]:

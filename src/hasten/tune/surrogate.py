@@ -1,4 +1,4 @@
-"""What is believed of points that weren't measured: by results, failures and earlier studies.
+"""What is believed of points that weren't measured.
 
 The belief is a Gaussian process over the choices made. The logarithm of a point's value is taken to
 be its forecast, plus a contribution of every choice, plus a smaller one of every pair of choices;
@@ -11,19 +11,15 @@ in the same way, by a weight for it.
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hasten.errors import InputError
 from hasten.tune.space import Point, Space
 
 Array = NDArray[np.float64]
@@ -211,140 +207,3 @@ def importance(
     total = math.fsum(spreads.values()) or 1.0
     found = {name: round(s / total, 4) for name, s in spreads.items()}
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))
-
-
-# What is learnt from a point that failed: which of its choices may be to blame.
-#
-# A failure is no speed, so it says nothing of the forecast; but the next points should do without
-# its cause. Suspect is each choice that the start hasn't, and each pair of them. Who worked in
-# another point is cleared, and where the message names a technique, its own choice is among the
-# culprits (group testing, Dorfman 1943, with one culprit a failure). A point's chance to fail is
-# the share of suspicion that its choices carry.
-
-PAIR = 0.5  # of two together, as a share of the product of theirs
-
-
-def blamed_choice(why: str | None, settings: Mapping[str, Any]) -> str | None:
-    """The choice that a message names at its beginning: ``plan: NAME: ...`` or ``NAME: ...``."""
-    named = re.match(r"(?:plan: )?(\w+):", why or "")
-    return named[1] if named and named[1] in settings.values() else None
-
-
-class Failures:
-    """Suspects of all failures in a space, and who was cleared."""
-
-    def __init__(self, space: Space) -> None:
-        self._space = space
-        self._places = {d.name: i for i, d in enumerate(space.dimensions)}
-        self._worked: list[Point] = [space.start]
-        self._failed: list[tuple[Point, str | None]] = []
-        self._suspicion: list[tuple[Point, list[int], Array]] = []
-
-    def worked(self, point: Point) -> None:
-        self._worked.append(point)
-        self._weigh()
-
-    def failed(self, point: Point, name: str | None) -> None:
-        """``name``: of the choice that is to blame, alone or beside another; None: nobody knows."""
-        self._failed.append((point, name))
-        self._weigh()
-
-    def chances(self, points: Sequence[Point]) -> Array:
-        """Of each point to fail."""
-        fine = np.ones(len(points))
-        for point, changed, weights in self._suspicion:
-            total = weights.sum()
-            if total > 0:
-                shared = self._shared(points, point, changed)
-                fine *= 1 - np.einsum("ni,ij,nj->n", shared, weights, shared) / total
-        return 1 - fine
-
-    def _weigh(self) -> None:
-        """Suspicion of each choice (the diagonal) and each pair, for every failure."""
-        self._suspicion = []
-        for point, name in self._failed:
-            changed = [
-                i
-                for i, on in enumerate(self._space.active(point))
-                if on and point[i] != self._space.start[i]
-            ]
-            own = np.array([KNOB if self._space.dimensions[i].needs else 1.0 for i in changed])
-            weights = np.triu(PAIR * np.outer(own, own), 1) + np.diag(own)
-            if name is not None:
-                accused = np.array([self._value(point, i) == name for i in changed])
-                weights *= accused[:, None] | accused[None, :]
-            for shared in self._shared(self._worked, point, changed):
-                weights *= 1 - np.outer(shared, shared)
-            self._suspicion.append((point, changed, weights))
-
-    def _value(self, point: Point, place: int) -> Any:
-        return self._space.dimensions[place].values[point[place]]
-
-    def _shared(self, points: Sequence[Point], point: Point, changed: Sequence[int]) -> Array:
-        """Which of a point's changed choices other points have, too: (points, changed)."""
-        indices = np.asarray(points)
-        same: dict[int, Any] = {}
-        for i, d in enumerate(self._space.dimensions):
-            same[i] = indices[:, i] == point[i]
-            if d.needs is not None:  # it matters under the same choice alone
-                same[i] = same[i] & same[self._places[d.needs[0]]]
-        columns = [same[i] for i in changed]
-        return np.stack(columns, axis=1).astype(float) if columns else np.zeros((len(points), 0))
-
-
-# What earlier studies of similar jobs tell before the first trial: a forecast that was measured.
-#
-# Two jobs are similar if their records say the same of what they are `about` (architecture, device
-# and objective; of a loop, its name). Settings that both know are matched by name and value; what
-# an earlier study measured is believed half, since the job is another.
-
-BELIEVED = 0.5
-FEWEST = 3  # trials, or nothing is learnt
-VAGUE = 0.05  # added to the noise of another job's measurement
-
-
-def similar_trials(folder: Path, about: Mapping[str, Any], but: str) -> list[dict[str, Any]]:
-    """Trials of a folder's studies that are about the same; a damaged record is passed over."""
-    found: list[dict[str, Any]] = []
-    for path in sorted(folder.glob("*/record.jsonl")):
-        if path.parent.name == but:
-            continue
-        try:
-            events = [json.loads(line) for line in path.read_text().splitlines()]
-            if any(e.get("event") == "about" and e.get("what") == about for e in events):
-                found += [
-                    e for e in events if e.get("event") in ("trial", "tried") and e["state"] == "ok"
-                ]
-        except (OSError, ValueError, AttributeError, KeyError):
-            continue
-    return found
-
-
-def corrected_forecast(
-    space: Space, trials: Sequence[Mapping[str, Any]], forecast: Callable[[Point], float]
-) -> Callable[[Point], float]:
-    """The forecast as earlier trials correct it; itself where they are too few.
-
-    Their values are over a start of their own: what is told is over this one's, which is 0.
-    """
-    seen, values = [], []
-    for trial in trials:
-        try:
-            seen.append(space.point(trial["settings"]))
-        except InputError:
-            continue  # a setting that this job doesn't have
-        values.append(float(trial["log_rate"]))
-    if len(seen) < FEWEST:
-        return forecast
-    believed = PlanGaussianProcess(space, forecast, VAGUE).after(seen, values)
-    known: dict[Point, float] = {}
-
-    def corrected(point: Point) -> float:
-        if point not in known:
-            points = [point] if known else [*space.points(), point]  # most will be asked for
-            known.update(zip(points, map(float, believed(points).mean), strict=True))
-        before = forecast(point)
-        return before + BELIEVED * (known[point] - before)
-
-    first = corrected(space.start)
-    return lambda point: corrected(point) - first

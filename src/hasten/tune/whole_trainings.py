@@ -7,13 +7,12 @@ steps, and warm-up is a share of these. Each waits at its looks for its held-out
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from hasten.core.job import share_of
-from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.measure.recipe_experiment import ExperimentSubject
 from hasten.measure.workers import Worker
@@ -93,9 +92,13 @@ class RecipeTrainings:
         """The training of a point, begun."""
         changed = self.recipe_at(point)
         values = {name: getattr(changed, name) for name in (RATE, self._batch, "warmup_steps")}
-        values["seed"] = seed
         steps = self._steps_of(changed)
-        return begin_training(self._workers, self.given.plan, values, steps, self.looks)
+        # It ends by steps, where its looks end: a number of tokens ends within a step.
+        ends = {"seed": seed, "max_steps": steps, "epochs": None, "max_tokens": None}
+        worker = self._workers.start(self.given.plan, {**values, **ends})
+        return TrainingProcess(
+            worker, [round(steps * n / self.looks) for n in range(self.looks + 1)]
+        )
 
     def _steps_of(self, recipe: Recipe) -> int:
         given = self.given
@@ -130,18 +133,6 @@ def _as_long(steps: int | None, times: float) -> bool:
     return abs(round(steps / times) * times / steps - 1) <= APART
 
 
-def begin_training(
-    workers: RecipeWorkers, plan: Plan, changes: Mapping[str, Any], steps: int, looks: int
-) -> TrainingProcess:
-    """A training of a plan with changes to the recipe's keys, to so many steps.
-
-    It ends by steps, where its looks end: a number of tokens ends within a step.
-    """
-    ends = {"max_steps": steps, "epochs": None, "max_tokens": None}
-    worker = workers.start(plan, {**changes, **ends})
-    return TrainingProcess(worker, [round(steps * n / looks) for n in range(looks + 1)])
-
-
 class TrainingProcess:
     """A training that waits at its looks.
 
@@ -152,7 +143,6 @@ class TrainingProcess:
 
     def __init__(self, worker: Worker, steps: Sequence[int]) -> None:
         self._worker, self._steps, self._begun = worker, steps, False
-        self.seconds = 0.0  # of its own steps so far
 
     def loss_at(self, look: int, patience: float) -> float:
         deadline = time.monotonic() + patience
@@ -164,16 +154,8 @@ class TrainingProcess:
             self._worker.ready(left())
             self._begun = True
         count = self._steps[look] - self._steps[look - 1]
-        reply = self._worker.request("steps", left(), count=count)
-        self.seconds += sum(step["step_seconds"] for step in reply["steps"])
+        self._worker.request("steps", left(), count=count)
         return float(self._worker.request("evaluate", left())["held_out_loss"])
 
     def end(self, at_once: bool = False) -> None:
         self._worker.close(kill=at_once)
-
-
-def steps_of(given: ExperimentSubject) -> int:
-    """How many steps the recipe's own training has."""
-    recipe = given.recipe
-    data = prepare_data(recipe, Path(recipe.output) / "data")
-    return job_of(recipe, data, given.known, given.plan).schedule.total_steps

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hasten.measure.workers import WorkerError
-from hasten.tune.space import Point, Space
+from hasten.tune.space import Dimension, Point, Space
 
 TICK = 0.01  # seconds, within which a machine's speed stays
+
+
+def of_values(knobs: Mapping[str, list[Any]]) -> Space:
+    """A space of plain lists, which starts at the first values; numbers count as ordered."""
+    ordered = {n: len(v) > 2 and isinstance(v[0], int) for n, v in knobs.items()}
+    dimensions = tuple(Dimension(n, tuple(v), ordered[n]) for n, v in knobs.items())
+    return Space(dimensions, (0,) * len(dimensions))
 
 
 class Clock:

@@ -15,8 +15,8 @@ from hasten.machine.processes import LoadMeter
 from hasten.measure.schedule import SLICE_SECONDS, ArmProcess, OutOfTimeError, Turn, run_round
 from hasten.measure.workers import WorkerError
 from hasten.tune.bench import ReferencePair
-from hasten.tune.space import Point, of_values
-from search.tuner.simulated import Machine, Simulated
+from hasten.tune.space import Point
+from search.tuner.simulated import Machine, Simulated, of_values
 
 SPACE = of_values({"batch": [1, 2, 4], "fused": [False, True]})
 KILLED = "the process ended with code -9: killed, most likely for want of memory"

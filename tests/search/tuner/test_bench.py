@@ -14,10 +14,10 @@ from hasten.measure.record import ExperimentRecord
 from hasten.measure.schedule import ArmProcess, OutOfTimeError
 from hasten.measure.workers import WorkerError
 from hasten.tune.bench import PASSES, ReferencePair, turn_steps
-from hasten.tune.samplers import TriedPoint
-from hasten.tune.space import Point, of_values
+from hasten.tune.samplers import Proposer
+from hasten.tune.space import Point
 from hasten.tune.study import Search
-from search.tuner.simulated import Machine, Simulated, step
+from search.tuner.simulated import Machine, Simulated, of_values, step
 
 SPACE = of_values({"batch": [1, 2, 4], "fused": [False, True]})
 HUNGRY = {"batch": 4, "fused": True}
@@ -58,18 +58,10 @@ class Victim(Simulated):
         super().close(kill)
 
 
-class InOrder:
-    """The hungry one first, then all others."""
-
-    def __init__(self) -> None:
-        first = SPACE.point(HUNGRY)
-        self.left = [first, *(p for p in SPACE.points() if p not in (first, SPACE.start))]
-
+class HungryFirst(Proposer):
     def ask(self) -> Point | None:
-        return self.left.pop(0) if self.left else None
-
-    def tell(self, tried: TriedPoint) -> None:
-        pass
+        first = SPACE.point(HUNGRY)
+        return super().ask() if first in self.told else first
 
 
 def test_a_start_that_is_killed_beside_a_trial_is_started_anew_for_the_next_one() -> None:
@@ -77,7 +69,7 @@ def test_a_start_that_is_killed_beside_a_trial_is_started_anew_for_the_next_one(
     with ReferencePair(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
         search = Search(
             SPACE,
-            lambda noise, memory: InOrder(),
+            lambda noise, memory: HungryFirst(SPACE),
             bench,
             ExperimentRecord(),
             budget_seconds=2000.0,

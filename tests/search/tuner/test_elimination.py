@@ -10,8 +10,8 @@ import pytest
 
 from hasten.measure.elimination import FEWEST, MOST_ROUNDS, leading, ordered, surely_slower
 from hasten.tune.bench import ReferencePair
-from hasten.tune.space import Point, of_values
-from search.tuner.simulated import Machine
+from hasten.tune.space import Point
+from search.tuner.simulated import Machine, of_values
 
 SPACE = of_values({"batch": [1, 2, 4, 8], "fused": [False, True], "dtype": ["fp32", "bf16"]})
 ONE, TWO, THREE = (1,), (2,), (3,)

@@ -15,7 +15,8 @@ from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.recipe.build import mixed_layouts
 from hasten.recipe.shorthands import catalogue
-from hasten.tune.space import NONE, Dimension, Space, of_values, plan_space, values_of
+from hasten.tune.space import NONE, Dimension, Space, plan_space, values_of
+from search.tuner.simulated import of_values
 from tiny import able, job_facts, language_job
 
 FACTS = able(job_facts(language_job()))
@@ -93,19 +94,13 @@ def test_refused_points_are_not_offered() -> None:
     assert all(p[2] < 2 for p in space.neighbours((0, 0, 1)))
 
 
-@pytest.mark.parametrize(
-    ("knobs", "start", "said"),
-    [
-        ({"a": 3}, None, "list of values"),
-        ({"a": [1, 1]}, None, "twice"),
-        ({}, None, "nothing to choose"),
-        ({"batch": [1, 2]}, {"bach": 1}, "did you mean 'batch'"),
-        ({"a": [1, 2]}, {"a": 3}, "can't be 3"),
-    ],
-)
-def test_what_is_no_space_is_refused_with_a_sentence(knobs: dict, start: dict, said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        of_values(knobs, start)
+def test_settings_that_the_space_has_not_are_refused_with_a_sentence() -> None:
+    with pytest.raises(InputError, match="did you mean 'threads'"):
+        NESTED.point({"thread": 1})
+    with pytest.raises(InputError, match="can't be 3"):
+        NESTED.point({"threads": 3})
+    with pytest.raises(InputError, match="nothing to choose"):
+        Space((), ())
 
 
 def test_ranges_become_a_few_values_and_keep_the_own_one() -> None:

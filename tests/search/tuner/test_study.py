@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import pytest
 from hasten.errors import InputError
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.schedule import OutOfTimeError
+from hasten.progress import SilentProgress
 from hasten.tune.bench import ReferencePair
 from hasten.tune.report import page, result_sentence, study_document
-from hasten.tune.samplers import ForecastProposer, PriorKnowledge, Shuffled, TriedPoint
-from hasten.tune.space import of_values
+from hasten.tune.samplers import ForecastProposer, PriorKnowledge, Proposer, TriedPoint
 from hasten.tune.study import FINALISTS, Search, Study
-from hasten.tune.surrogate import corrected_forecast, importance, similar_trials
-from search.tuner.simulated import Machine
+from hasten.tune.study_folder import StudyFolder
+from hasten.tune.surrogate import importance
+from search.tuner.simulated import Machine, of_values
 
 SPACE = of_values({"batch": [1, 2, 4, 8], "fused": [False, True], "dtype": ["fp32", "bf16"]})
 
@@ -29,8 +31,8 @@ def seconds(s: dict[str, Any]) -> float:
     )
 
 
-def any_order(noise: float, memory: float | None) -> Shuffled:
-    return Shuffled(SPACE, 1)
+def any_order(noise: float, memory: float | None) -> Proposer:
+    return Proposer(SPACE, 1)
 
 
 def searched(
@@ -77,7 +79,7 @@ def test_what_leads_by_luck_in_its_trials_is_told_from_what_is_faster() -> None:
     def lost(place: int) -> float:
         machine = Machine(SPACE, seconds, noise=0.12)
         machine.draw.seed(place)
-        study = searched(machine, proposer=lambda noise, memory: Shuffled(SPACE, place), most=12)
+        study = searched(machine, proposer=lambda noise, memory: Proposer(SPACE, place), most=12)
         tried = [seconds(r["settings"]) for r in study.rows]
         assert machine.alive == 0
         return seconds(SPACE.settings(study.leaders(1)[0])) / min(tried) - 1
@@ -119,6 +121,7 @@ def test_nobody_is_a_finalist_who_is_far_behind() -> None:
 
 def test_one_lucky_round_is_no_finalist_before_those_that_all_trials_speak_for() -> None:
     own, machine = ForecastProposer(SPACE, PriorKnowledge(noise=0.3)), Machine(SPACE, seconds)
+    plain = Proposer(SPACE)
     lucky = (3, 0, 0)
     rows = [(lucky, (0.5,))] + [((batch, 1, 1), (0.45,) * 3) for batch in range(4)]
     study = Study(SPACE, "tokens", 0.3, 1.0, None)
@@ -126,10 +129,11 @@ def test_one_lucky_round_is_no_finalist_before_those_that_all_trials_speak_for()
         study.tried.append(TriedPoint(point, "ok", rounds[0], rounds=rounds))
         study.rows.append({"log_rate": rounds[0]})
         own.tell(study.tried[-1])
+        plain.tell(study.tried[-1])
     with ReferencePair(machine.start, SPACE.start, 2, clock=machine.clock) as bench:
         search = Search(SPACE, lambda *_: own, bench, ExperimentRecord(), budget_seconds=1.0)
         assert lucky not in search._finalists(study, own)
-        assert search._finalists(study, any_order(0.3, None))[0] == lucky  # it alone is asked
+        assert search._finalists(study, plain)[0] == lucky  # it alone is asked
 
 
 def test_it_ends_early_when_nothing_more_is_expected() -> None:
@@ -266,15 +270,30 @@ def test_memory_as_objective_leads_to_the_smallest() -> None:
     assert SPACE.settings(study.leaders()[0])["batch"] == 8
 
 
-def test_the_front_holds_what_nothing_beats_in_both() -> None:
-    machine = Machine(SPACE, seconds, memory=lambda s: 1e9 * s["batch"])
-    study = searched(machine, objective="pareto", most=15)
-    front = [study.rows[i] for i in study.front()]
-    assert front
-    for row in front:
-        for other in study.rows:
-            better = other["log_rate"] > row["log_rate"] and other["memory"] <= row["memory"]
-            assert not better
+def test_two_processes_of_one_study_take_turns_and_lose_nothing(tmp_path: Path) -> None:
+    """The second one waits, and goes on from what the first has left."""
+    machine, told = Machine(SPACE, seconds, noise=0.01), list[str]()
+
+    class Noting(SilentProgress):
+        def tell(self, text: str) -> None:
+            told.append(text)
+            inside.set()
+
+    inside, rows = threading.Event(), list[int]()
+
+    def second() -> None:
+        with StudyFolder(tmp_path, "key", Noting()).opened(fresh=False) as record:
+            rows.append(sum(e["event"] == "trial" for e in record.events))
+
+    with StudyFolder(tmp_path, "key", SilentProgress()).opened(fresh=False) as record:
+        other = threading.Thread(target=second)
+        other.start()
+        assert inside.wait(60.0)
+        searched(machine, record=record, most=4, proposer=any_order)
+        assert not rows
+    other.join(60.0)
+    assert rows == [4]
+    assert "waiting for" in told[0]
 
 
 def test_importance_names_the_decision_that_matters_and_adds_up() -> None:
@@ -284,34 +303,6 @@ def test_importance_names_the_decision_that_matters_and_adds_up() -> None:
     assert next(iter(shares)) == max(shares, key=lambda name: shares[name])
     assert shares["batch"] > shares["dtype"] > shares["fused"] > 0  # 1.8, 1.7 and 1.25 times
     assert math.fsum(shares.values()) == pytest.approx(1, abs=1e-3)
-
-
-def test_earlier_studies_of_similar_jobs_are_a_forecast(tmp_path: Path) -> None:
-    machine, about = Machine(SPACE, seconds), {"loop": "a"}
-    for name, what in (("one", about), ("two", {"loop": "b"})):
-        with ExperimentRecord(tmp_path / name / "record.jsonl", name) as record:
-            record.append("about", what=what)
-            searched(machine, record=record, most=5)
-    (tmp_path / "three").mkdir()
-    (tmp_path / "three" / "record.jsonl").write_text("no record")
-    trials = similar_trials(tmp_path, about, but="four")
-    assert len(trials) == 5
-    gain = corrected_forecast(SPACE, trials, lambda p: 0.0)
-    fast = SPACE.point({"batch": 8, "fused": True, "dtype": "bf16"})
-    assert gain(fast) > gain(SPACE.start) + 0.1
-    assert corrected_forecast(SPACE, trials[:2], gain) is gain  # too few to learn from
-
-
-def test_a_study_that_started_elsewhere_says_nothing_of_this_start() -> None:
-    """Its values are over its own start, here one that is twice as fast."""
-    trials = [
-        {"settings": s, "log_rate": -math.log(2) - math.log(seconds(s))}
-        for s in map(SPACE.settings, SPACE.points()[1:9])
-    ]
-    gain = corrected_forecast(SPACE, trials, lambda p: 0.0)
-    assert gain(SPACE.start) == 0
-    fast = SPACE.point({"batch": 8, "fused": True, "dtype": "bf16"})
-    assert gain(fast) > 0.1
 
 
 def test_the_page_draws_and_escapes(tmp_path: Path) -> None:
