@@ -36,7 +36,10 @@ from hasten.recipe.shorthands import catalogue
 
 STEPS = 100_000  # of the planted job: its races never reach its end
 EXAMPLE = str(Path(__file__).parents[1] / "examples" / "stdlib_tiny.yaml")
-PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
+PATHS = [
+    str(Path(__file__).parent),
+    *(str(Path(__file__).parents[1] / place) for place in ("tests", "tests/common")),
+]
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 from netlab import Lab
 
-JOBS = Path(__file__).parents[1] / "tests" / "netlab_jobs.py"
+JOBS = Path(__file__).parents[1] / "tests/common/netlab_jobs.py"
 LINKS: list[tuple[str, float, int]] = [
     *(("10mbit", 0.0, 1500), ("100mbit", 0.0, 1500), ("1gbit", 0.0, 1500), ("none", 0.0, 1500)),
     *(("10mbit", 20.0, 1500), ("100mbit", 1.0, 1500), ("1gbit", 0.1, 1500), ("1gbit", 0.1, 9000)),

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_paper.py [NAME ...] [--device h200]
 
-The recipes are those of tests/paper_recipes.py, whose bounds the long tests hold the code to.
+The recipes are those of tests/common/paper_recipes.py, whose bounds long tests hold the code to.
 Nothing is measured: tokens per second are what the device's datasheet allows at most.
 """
 
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/common"))
 
 from smoke import arguments
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from smoke import arguments
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/common"))
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
     python benchmarks/bench_verdicts.py --replays 100
     python benchmarks/bench_verdicts.py --real 5 --rounds 24 --builds 2 --steps 12
     python benchmarks/bench_verdicts.py --spread 6 --rounds 4 --steps 12
-    python benchmarks/bench_verdicts.py --record tests/evidence/data/step_speeds.json --rounds 400
+    python benchmarks/bench_verdicts.py --record tests/measure/data/step_speeds.json --rounds 400
 
 Coverage: how often 95 % intervals hold a known ratio. Replays: seven arms of which the truth is
 known, beside a baseline and its second copy, in speeds that were recorded on a busy machine, by
@@ -24,13 +24,14 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/common"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from smoke import arguments as asked_of
 
-from evidence.planted import RECORDED, TRUTHS, Proofs, Truth, counts, recorded, word_of
-from evidence.planted_techniques import small_proofs
-from evidence.simulated import NOISES, ROUNDS, coverage
+from measure.planted import RECORDED, TRUTHS, Proofs, Truth, counts, recorded, word_of
+from measure.planted_techniques import small_proofs
+from measure.simulated import NOISES, ROUNDS, coverage
 
 BUSY_ROUNDS, CALM_ROUNDS = (8, 200, 1000, 2000, 3000), (5, 8, 12, 20, 40, 80)
 ALIKE = ("again", "nothing")  # both do what the baseline does

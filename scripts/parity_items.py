@@ -25,7 +25,7 @@ import yaml
 PARTS = ("training", "data", "resume", "planner", "files", "report", "commands")
 ASKED = {"training": "techniques", "files": "importers"}  # what a part's items are made from
 TESTS = Path(__file__).resolve().parents[1] / "tests"
-REPORT = TESTS / "evidence" / "data" / "report_full.json"  # every key of the format
+REPORT = TESTS / "report/data" / "report_full.json"  # every key of the format
 LISTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 ARCHITECTURES = tuple(LISTS["architectures"])
 MEASURED = ("bf16_gain",)
@@ -360,8 +360,8 @@ def files(inputs: Path, keys: Mapping[str, Sequence[str]]) -> Iterator[Item]:
 
 def foreign_files(keys: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
     """Name and text of other trainers' files: usual ones, changed ones, and all keys at once."""
-    if str(TESTS) not in sys.path:
-        sys.path.append(str(TESTS))
+    if str(TESTS / "common") not in sys.path:
+        sys.path.append(str(TESTS / "common"))
     import foreign_configs as usual
     import zero_configs as zero
 

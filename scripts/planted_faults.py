@@ -649,7 +649,7 @@ CORE: tuple[Fault, ...] = (
         old="setup.loss_factor * setup.layout.averages / (denominator or 1.0)",
         new="setup.loss_factor / (denominator or 1.0)",
         tests=(
-            "tests/guarding/test_proofs_on_ranks.py",
+            "tests/measure/quality/test_proofs_on_ranks.py",
             "tests/techniques/test_layout_sharded.py",
         ),
     ),
@@ -689,7 +689,7 @@ CORE: tuple[Fault, ...] = (
         file="core/step.py",
         old="            self.setup.routing.discard()\n",
         new="            pass\n",
-        tests=("tests/techniques/test_routing.py", "tests/parts/test_routing.py"),
+        tests=("tests/techniques/test_routing.py", "tests/parts/nn/test_routing.py"),
     ),
     Fault(
         name="same-order-every-epoch",
@@ -812,7 +812,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/data/packing.py",
         old="order[_sorted_by(sizes[order])]",
         new="order[_sorted_by(sizes)]",
-        tests=("tests/parts/test_packing.py",),
+        tests=("tests/parts/data/test_packing.py",),
     ),
     Fault(
         name="loss-mask-shifted",
@@ -820,7 +820,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/data/collate.py",
         old="np.where(record.trained[1:], record.input_ids[1:], IGNORED)",
         new="np.where(record.trained[:-1], record.input_ids[1:], IGNORED)",
-        tests=("tests/parts/test_collate.py",),
+        tests=("tests/parts/data/test_collate.py",),
     ),
     Fault(
         name="positions-run-on-in-a-row",
@@ -828,7 +828,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/data/collate.py",
         old="torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)",
         new="torch.arange(sum(lengths)).unsqueeze(0)",
-        tests=("tests/parts/test_collate.py",),
+        tests=("tests/parts/data/test_collate.py",),
     ),
     Fault(
         name="mean-loss-not-weighted",
@@ -836,7 +836,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/nn/losses.py",
         old="return found * weight, torch.tensor(weight)",
         new="return found, torch.tensor(weight)",
-        tests=("tests/parts/test_losses.py",),
+        tests=("tests/parts/nn/test_losses.py",),
     ),
     Fault(
         name="held-out-loss-is-smoothed",
@@ -844,7 +844,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/nn/losses.py",
         old="        terms = self.terms if self.training else self.terms.measured()\n",
         new="        terms = self.terms\n",
-        tests=("tests/parts/test_losses.py",),
+        tests=("tests/parts/nn/test_losses.py",),
     ),
     Fault(
         name="z-loss-gradient-halved",
@@ -852,7 +852,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/nn/losses.py",
         old="        grad *= 1 + 2 * terms.z_loss * log_sum\n",
         new="        grad *= 1 + terms.z_loss * log_sum\n",
-        tests=("tests/parts/test_cross_entropy.py",),
+        tests=("tests/parts/nn/test_cross_entropy.py",),
     ),
     Fault(
         name="filler-rows-get-a-gradient",
@@ -860,7 +860,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/nn/losses.py",
         old="grad -= counted * (terms.label_smoothing / logits.shape[1])",
         new="grad -= terms.label_smoothing / logits.shape[1]",
-        tests=("tests/parts/test_cross_entropy.py",),
+        tests=("tests/parts/nn/test_cross_entropy.py",),
     ),
     Fault(
         name="folder-renamed-before-it-is-durable",
@@ -945,7 +945,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/comm/methods.py",
         old="        if counted:\n            self._kept |= self._pending\n",
         new="        self._kept |= self._pending\n",
-        tests=("tests/parts/test_gradient_compressor.py",),
+        tests=("tests/parts/comm/test_gradient_compressor.py",),
     ),
     Fault(
         name="memory-of-an-unused-layer-is-lost",
@@ -953,7 +953,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/comm/buckets.py",
         old="                give_back(left, held)\n",
         new="",
-        tests=("tests/parts/test_gradient_compressor.py",),
+        tests=("tests/parts/comm/test_gradient_compressor.py",),
     ),
     Fault(
         name="residual-of-one-rank-s-share",
@@ -961,7 +961,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/comm/methods.py",
         old="(matrix - basis @ mine.float().T * world)",
         new="(matrix - basis @ mine.float().T)",
-        tests=("tests/parts/test_gradient_compressor.py",),
+        tests=("tests/parts/comm/test_gradient_compressor.py",),
     ),
     Fault(
         name="owner-owes-one-share",
@@ -969,7 +969,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/comm/methods.py",
         old="left[low:high].add_(mean - result[low:high], alpha=ranks.world)",
         new="left[low:high].add_(mean - result[low:high])",
-        tests=("tests/parts/test_gradient_compressor.py",),
+        tests=("tests/parts/comm/test_gradient_compressor.py",),
     ),
     Fault(
         name="velocity-keeps-what-was-sent",
@@ -977,7 +977,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/comm/methods.py",
         old="self._velocity.leave_bucket(pieces, flat.masked_fill(sent, 0.0))",
         new="self._velocity.leave_bucket(pieces, flat)",
-        tests=("tests/parts/test_gradient_compressor.py",),
+        tests=("tests/parts/comm/test_gradient_compressor.py",),
     ),
     Fault(
         name="scale-rounded-down",
@@ -985,7 +985,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/kernels/codec_reference.py",
         old="((share + 0xFFFF) >> 16)",
         new="((share + 0x7FFF) >> 16)",
-        tests=("tests/parts/test_codec_kernels.py", "tests/parts/test_codecs.py"),
+        tests=("tests/parts/kernels/test_codec_kernels.py", "tests/parts/comm/test_codecs.py"),
     ),
     Fault(
         name="head-counted-on-the-first-stage",
@@ -993,7 +993,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/distributed/pipeline/stages.py",
         old="(first if index == 0 else 0.0) + (last if index == stages - 1 else 0.0)",
         new="(last if index == 0 else 0.0) + (first if index == stages - 1 else 0.0)",
-        tests=("tests/parts/layout/test_partition.py",),
+        tests=("tests/parts/distributed/test_partition.py",),
     ),
     Fault(
         name="norm-counts-every-copy",
@@ -1020,7 +1020,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/distributed/pipeline/schedules.py",
         old="ahead = min(ranks - 1 - rank, micro_batches)",
         new="ahead = min(ranks - rank, micro_batches)",
-        tests=("tests/parts/layout/test_pipeline_schedules.py",),
+        tests=("tests/parts/distributed/test_pipeline_schedules.py",),
     ),
     Fault(
         name="filler-is-trained",
@@ -1028,7 +1028,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/distributed/pipeline/runtime.py",
         old='"labels": IGNORED,',
         new='"labels": 0,',
-        tests=("tests/parts/layout/test_pipeline.py",),
+        tests=("tests/parts/distributed/test_pipeline.py",),
     ),
     Fault(
         name="expert-gradients-not-averaged",
@@ -1036,7 +1036,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/distributed/expert_parallel.py",
         old="        weight.grad.div_(self._divisor)  # before the sum: fp16 can't hold all\n",
         new="",
-        tests=("tests/parts/layout/test_expert_parallel.py",),
+        tests=("tests/parts/distributed/test_expert_parallel.py",),
     ),
     Fault(
         name="bits-taken-for-bytes",
@@ -1044,7 +1044,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/comm/topology.py",
         old="megabits * 1e6 / 8 if megabits > 0",
         new="megabits * 1e6 if megabits > 0",
-        tests=("tests/parts/test_topology.py",),
+        tests=("tests/parts/comm/test_topology.py",),
     ),
     Fault(
         name="ring-is-not-closed",
@@ -1052,7 +1052,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/comm/topology.py",
         old="(*order[1:], order[0])",
         new="(*order[1:], order[-1])",
-        tests=("tests/parts/test_topology.py",),
+        tests=("tests/parts/comm/test_topology.py",),
     ),
     Fault(
         name="mean-divided-twice",
@@ -1060,7 +1060,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/comm/collectives.py",
         old='if op == "mean" and not early:\n            whole.div_',
         new='if op == "mean":\n            whole.div_',
-        tests=("tests/parts/test_collectives.py",),
+        tests=("tests/parts/comm/test_collectives.py",),
     ),
     Fault(
         name="bias-feeds-the-busy-expert",
@@ -1068,7 +1068,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/nn/router_balance.py",
         old="torch.sign(self.last.mean(dim=1, keepdim=True) - self.last)",
         new="torch.sign(self.last - self.last.mean(dim=1, keepdim=True))",
-        tests=("tests/parts/test_routing.py",),
+        tests=("tests/parts/nn/test_routing.py",),
     ),
     Fault(
         name="filler-counts-as-load",
@@ -1076,7 +1076,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/nn/router_balance.py",
         old="real = (heard.sequences != FILLER).to(self._loads)",
         new="real = torch.ones_like(heard.sequences).to(self._loads)",
-        tests=("tests/parts/test_routing.py",),
+        tests=("tests/parts/nn/test_routing.py",),
     ),
     Fault(
         name="momentum-the-wrong-way-round",
@@ -1084,7 +1084,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/optim/muon.py",
         old="moment.lerp_(grad, 1 - self.momentum)",
         new="moment.lerp_(grad, self.momentum)",
-        tests=("tests/parts/test_muon.py",),
+        tests=("tests/parts/optim/test_muon.py",),
     ),
     Fault(
         name="same-rounding-every-step",
@@ -1092,7 +1092,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/optim/compact_adamw.py",
         old="* 0x9E3779B97F4A7C15 + step",
         new="* 0x9E3779B97F4A7C15",
-        tests=("tests/parts/test_compact_adamw.py",),
+        tests=("tests/parts/optim/test_compact_adamw.py",),
     ),
     Fault(
         name="norms-and-biases-decay",
@@ -1100,7 +1100,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/optim/weight_average.py",
         old='parameter.ndim >= 2 and not name.endswith("bias")',
         new="parameter.ndim >= 1",
-        tests=("tests/parts/test_parameter_groups.py",),
+        tests=("tests/parts/optim/test_parameter_groups.py",),
     ),
     Fault(
         name="scale-grows-soon-after-an-overflow",
@@ -1108,7 +1108,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/optim/master_weights.py",
         old="self.value, self._good = max(self.value * self.backoff, 1.0), 0",
         new="self.value = max(self.value * self.backoff, 1.0)",
-        tests=("tests/parts/test_loss_scale.py",),
+        tests=("tests/parts/optim/test_loss_scale.py",),
     ),
     Fault(
         name="micro-batches-counted-again",
@@ -1119,7 +1119,7 @@ PARTS: tuple[Fault, ...] = (
             "            working.grad = None\n"
         ),
         new="                master.grad = _sum(master.grad, working.grad)\n",
-        tests=("tests/parts/test_master_weights.py", "tests/core/test_step.py"),
+        tests=("tests/parts/optim/test_master_weights.py", "tests/core/test_step.py"),
     ),
     Fault(
         name="averaged-weights-stay",
@@ -1127,7 +1127,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/optim/weight_average.py",
         old='before = [p.detach().to("cpu", copy=True) for p in parameters]',
         new='before = [p.detach().to("cpu") for p in parameters]',
-        tests=("tests/parts/test_weight_average.py",),
+        tests=("tests/parts/optim/test_weight_average.py",),
     ),
     Fault(
         name="new-epoch-begins-in-its-middle",
@@ -1135,7 +1135,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/data/dynamic_batch.py",
         old="self.epoch, self._done, self._start = epoch, 0, 0",
         new="self.epoch = epoch",
-        tests=("tests/parts/test_dynamic_sampler.py",),
+        tests=("tests/parts/data/test_dynamic_sampler.py",),
     ),
     Fault(
         name="batch-counted-after-its-step",
@@ -1149,7 +1149,7 @@ PARTS: tuple[Fault, ...] = (
             "            yield sent if copies is None else copies.receive(sent)\n"
             "            self.batch += 1\n"
         ),
-        tests=("tests/parts/test_prefetcher.py",),
+        tests=("tests/parts/data/test_prefetcher.py",),
     ),
     Fault(
         name="error-of-the-loader-is-lost",
@@ -1157,7 +1157,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/data/prefetch.py",
         old="        error = caught\n",
         new="        error = None\n",
-        tests=("tests/parts/test_reading_thread.py",),
+        tests=("tests/parts/data/test_reading_thread.py",),
     ),
     Fault(
         name="rows-keep-their-company",
@@ -1165,7 +1165,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/data/epoch_order.py",
         old="records = _generator(self.seed, epoch, RECORDS_DRAWN)",
         new="records = _generator(self.seed, 0, RECORDS_DRAWN)",
-        tests=("tests/parts/test_row_order.py",),
+        tests=("tests/parts/data/test_row_order.py",),
     ),
     Fault(
         name="last-piece-weighs-too-much",
@@ -1173,7 +1173,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/data/dynamic_batch.py",
         old="step(piece, record_count(piece) / whole)",
         new="step(piece, size / whole)",
-        tests=("tests/parts/test_dynamic_batcher.py",),
+        tests=("tests/parts/data/test_dynamic_batcher.py",),
     ),
     Fault(
         name="a-size-too-large-stays-good",
@@ -1185,7 +1185,7 @@ PARTS: tuple[Fault, ...] = (
             "            self.good = 0\n"
         ),
         new="",
-        tests=("tests/parts/test_headroom.py", "tests/parts/test_dynamic_batcher.py"),
+        tests=("tests/machine/test_headroom.py", "tests/parts/data/test_dynamic_batcher.py"),
     ),
     Fault(
         name="anchor-of-before-the-resume",
@@ -1196,7 +1196,7 @@ PARTS: tuple[Fault, ...] = (
             "        self.drift.reset()\n"
         ),
         new='        self.steps, self.exchanges = state["steps"], state["exchanges"]\n',
-        tests=("tests/parts/test_local_steps.py", "tests/techniques/test_wire_local_life.py"),
+        tests=("tests/parts/comm/test_local_steps.py", "tests/techniques/test_wire_local_life.py"),
     ),
     Fault(
         name="ranks-count-alike-whatever-they-trained",
@@ -1204,7 +1204,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/comm/local_sgd.py",
         old="[tokens / total if total else 1 / len(headers) for tokens, _ in headers]",
         new="[1 / len(headers) for _ in headers]",
-        tests=("tests/parts/test_local_steps.py",),
+        tests=("tests/parts/comm/test_local_steps.py",),
     ),
     Fault(
         name="tokens-ahead-cross-documents",
@@ -1212,7 +1212,7 @@ PARTS: tuple[Fault, ...] = (
         file="parts/nn/multi_token.py",
         old="return there & (number == number.roll(-distance, dims=1))",
         new="return there",
-        tests=("tests/parts/test_multi_token.py",),
+        tests=("tests/parts/nn/test_multi_token.py",),
     ),
 )
 
@@ -1223,7 +1223,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/statistics.py",
         old="student_quantile((1 + confidence) / 2, rounds - 1) * error",
         new="student_quantile((1 + confidence) / 2, rounds) * error",
-        tests=("tests/evidence/test_statistics.py",),
+        tests=("tests/measure/test_statistics.py",),
     ),
     Fault(
         name="gain-by-the-upper-end",
@@ -1231,7 +1231,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/statistics.py",
         old="if ratio.low > 1 + noise_floor:",
         new="if ratio.high > 1 + noise_floor:",
-        tests=("tests/evidence/test_statistics.py",),
+        tests=("tests/measure/test_statistics.py",),
     ),
     Fault(
         name="holm-never-steps-down",
@@ -1239,7 +1239,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/significance.py",
         old="        left -= 1\n",
         new="",
-        tests=("tests/evidence/test_significance.py",),
+        tests=("tests/measure/test_significance.py",),
     ),
     Fault(
         name="processes-need-not-agree",
@@ -1247,7 +1247,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/significance.py",
         old="max(by_rounds, luck.chance(mean - edge))",
         new="min(by_rounds, luck.chance(mean - edge))",
-        tests=("tests/evidence/test_luck.py",),
+        tests=("tests/measure/test_luck.py",),
     ),
     Fault(
         name="a-lower-loss-is-worse",
@@ -1255,7 +1255,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="report/judgement.py",
         old="change = ours / theirs - 1",
         new="change = theirs / ours - 1",
-        tests=("tests/evidence/test_judgement.py",),
+        tests=("tests/report/test_judgement.py",),
     ),
     Fault(
         name="no-look-after-the-last-round",
@@ -1263,7 +1263,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/ablation.py",
         old="for look in range(1, self.evaluations + 1)",
         new="for look in range(self.evaluations)",
-        tests=("tests/evidence/test_ablation.py",),
+        tests=("tests/measure/test_ablation.py",),
     ),
     Fault(
         name="rung-without-its-own-technique",
@@ -1271,7 +1271,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/ablation.py",
         old="Plan(plan.techniques[: place + 1])",
         new="Plan(plan.techniques[:place])",
-        tests=("tests/evidence/test_ablation.py",),
+        tests=("tests/measure/test_ablation.py",),
     ),
     Fault(
         name="turns-always-in-one-order",
@@ -1279,7 +1279,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/schedule.py",
         old="order = draw.sample(list(arms), len(arms))",
         new="order = list(arms)",
-        tests=("tests/evidence/test_cohorts.py",),
+        tests=("tests/measure/test_cohorts.py",),
     ),
     Fault(
         name="every-pass-in-the-same-order",
@@ -1287,7 +1287,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/schedule.py",
         old="            yield name, found\n        order.reverse()\n",
         new="            yield name, found\n",
-        tests=("tests/search/tuner/test_abreast.py",),
+        tests=("tests/tune/test_abreast.py",),
     ),
     Fault(
         name="who-is-cut-off-has-failed",
@@ -1295,7 +1295,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/schedule.py",
         old="            if self._left() > 0:  # else",
         new="            if True:  # else",
-        tests=("tests/search/tuner/test_bench.py",),
+        tests=("tests/tune/test_bench.py",),
     ),
     Fault(
         name="a-slow-arm-has-the-slices-of-a-fast-one",
@@ -1303,7 +1303,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/schedule.py",
         old="{name: share * arm.pace for name, arm in arms.items()}",
         new="dict.fromkeys(arms, SLICE_SECONDS)",
-        tests=("tests/evidence/test_slices.py",),
+        tests=("tests/measure/test_slices.py",),
     ),
     Fault(
         name="disturbed-rounds-count-as-calm",
@@ -1311,7 +1311,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/rounds.py",
         old="calm = sum(self.load(key) <= self.limit for key in keys)",
         new="calm = len(keys)",
-        tests=("tests/evidence/test_cohorts.py",),
+        tests=("tests/measure/test_cohorts.py",),
     ),
     Fault(
         name="not-a-number-passes-the-guard",
@@ -1319,7 +1319,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/quality/requirements.py",
         old="return math.inf if any(math.isnan(s) for s in shares) else max(shares)",
         new="return max(shares)",
-        tests=("tests/evidence/test_guard.py",),
+        tests=("tests/measure/quality/test_guard.py",),
     ),
     Fault(
         name="guard-compares-losses-alone",
@@ -1327,7 +1327,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/quality/requirements.py",
         old='parts = ("losses", "weights")',
         new='parts = ("losses",)',
-        tests=("tests/evidence/test_guard.py",),
+        tests=("tests/measure/quality/test_guard.py",),
     ),
     Fault(
         name="guard-hears-the-first-rank-alone",
@@ -1335,7 +1335,10 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/workers.py",
         old="first | max(judged, key=_error_of)",
         new="first | judged[0]",
-        tests=("tests/evidence/test_guard_process.py", "tests/evidence/test_guard_ranks.py"),
+        tests=(
+            "tests/measure/quality/test_guard_process.py",
+            "tests/measure/quality/test_guard_ranks.py",
+        ),
     ),
     Fault(
         name="more-of-a-measure-is-worse",
@@ -1343,7 +1346,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/quality/requirements.py",
         old="([1 / value for value in values] for values in (self.without, self.with_))",
         new="(list(values) for values in (self.without, self.with_))",
-        tests=("tests/evidence/test_guard.py",),
+        tests=("tests/measure/quality/test_guard.py",),
     ),
     Fault(
         name="ledger-of-the-warm-up",
@@ -1351,7 +1354,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/profile.py",
         old="steps = every[warmup:] or every",
         new="steps = every[:warmup] or every",
-        tests=("tests/evidence/test_ledger.py",),
+        tests=("tests/measure/test_ledger.py",),
     ),
     Fault(
         name="half-a-line-stays-in-the-record",
@@ -1359,7 +1362,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/record.py",
         old=("    if len(whole) < len(content):\n        os.truncate(path, len(whole))\n"),
         new="",
-        tests=("tests/evidence/test_record.py",),
+        tests=("tests/measure/test_record.py",),
     ),
     Fault(
         name="margin-held-by-the-mean",
@@ -1367,7 +1370,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/significance.py",
         old="if mean + half < allowed:",
         new="if mean < allowed:",
-        tests=("tests/evidence/test_non_inferiority.py",),
+        tests=("tests/report/test_non_inferiority.py",),
     ),
     Fault(
         name="each-decision-has-all-the-doubt",
@@ -1375,7 +1378,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="report/speedup.py",
         old="doubt=DOUBT / len(techniques)",
         new="doubt=DOUBT",
-        tests=("tests/evidence/test_climb.py",),
+        tests=("tests/report/test_climb.py",),
     ),
     Fault(
         name="energy-of-a-turnover-is-lost",
@@ -1383,7 +1386,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/energy.py",
         old="self._sum += step if step >= 0 else step + self._range",
         new="self._sum += max(step, 0)",
-        tests=("tests/evidence/test_energy.py",),
+        tests=("tests/measure/test_energy.py",),
     ),
     Fault(
         name="exit-code-lost",
@@ -1391,7 +1394,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/workers.py",
         old="        code = self._group.wait(rank, LEAVE_SECONDS)\n",
         new="        self._group.wait(rank, LEAVE_SECONDS)\n        code: int | None = 0\n",
-        tests=("tests/evidence/test_workers.py",),
+        tests=("tests/measure/test_workers.py",),
     ),
     Fault(
         name="workers-run-on-between-requests",
@@ -1399,7 +1402,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/workers.py",
         old="        self._stop()\n        heard,",
         new="        heard,",
-        tests=("tests/evidence/test_workers.py",),
+        tests=("tests/measure/test_workers.py",),
     ),
     Fault(
         name="forked-workers-outlive-their-server",
@@ -1407,7 +1410,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/worker.py",
         old="    end_with_parent()\n    if os.getppid() != server:",
         new="    if os.getppid() != server:",
-        tests=("tests/evidence/test_workers.py",),
+        tests=("tests/measure/test_workers.py",),
     ),
     Fault(
         name="one-fork-server-for-all-environments",
@@ -1415,7 +1418,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/workers.py",
         old="frozenset(environ.items())\n        found",
         new="frozenset()\n        found",
-        tests=("tests/evidence/test_workers.py",),
+        tests=("tests/measure/test_workers.py",),
     ),
     Fault(
         name="regression-upside-down",
@@ -1423,7 +1426,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="report/bundle.py",
         old="unpaired_ratio(before.ratios, now.ratios)",
         new="unpaired_ratio(now.ratios, before.ratios)",
-        tests=("tests/evidence/test_regress.py",),
+        tests=("tests/report/test_regress.py",),
     ),
 )
 
@@ -1541,7 +1544,7 @@ RECIPE: tuple[Fault, ...] = (
         file="recipe/build.py",
         old="limits.append(-(-job.stop.tokens * len(sizes) // sum(sizes)))",
         new="limits.append(job.stop.tokens * len(sizes) // sum(sizes))",
-        tests=("tests/test_run.py",),
+        tests=("tests/training/test_run.py",),
     ),
     Fault(
         name="second-moment-too-slow",
@@ -1657,7 +1660,7 @@ DEVICE: tuple[Fault, ...] = (
         file="launch/ranks.py",
         old="        torch.cuda.set_device(device)\n",
         new="        pass\n",
-        tests=("tests/evidence/test_paper.py",),
+        tests=("tests/measure/test_paper.py",),
     ),
     Fault(
         name="the-loss-looks-at-its-labels",
@@ -1665,7 +1668,7 @@ DEVICE: tuple[Fault, ...] = (
         file="parts/nn/losses.py",
         old="        count = (labels != IGNORED).sum()\n",
         new="        count = (labels != IGNORED).sum()\n        count.item()\n",
-        tests=("tests/evidence/test_paper.py",),
+        tests=("tests/measure/test_paper.py",),
     ),
     Fault(
         name="a-batch-blocks-the-host",
@@ -1673,7 +1676,7 @@ DEVICE: tuple[Fault, ...] = (
         file="core/job.py",
         old="value.to(device, non_blocking=True)",
         new="value.to(device)",
-        tests=("tests/evidence/test_paper.py",),
+        tests=("tests/measure/test_paper.py",),
     ),
 )
 

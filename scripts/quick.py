@@ -37,7 +37,7 @@ from typing import Any, TypeGuard
 import pytest
 
 PLAN_VARIABLE = "HASTEN_QUICK_PLAN"  # names the plan's file to pytest's processes
-RECORDED = Path(".pytest_cache/v/hasten/seconds")  # written by tests/suite_report.py
+RECORDED = Path(".pytest_cache/v/hasten/seconds")  # written by tests/common/suite_report.py
 UNKNOWN_SECONDS = 0.3  # expected of a test without a record: the suite's mean
 COLLECTING_SECONDS = 0.1  # expected of importing one test file
 FILE_SHARE = 1 / 6  # the most of the budget for one file, until every file has had its turn
@@ -275,7 +275,7 @@ class ImportGraph:
         elif path.startswith("src/"):
             folders = ["src"]
         else:  # a script has its own folder on its path, and tests have tests/
-            folders = [str(folder.parent), "tests", "src", *self._tops]
+            folders = [str(folder.parent), "tests/common", "tests", "src", *self._tops]
         inner = self._module(f"{module}.{name}".strip("."), folders)
         found = self._module(module or "__init__", folders)
         if found is None:  # a namespace package, or in a string an attribute of an attribute

@@ -2,7 +2,7 @@
 
     python scripts/test_versions.py                 # make test-versions
     python scripts/test_versions.py --end newest    # one end alone; the table keeps the other's
-    python scripts/test_versions.py tests/hosts     # these tests in place of the usual ones
+    python scripts/test_versions.py tests/integrations     # these tests in place of the usual ones
 
   1. an environment for each end, in ~/.cache/hasten/test-environments; made anew when the pins
      change, and for the newest end when the index has a newer release; and one of readers, with a
@@ -42,19 +42,12 @@ ENDS = ("oldest", "newest")
 PACKAGES = ("torch", "transformers", "peft", "trl", "lightning")
 # What others' releases can break: models and their parts, kernels, and the trainers themselves.
 TESTS = (
-    "tests/hosts",
+    "tests/integrations",
     "tests/models",
-    "tests/standalone",
-    *(
-        f"tests/parts/test_{name}.py"
-        for name in (
-            *("copies", "document_attention", "float8", "fused_adamw", "fused_experts"),
-            *("fused_gpu", "fused_layers", "fused_layers_lora", "kernels_build"),
-            *("kernels_loss_and_update", "kernels_products", "kernels_rows", "kernels_tiles"),
-            *("losses", "low_bit", "multi_token", "quantised_linear", "rebind", "recompute"),
-            *("regional_compile", "routing", "ways"),
-        )
-    ),
+    "tests/articles",
+    "tests/parts/kernels",
+    "tests/parts/nn",
+    "tests/parts/optim",
 )
 # Saved folders are opened by the last transformers before 5, which servers build on, and by the
 # package that llama.cpp's converter reads folders with.

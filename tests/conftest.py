@@ -46,6 +46,11 @@ FIGURES = registry.DeviceFigures(
     },
 )
 
+# Scripts and workers that a test starts import what tests share.
+_HERE = Path(__file__).parent
+_PATHS = [str(_HERE / "common"), str(_HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+os.environ["PYTHONPATH"] = os.pathsep.join(_PATHS)
+
 # The same draws in every run, and no example has a time limit.
 settings.register_profile(
     "steady",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / place) for place in ("benchmarks", "tests", "src")]
+sys.path[:0] = [str(ROOT / place) for place in ("benchmarks", "tests", "tests/common", "src")]
 
 from campaign.faults import SECONDS, fault_named  # noqa: E402
 from campaign.ledger import NotHereError  # noqa: E402

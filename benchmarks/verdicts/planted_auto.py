@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from evidence.planted_techniques import Waits
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
 from hasten.measure.worker import Serve, recipe_job
+from measure.planted_techniques import Waits
 
 SLOWER, BURDEN = 0.25, 0.1  # of a step: 1 / 1.25 is 20 % slower, and 1.1 is gained without a tenth
 

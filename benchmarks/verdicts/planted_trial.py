@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evidence.planted_techniques import PLANTED
 from hasten.core.plan import Plan
 from hasten.measure.worker import Serve, recipe_job
 from hasten.measure.workers import WorkerSpec
+from measure.planted_techniques import PLANTED
 
 HERE = Path(__file__).parents[1]
-PATHS = os.pathsep.join([str(HERE), str(HERE.parent / "tests")])
+PATHS = os.pathsep.join([str(HERE), str(HERE.parent / "tests"), str(HERE.parent / "tests/common")])
 
 
 def job(arguments: Mapping[str, Any], serve: Serve) -> int:

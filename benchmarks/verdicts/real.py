@@ -6,11 +6,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from evidence.planted import BASELINE, TRUTHS, Proofs, rows_of
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Design, Kind
 from hasten.measure.experiment import experiment_context, measure_arms
 from hasten.measure.workers import WorkerPool
+from measure.planted import BASELINE, TRUTHS, Proofs, rows_of
 from verdicts.job import WARM_UP, resolved_recipe
 from verdicts.planted_trial import worker
 from verdicts.spread import STEADY

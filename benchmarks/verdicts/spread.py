@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evidence.planted import BASELINE
 from hasten.core.plan import Plan
 from hasten.machine import memory
 from hasten.measure.ablation import Arm, Design, Kind
 from hasten.measure.experiment import experiment_context, measure_arms
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.techniques.allocator import TUNABLE, Allocator
+from measure.planted import BASELINE
 from verdicts.job import WARM_UP, resolved_recipe
 from verdicts.planted_trial import worker
 from verdicts.record import ENVIRON

@@ -19,231 +19,219 @@ from hasten.parts.checkpoint import SmartCheckpointer
 TESTS = Path(__file__).parents[1]
 KEYWORDS: dict[str, dict[str, tuple[str, ...]]] = {
     "OptimizedTrainer": {
-        "hosts/test_optimized_trainer.py::"
-        "test_weights_equal_those_of_a_plain_loop_over_whole_batches": ("loss_fn", "count"),
-        "hosts/test_optimized_trainer.py::test_it_trains_the_very_objects_it_was_given": (
+        "test_optimized_trainer.py::test_weights_equal_those_of_a_plain_loop_over_whole_batches": (
+            "loss_fn",
+            "count",
+        ),
+        "test_optimized_trainer.py::test_it_trains_the_very_objects_it_was_given": (
             *("model", "optimizer"),
         ),
-        "hosts/test_given_loader.py::test_the_size_of_buckets_is_the_layout_s": ("bucket_cap_mb",),
-        "articles/test_own_examples.py::test_the_appendix_example_runs_and_learns": (
+        "test_given_loader.py::test_the_size_of_buckets_is_the_layout_s": ("bucket_cap_mb",),
+        "test_own_examples.py::test_the_appendix_example_runs_and_learns": (
             *("compress_gradients", "mixed_precision", "dynamic_batch"),
         ),
-        "hosts/test_optimized_trainer.py::test_accumulated_batches_are_the_step_of_their_records": (
+        "test_optimized_trainer.py::test_accumulated_batches_are_the_step_of_their_records": (
             "accum_steps",
         ),
-        "articles/test_keywords.py::test_a_gradient_is_clipped_to_the_norm_that_was_given": (
+        "test_keywords.py::test_a_gradient_is_clipped_to_the_norm_that_was_given": (
             "max_grad_norm",
         ),
-        "hosts/test_epoch_progress.py::test_quiet_is_quiet": ("progress",),
+        "test_epoch_progress.py::test_quiet_is_quiet": ("progress",),
     },
     "OptimizedTrainer.train": {
-        "hosts/test_given_loader.py::test_a_plain_loader_is_dealt_out_and_every_record_trained": (
+        "test_given_loader.py::test_a_plain_loader_is_dealt_out_and_every_record_trained": (
             "train_loader",
             "epochs",
         ),
-        "articles/test_keywords.py::test_what_a_cloud_config_does_not_do_is_said": (
-            "cloud_config",
-        ),
-        "hosts/test_optimized_trainer.py::"
+        "test_keywords.py::test_what_a_cloud_config_does_not_do_is_said": ("cloud_config",),
+        "test_optimized_trainer.py::"
         "test_checkpoints_of_an_earlier_run_are_neither_overwritten_nor_mixed_in": (
             "checkpoint_dir",
         ),
-        "hosts/test_optimized_trainer.py::test_a_resumed_run_ends_where_the_whole_run_ends": (
-            "resume",
+        "test_optimized_trainer.py::test_a_resumed_run_ends_where_the_whole_run_ends": ("resume",),
+        "test_given_loader.py::test_on_request_every_rank_trains_all_and_records_count_once": (
+            "deal",
         ),
-        "hosts/test_given_loader.py::"
-        "test_on_request_every_rank_trains_all_and_records_count_once": ("deal",),
     },
     "CloudConfig": {
-        "hosts/test_optimized_trainer.py::"
+        "test_optimized_trainer.py::"
         "test_machines_that_are_not_here_are_said_with_the_way_to_them": (
             *("nodes", "gpus_per_node"),
         ),
-        "articles/test_keywords.py::test_what_a_cloud_config_does_not_do_is_said": (
+        "test_keywords.py::test_what_a_cloud_config_does_not_do_is_said": (
             *("topology", "network_priority"),
         ),
     },
     "GradientCompressor": {
-        "parts/test_gradient_compressor.py::test_replicas_learn_and_keep_the_same_bits": (
+        "test_gradient_compressor.py::test_replicas_learn_and_keep_the_same_bits": (
             *("sparsity_method", "rank"),
         ),
-        "parts/test_gradient_compressor.py::"
+        "test_gradient_compressor.py::"
         "test_alone_nothing_travels_and_hand_compression_still_feeds_back": ("compression_ratio",),
-        "parts/test_gradient_compressor.py::test_nccl_without_a_gpu_is_gloo_in_one_sentence": (
+        "test_gradient_compressor.py::test_nccl_without_a_gpu_is_gloo_in_one_sentence": (
             "communication_backend",
         ),
-        "parts/test_gradient_compressor.py::"
+        "test_gradient_compressor.py::"
         "test_momentum_correction_lets_the_velocity_of_what_waits_go_on": ("momentum",),
-        "parts/test_gradient_compressor.py::test_predicted_bytes_are_those_that_travel": (
-            "dense_steps",
+        "test_gradient_compressor.py::test_predicted_bytes_are_those_that_travel": ("dense_steps",),
+        "test_gradient_compressor.py::test_a_minimum_that_keeps_everything_whole_is_said_once": (
+            "minimum",
         ),
-        "parts/test_gradient_compressor.py::"
-        "test_a_minimum_that_keeps_everything_whole_is_said_once": ("minimum",),
-        "parts/test_gradient_compressor_scope.py::test_a_host_sends_what_one_rank_of_two_would": (
+        "test_gradient_compressor_scope.py::test_a_host_sends_what_one_rank_of_two_would": (
             "scope",
         ),
-        "parts/test_local_steps.py::test_between_exchanges_ranks_differ": ("every",),
-        "parts/test_gradient_compressor.py::"
+        "test_local_steps.py::test_between_exchanges_ranks_differ": ("every",),
+        "test_gradient_compressor.py::"
         "test_a_rank_that_fails_says_why_and_the_other_stops_waiting": ("timeout_seconds",),
-        "parts/test_gradient_compressor.py::"
-        "test_the_articles_misspelling_is_understood_with_a_hint": ("sparisty_method",),
+        "test_gradient_compressor.py::test_the_articles_misspelling_is_understood_with_a_hint": (
+            "sparisty_method",
+        ),
     },
     "DynamicBatcher": {
-        "parts/test_dynamic_batcher.py::test_beyond_the_largest_size_or_what_fits_the_rest_waits": (
+        "test_dynamic_batcher.py::test_beyond_the_largest_size_or_what_fits_the_rest_waits": (
             *("initial_size", "max_size"),
         ),
-        "parts/test_dynamic_batcher.py::"
-        "test_it_grows_on_head_room_and_shrinks_before_the_threshold": (
+        "test_dynamic_batcher.py::test_it_grows_on_head_room_and_shrinks_before_the_threshold": (
             *("growth_factor", "memory_threshold", "meter"),
         ),
-        "articles/test_keywords.py::test_the_memory_of_the_device_that_was_given_counts": (
-            "device",
-        ),
+        "test_keywords.py::test_the_memory_of_the_device_that_was_given_counts": ("device",),
     },
     "AsyncPipeline": {
-        "parts/layout/test_pipeline.py::"
-        "test_stages_in_one_process_give_the_gradients_of_the_whole_model": (
+        "test_pipeline.py::test_stages_in_one_process_give_the_gradients_of_the_whole_model": (
             *("stages", "microbatch_size", "checkpoint"),
         ),
-        "parts/layout/test_pipeline.py::"
+        "test_pipeline.py::"
         "test_over_ranks_every_schedule_gives_loss_and_gradients_of_one_process": (
             *("schedule", "overlap_communication"),
         ),
-        "parts/layout/test_pipeline.py::test_without_an_optimizer_the_pipeline_moves_the_weights": (
+        "test_pipeline.py::test_without_an_optimizer_the_pipeline_moves_the_weights": (
             *("optimizer", "learning_rate"),
         ),
-        "parts/layout/test_pipeline.py::"
-        "test_without_a_loss_the_target_s_usual_one_is_taken_and_told": ("loss_fn",),
-        "articles/test_keywords.py::test_the_group_of_a_pipeline_is_the_one_that_was_given": (
-            "group",
+        "test_pipeline.py::test_without_a_loss_the_target_s_usual_one_is_taken_and_told": (
+            "loss_fn",
         ),
+        "test_keywords.py::test_the_group_of_a_pipeline_is_the_one_that_was_given": ("group",),
     },
     "SmartPrefetcher": {
-        "parts/test_prefetcher.py::test_it_reads_ahead_as_far_as_it_was_told_and_no_further": (
+        "test_prefetcher.py::test_it_reads_ahead_as_far_as_it_was_told_and_no_further": (
             "lookahead",
         ),
-        "parts/test_access_pattern.py::"
+        "test_access_pattern.py::"
         "test_a_loader_behind_the_prefetcher_gives_the_same_batches_for_fewer_requests": (
             "pattern_detection",
         ),
-        "parts/test_prefetcher.py::test_on_an_accelerator_the_batches_arrive_whole": ("device",),
-        "parts/test_prefetcher.py::"
+        "test_prefetcher.py::test_on_an_accelerator_the_batches_arrive_whole": ("device",),
+        "test_prefetcher.py::"
         "test_the_look_ahead_grows_with_stalls_and_goes_back_when_the_queue_stays_full": (
             "max_lookahead",
         ),
-        "parts/test_prefetcher.py::test_memory_bounds_what_waits": ("memory_bytes",),
+        "test_prefetcher.py::test_memory_bounds_what_waits": ("memory_bytes",),
     },
     "TopoAwareCollective": {
-        "parts/test_collectives.py::test_nccl_without_a_gpu_means_gloo_and_says_so": ("backend",),
-        "parts/test_collectives.py::test_each_way_gives_the_sum_and_the_same_bits_on_every_rank": (
+        "test_collectives.py::test_nccl_without_a_gpu_means_gloo_and_says_so": ("backend",),
+        "test_collectives.py::test_each_way_gives_the_sum_and_the_same_bits_on_every_rank": (
             "way",
             "host",
         ),
-        "parts/test_collectives.py::test_measured_links_are_the_same_on_all_ranks": ("topology",),
-        "parts/test_collectives.py::test_codecs_round_twice_and_a_memory_sends_the_rest_later": (
+        "test_collectives.py::test_measured_links_are_the_same_on_all_ranks": ("topology",),
+        "test_collectives.py::test_codecs_round_twice_and_a_memory_sends_the_rest_later": (
             "within",
             "between",
         ),
-        "parts/test_collectives.py::test_a_rank_that_has_ended_is_named_by_all_others": (
-            "timeout",
-        ),
+        "test_collectives.py::test_a_rank_that_has_ended_is_named_by_all_others": ("timeout",),
     },
     "TopoAwareCollective.all_reduce": {
-        "parts/test_collectives.py::"
-        "test_what_is_begun_is_there_after_wait_and_what_is_dropped_at_once": (
+        "test_collectives.py::test_what_is_begun_is_there_after_wait_and_what_is_dropped_at_once": (
             *("tensor", "op", "async_op"),
         ),
-        "parts/test_collectives.py::test_codecs_round_twice_and_a_memory_sends_the_rest_later": (
+        "test_collectives.py::test_codecs_round_twice_and_a_memory_sends_the_rest_later": (
             "route",
             "memory",
             "name",
         ),
     },
     "SmartCheckpointer": {
-        "parts/checkpoint/test_smart_checkpointer.py::test_a_loop_goes_on_bit_for_bit": (
+        "test_smart_checkpointer.py::test_a_loop_goes_on_bit_for_bit": (
             *("compression", "asynchronous", "folder"),
         ),
-        "parts/checkpoint/test_remote.py::test_a_machine_without_the_folder_finds_the_newest": (
-            "max_checkpoints",
-        ),
-        "articles/test_keywords.py::test_a_checkpointer_s_interval_is_made_of_its_settings": (
+        "test_remote.py::test_a_machine_without_the_folder_finds_the_newest": ("max_checkpoints",),
+        "test_keywords.py::test_a_checkpointer_s_interval_is_made_of_its_settings": (
             *("interval", "longest_loss", "between_failures", "agree"),
         ),
     },
     "DynamicBatchSampler": {
-        "parts/test_dynamic_sampler.py::"
+        "test_dynamic_sampler.py::"
         "test_every_record_comes_once_over_the_ranks_and_no_batch_exceeds_the_budget": (
             *("max_tokens", "lengths", "shuffle", "rank", "world_size", "padded"),
         ),
-        "parts/test_dynamic_sampler.py::test_lengths_come_from_the_records": ("dataset",),
-        "parts/test_dynamic_sampler.py::test_a_resumed_epoch_goes_on_where_it_stopped": ("seed",),
-        "parts/test_dynamic_sampler.py::"
-        "test_dropping_leaves_out_fewer_batches_than_there_are_ranks": ("drop_last",),
-        "parts/test_dynamic_sampler.py::"
+        "test_dynamic_sampler.py::test_lengths_come_from_the_records": ("dataset",),
+        "test_dynamic_sampler.py::test_a_resumed_epoch_goes_on_where_it_stopped": ("seed",),
+        "test_dynamic_sampler.py::test_dropping_leaves_out_fewer_batches_than_there_are_ranks": (
+            "drop_last",
+        ),
+        "test_dynamic_sampler.py::"
         "test_a_record_beyond_the_budget_is_alone_or_refused_or_left_out_and_said": ("too_long",),
     },
     "PipeDream": {
-        "parts/test_pipedream.py::test_outputs_and_gradients_are_those_of_the_whole_model": (
+        "test_pipedream.py::test_outputs_and_gradients_are_those_of_the_whole_model": (
             *("model", "num_worker", "chunks", "checkpoint"),
         ),
-        "parts/test_pipedream.py::test_stages_are_runs_of_layers_of_about_the_same_work": (
+        "test_pipedream.py::test_stages_are_runs_of_layers_of_about_the_same_work": (
             "num_workers",
         ),
     },
     "autocast": {
-        "hosts/test_mixed_precision.py::test_what_was_asked_for_is_kept": (
+        "test_mixed_precision.py::test_what_was_asked_for_is_kept": (
             *("device_type", "dtype", "cache_enabled"),
         ),
-        "hosts/test_mixed_precision.py::test_products_are_in_bf16_where_the_processor_has_it": (
+        "test_mixed_precision.py::test_products_are_in_bf16_where_the_processor_has_it": (
             "enabled",
         ),
     },
     "GradScaler": {
-        "hosts/test_mixed_precision.py::"
+        "test_mixed_precision.py::"
         "test_a_scaler_of_fp16_takes_torch_s_settings_and_skips_an_overflow": (
             *("device", "init_scale", "growth_factor", "backoff_factor", "growth_interval"),
             *("enabled", "dtype"),
         ),
     },
     "benchmark": {
-        "hosts/test_throughput.py::"
-        "test_the_rate_is_samples_over_seconds_and_everything_is_put_back": (
+        "test_throughput.py::test_the_rate_is_samples_over_seconds_and_everything_is_put_back": (
             *("model", "loader", "epochs", "optimizer"),
         ),
-        "hosts/test_throughput.py::test_the_loss_is_the_caller_s_or_follows_from_the_target": (
+        "test_throughput.py::test_the_loss_is_the_caller_s_or_follows_from_the_target": (
             "loss_fn",
         ),
     },
     "checkpoint_sequential": {
-        "parts/test_recompute.py::test_checkpoint_sequential_leaves_every_layer_its_gradient": (
+        "test_recompute.py::test_checkpoint_sequential_leaves_every_layer_its_gradient": (
             *("functions", "segments", "input", "use_reentrant", "preserve_rng_state"),
         ),
     },
     "collate_fn": {
-        "parts/test_collate.py::test_the_articles_records_are_padded_behind_each": (
+        "test_collate.py::test_the_articles_records_are_padded_behind_each": (
             *("batch", "padding", "target_padding"),
         ),
     },
     "gradual_optimize": {
-        "hosts/test_gradual.py::"
-        "test_what_is_surely_faster_and_not_worse_is_kept_and_trained_with": (
+        "test_gradual.py::test_what_is_surely_faster_and_not_worse_is_kept_and_trained_with": (
             *("job", "dataloader", "optimizer", "techniques", "rounds"),
         ),
-        "hosts/test_gradual.py::test_the_order_may_follow_the_gain_alone": ("order", "steps"),
-        "hosts/test_gradual.py::test_calls_of_wrong_kinds_are_refused": ("loss_fn",),
+        "test_gradual.py::test_the_order_may_follow_the_gain_alone": ("order", "steps"),
+        "test_gradual.py::test_calls_of_wrong_kinds_are_refused": ("loss_fn",),
         "test_experiment.py::test_gradual_optimisation_keeps_what_pays": ("experiment",),
     },
     "monitor_performance": {
-        "parts/test_performance.py::test_a_line_per_interval_until_the_seconds_are_over": (
+        "test_performance.py::test_a_line_per_interval_until_the_seconds_are_over": (
             *("interval", "seconds"),
         ),
-        "parts/test_performance.py::test_gpus_are_told_by_mean_and_deviation": ("file",),
+        "test_performance.py::test_gpus_are_told_by_mean_and_deviation": ("file",),
     },
     "optimize_for_inference": {
-        "parts/test_inference.py::test_in_eval_mode_it_is_torch_s_own": ("model", "sample"),
+        "test_inference.py::test_in_eval_mode_it_is_torch_s_own": ("model", "sample"),
     },
     "fused_linear_relu": {
-        "parts/test_linear_relu.py::test_results_and_gradients_are_those_of_two_operators": (
+        "test_linear_relu.py::test_results_and_gradients_are_those_of_two_operators": (
             *("x", "weight", "bias"),
         ),
     },
@@ -253,8 +241,9 @@ SAME_AS_THEIRS = {"LoraConfig", "get_peft_model"}  # PEFT's own objects
 
 @functools.cache
 def functions_of(file: str) -> set[str]:
-    tree = ast.parse((TESTS / file).read_text())
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    trees = [ast.parse(found.read_text()) for found in TESTS.rglob(file)]
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("name", KEYWORDS)

@@ -26,7 +26,7 @@ def test_a_run_writes_its_models_card_and_findings_join_it_later(tmp_path: Path)
     summary = json.loads((run / "summary.json").read_text())
     of_adapter = card_text(Recipe(**small(tmp_path)).model_dump(mode="json"), summary, None, True)
     assert "\nAn adapter (LoRA) for `" in of_adapter
-    report.write_text((Path(__file__).parents[1] / "evidence/data/report_full.json").read_text())
+    report.write_text((Path(__file__).parents[1] / "report/data/report_full.json").read_text())
     card(run, report)
     for place in cards:
         narrow = re.sub(" +", " ", place.read_text())

@@ -233,7 +233,7 @@ def test_report_of_something_else_is_explained(tmp_path: Path, hasten: Hasten) -
 def test_a_report_of_another_name_does_not_replace_the_folder_s(
     tmp_path: Path, hasten: Hasten
 ) -> None:
-    example = Path(__file__).parents[1] / "evidence" / "data" / "report_full.json"
+    example = Path(__file__).parents[1] / "report" / "data" / "report_full.json"
     shutil.copyfile(example, tmp_path / "before.json")
     (tmp_path / "report.json").write_text("of a later experiment")
     code, out, err = hasten("report", tmp_path / "before.json")

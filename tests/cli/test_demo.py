@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 
 import hasten.cli.demo as module
-from evidence.machines import Machine, MadeUpLoad, measured_on
 from hasten.cli.demo import DemoPlan, Neighbours, PhasedProgress, plan_to_train
 from hasten.cli.speedup import print_table
 from hasten.core.plan import Plan
@@ -33,6 +32,7 @@ from hasten.report.judgement import lead_of
 from hasten.report.page import render_markdown
 from hasten.report.schema import read_report
 from hasten.training.chosen_plan import TrainingSpeed
+from measure.machines import Machine, MadeUpLoad, measured_on
 from tiny import job_facts, language_job
 
 FEWER = {"max_records": 300, "held_out": 8.0, "vocabulary": 800, "global_batch_size": 8}

@@ -1,4 +1,4 @@
-"""``hasten plan --paper`` as a user types it; what it counts is tested in ``tests/evidence``."""
+"""``hasten plan --paper`` as a user types it; what it counts is tested in ``tests/measure``."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from torch import Tensor, nn
 
-from cuda_signatures import FILE, of_installed, stand_in
+from contract.cuda_signatures import FILE, of_installed, stand_in
 from hasten.parts.nn import attention, fused_functions, fused_gpu, quantised
 
 WRITTEN: dict[str, dict[str, str]] = json.loads(FILE.read_text())

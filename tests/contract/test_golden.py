@@ -1,6 +1,6 @@
 """Files that an earlier version stored are read, and mean what they meant.
 
-tests/make_golden.py made them with the version of 2026-11-24, before modules had moved.
+tests/contract/make_golden.py made them with the version of 2026-11-24, before modules had moved.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def test_a_watched_run_shows_its_machine_and_what_was_tried() -> None:
 
 @pytest.mark.slow
 def test_a_wire_goes_on_from_what_an_old_host_s_checkpoint_says_of_it(tmp_path: Path) -> None:
-    first, second = on_ranks("wire_state_jobs:taken", tmp_path)
+    first, second = on_ranks("contract.wire_state_jobs:taken", tmp_path)
     assert first["same"]
     assert first["left"] > 0
     assert first["losses"] == second["losses"]

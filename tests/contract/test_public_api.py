@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import public_api
+from contract import public_api
 
 FROZEN: dict[str, Any] = json.loads(public_api.FILE.read_text())
 
@@ -27,7 +27,7 @@ def test_nothing_went_away_or_changed_and_what_is_new_is_listed(
     now: dict[str, Any], part: str
 ) -> None:
     wrong = list(differences(FROZEN[part], now[part], part))
-    assert not wrong, "\n".join([*wrong, "see tests/public_api.py"])
+    assert not wrong, "\n".join([*wrong, "see tests/contract/public_api.py"])
 
 
 def test_a_change_is_seen() -> None:
@@ -35,17 +35,17 @@ def test_a_change_is_seen() -> None:
     assert list(differences(before, {"a": ["x", 2], "d": 1}, "")) == [
         ".a was ['x', 1] and is ['x', 2]",
         ".b is gone",
-        ".d is new: run tests/public_api.py to list it",
+        ".d is new: run tests/contract/public_api.py to list it",
     ]
     assert list(differences(["x"], ["y"], "n")) == [
         "n: x is gone",
-        "n: y is new: run tests/public_api.py to list it",
+        "n: y is new: run tests/contract/public_api.py to list it",
     ]
 
 
 def differences(before: Any, now: Any, where: str) -> Iterator[str]:
     """One sentence for each key that is gone, has changed or is new."""
-    new = "is new: run tests/public_api.py to list it"
+    new = "is new: run tests/contract/public_api.py to list it"
     if isinstance(before, dict) and isinstance(now, dict):
         for key in before:
             if key not in now:

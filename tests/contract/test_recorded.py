@@ -1,6 +1,6 @@
 """Records of experiments that an earlier version made give the numbers that it took from them.
 
-tests/make_recorded.py made them with the version of 2026-11-24, on a machine that others used, too.
+make_recorded.py made them with the version of 2026-11-24, on a machine that others used, too.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from contract.make_recorded import EXPERIMENTS, numbers
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Design
 from hasten.measure.rounds import arms_of
-from make_recorded import EXPERIMENTS, numbers
 
 RECORDED = sorted(Path(__file__).with_name("recorded").glob("*.json"))
 

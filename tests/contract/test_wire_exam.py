@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from contract.wire_exam_jobs import APART, CASES, ON_FOUR, WIRES
 from ranks import on_ranks
-from wire_exam_jobs import APART, CASES, ON_FOUR, WIRES
 
 every = [pytest.param(2, wire, id=f"2 ranks-{wire}") for wire in WIRES]
 every += [pytest.param(4, wire, id=f"4 ranks-{wire}", marks=pytest.mark.long) for wire in ON_FOUR]
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("wire_exam_jobs:two", tmp_path_factory.mktemp("two"), 2)
+    return on_ranks("contract.wire_exam_jobs:two", tmp_path_factory.mktemp("two"), 2)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("wire_exam_jobs:four", tmp_path_factory.mktemp("four"), 4)
+    return on_ranks("contract.wire_exam_jobs:four", tmp_path_factory.mktemp("four"), 4)
 
 
 @pytest.fixture

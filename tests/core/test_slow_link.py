@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hasten.core.health import LEAST, LOOK, SHARE, SLOW, SlowLink
 from labs import lab_with_links
 
-JOB = Path(__file__).parents[1] / "slow_link_jobs.py"
+JOB = Path(__file__).with_name("slow_link_jobs.py")
 
 
 @dataclass

@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-import preparation
+from data import preparation
+from data.preparation import CHUNK, COUNT, dialogues
 from hasten.data import arrow_file
 from hasten.data import tokenize as preparing
 from hasten.data import tokenize as workers_module
@@ -22,7 +23,6 @@ from hasten.data.readers import Conversation
 from hasten.data.token_store import tokenize
 from hasten.errors import InputError
 from offspring import children
-from preparation import CHUNK, COUNT, dialogues
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from typing import Any
 
 from hasten.machine import environment
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 import rank_soak
 from rank_soak import HOLD, Forked, hold
 

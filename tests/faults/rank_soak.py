@@ -30,7 +30,7 @@ import psutil
 
 from hasten.machine import environment
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 import torch
 import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401  # what ranks need is loaded once

@@ -28,7 +28,7 @@ from hasten.techniques.layers import FusedLayers
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.routing import BalancedRouting
-from newest_rank_jobs import train_newest
+from models.newest_rank_jobs import train_newest
 from ranks import on_ranks
 from tiny import NEWER, job_facts, language_job, records, session_of, tiny_config, tiny_model
 
@@ -238,6 +238,6 @@ def test_what_transformers_refuses_is_one_sentence(
 def test_two_ranks_train_like_one_process(tmp_path: Path) -> None:
     """Weights without a gradient, for all records or for short ones, keep no rank waiting."""
     alone = train_newest(World())
-    for found in on_ranks("newest_rank_jobs:train_newest", tmp_path):
+    for found in on_ranks("models.newest_rank_jobs:train_newest", tmp_path):
         for case, losses in alone.items():
             assert found[case] == pytest.approx(losses, rel=1e-5), case

@@ -21,9 +21,9 @@ from hasten.models.load import load_model
 from hasten.models.presets import PRESETS, build_config
 from hasten.models.save import save_adapter, save_model
 from hasten.models.weights import NumberFormats
-from reader_job import TEXT, TOKENS, read
+from models.reader_job import TEXT, TOKENS, read
 
-JOB = Path(__file__).parents[1] / "reader_job.py"
+JOB = Path(__file__).with_name("reader_job.py")
 READERS = Path.home() / ".cache" / "hasten" / "test-environments" / "readers" / "bin" / "python"
 BASES = ("deepseek-llm-tiny", "r1-distill-qwen-tiny", "v2-lite-tiny", "v3-tiny")
 # Positions stretched as published models have them: Llama 3, DeepSeek-V2 and V3.

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from browser import Browser, browser
 from hasten.monitor.server import MonitorServer
+from monitor.browser import Browser, browser
 from watched import TOKEN, append, serving, step_line, write_run
 
 PAGE = resources.files("hasten.monitor").joinpath("page.html").read_text(encoding="utf-8")

@@ -126,7 +126,7 @@ class Child:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.starts, self._plan = folder / "starts", folder / "plan.json"
-        script = Path(__file__).parents[1] / "planted_kernels.py"
+        script = Path(__file__).with_name("planted_kernels.py")
         monkeypatch.setattr(registry, "COMMAND", (sys.executable, str(script), str(self._plan)))
         monkeypatch.setattr(registry, "_SILENT", set())
         monkeypatch.setattr(registry, "FOLDER", folder / "kept")

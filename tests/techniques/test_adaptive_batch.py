@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from adaptive_rank_jobs import PLACES, SmallMemory
 from hasten.core.layout import OneProcess
 from hasten.core.session import Session
 from hasten.core.step import training
@@ -20,6 +19,7 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.precision import BF16MasterWeights
 from ranks import on_ranks
+from techniques.adaptive_rank_jobs import PLACES, SmallMemory
 from tiny import language_job, records, run, session_of, tiny_model
 
 
@@ -135,7 +135,7 @@ def test_a_layout_whose_ranks_can_not_repeat_a_pass_alone_is_refused_by_name() -
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("adaptive_rank_jobs:all_places", tmp_path_factory.mktemp("ranks"))
+    return on_ranks("techniques.adaptive_rank_jobs:all_places", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("place", PLACES)

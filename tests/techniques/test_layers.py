@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from fused_models import model_of
-from fused_rank_jobs import CASES, train_fused
 from hasten.machine.environment import World
 from hasten.parts.kernels import rowwise
 from hasten.parts.nn.fused_layers import ARCHITECTURES
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.recompute import Recompute
 from ranks import on_ranks
+from techniques.fused_rank_jobs import CASES, train_fused
 from tiny import job_facts, language_job, records, run, session_of
 
 pytestmark = [
@@ -52,7 +52,7 @@ def test_an_architecture_that_is_not_proven_is_an_obstacle(architecture: str) ->
 @pytest.mark.slow
 def test_two_ranks_train_like_one_process(tmp_path: Path) -> None:
     alone = train_fused(World())
-    for found in on_ranks("fused_rank_jobs:train_fused", tmp_path):
+    for found in on_ranks("techniques.fused_rank_jobs:train_fused", tmp_path):
         for architecture, dtype in CASES.items():
             assert found[architecture]["acted"]
             close = 1e-5 if dtype == torch.float32 else 2e-2

@@ -25,8 +25,8 @@ from hasten.techniques.optimizer import Muon
 from hasten.techniques.precision import Autocast
 from hasten.techniques.wire.compress import TopK
 from ranks import on_ranks
+from techniques.zero_rank_jobs import CASES, train_all
 from tiny import job_facts, language_job, records
-from zero_rank_jobs import CASES, train_all
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is an extra: hasten[deepspeed]"
@@ -36,7 +36,7 @@ TWO = World(0, 0, 2)
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("zero_rank_jobs:train_all", tmp_path_factory.mktemp("zero"))
+    return on_ranks("techniques.zero_rank_jobs:train_all", tmp_path_factory.mktemp("zero"))
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_a_step_given_up_moves_nothing(found: list[Any], case: str) -> None:
 @installed
 def test_four_ranks_hold_a_third_of_what_replicas_do(tmp_path: Path) -> None:
     """Everything that lies in tensors when the weights are about to move."""
-    for found in on_ranks("zero_rank_jobs:held", tmp_path, 4):
+    for found in on_ranks("techniques.zero_rank_jobs:held", tmp_path, 4):
         whole = found["ddp"]["bytes"]
         assert found["zero 3"]["bytes"] <= 0.35 * whole
         assert found["fsdp2"]["bytes"] <= 0.35 * whole

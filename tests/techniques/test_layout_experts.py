@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from expert_session_jobs import CASES
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.core.setup import prepare
@@ -19,12 +18,13 @@ from hasten.techniques.layout.experts import ExpertParallel, ExpertsInDDP
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.wire.local import LocalSteps
 from ranks import on_ranks
+from techniques.expert_session_jobs import CASES
 from tiny import job_facts, language_job, run, session_of, tiny_model
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("expert_session_jobs:on_two", tmp_path_factory.mktemp("two"))
+    return on_ranks("techniques.expert_session_jobs:on_two", tmp_path_factory.mktemp("two"))
 
 
 def facts_on(ranks: int, architecture: str = "deepseek_v3") -> Facts:
@@ -50,14 +50,14 @@ def test_a_run_on_two_ranks_is_that_of_one_process(found: list[Any]) -> None:
 
 
 def test_a_run_on_four_ranks_is_that_of_one_process(tmp_path: Path) -> None:
-    ranks = on_ranks("expert_session_jobs:on_four", tmp_path, 4)
+    ranks = on_ranks("techniques.expert_session_jobs:on_four", tmp_path, 4)
     assert {name.rpartition(" ")[2] for name in ranks[0]} == {"2", "4"}
     check(ranks)
 
 
 @pytest.mark.slow
 def test_it_runs_in_compiled_blocks(tmp_path: Path) -> None:
-    check(on_ranks("expert_session_jobs:compiled", tmp_path))
+    check(on_ranks("techniques.expert_session_jobs:compiled", tmp_path))
 
 
 def test_its_probe_says_what_travelled(found: list[Any]) -> None:

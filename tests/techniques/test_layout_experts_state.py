@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
-from expert_checkpoint_jobs import ALL, FIRST, PLANS
 from ranks import on_ranks
+from techniques.expert_checkpoint_jobs import ALL, FIRST, PLANS
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("expert_checkpoint_jobs:all_checkpoints", tmp_path_factory.mktemp("state"))
+    return on_ranks(
+        "techniques.expert_checkpoint_jobs:all_checkpoints", tmp_path_factory.mktemp("state")
+    )
 
 
 def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(found: list[Any]) -> None:

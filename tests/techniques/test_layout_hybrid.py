@@ -16,9 +16,9 @@ from hasten.techniques.layout import experts as layout_experts_sharded
 from hasten.techniques.layout.experts import ExpertParallel, ExpertsInFSDP, routed
 from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.tensor import TensorParallel
-from hybrid_rank_jobs import CASES, REFUSED, on_four
 from ranks import on_ranks
-from sharded_rank_jobs import Case, outcome
+from techniques.hybrid_rank_jobs import CASES, REFUSED, on_four
+from techniques.sharded_rank_jobs import Case, outcome
 from tiny import job_facts, language_job
 
 # Routers and DeepSeek V2's rotary embedding compute in float32 whatever the model's format is.
@@ -27,7 +27,9 @@ CLOSE, CLOSE_EXPERTS = 1e-12, 1e-5
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(f"hybrid_rank_jobs:{on_four.__name__}", tmp_path_factory.mktemp("four"), 4)
+    return on_ranks(
+        f"techniques.hybrid_rank_jobs:{on_four.__name__}", tmp_path_factory.mktemp("four"), 4
+    )
 
 
 @pytest.mark.slow

@@ -26,8 +26,8 @@ from hasten.techniques.layout.pipeline_stages import Cut, Stages, check_company,
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.wire.compress import Half, Quantised
 from hasten.techniques.wire.local import LocalSteps
-from pipeline_session_jobs import ON_TWO, ROUGH, TWO_PIPELINES, loaded, train_all
 from ranks import on_ranks
+from techniques.pipeline_session_jobs import ON_TWO, ROUGH, TWO_PIPELINES, loaded, train_all
 from tiny import job_facts, language_job, run, session_of
 
 
@@ -51,7 +51,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def trained(job: str, folder: Path, world: int) -> list[dict[str, Any]]:
-    results = on_ranks(f"pipeline_session_jobs:{job}", folder, world)
+    results = on_ranks(f"techniques.pipeline_session_jobs:{job}", folder, world)
     return [with_weights(results[0], Path(results[0]["folder"])), *results[1:]]
 
 

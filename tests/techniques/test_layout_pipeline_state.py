@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expert_checkpoint_jobs import ALL, FIRST
 from hasten.core.state import order_of
 from hasten.errors import InputError
 from hasten.parts.optim.weight_average import decayed_groups
-from pipeline_state_jobs import CASES, LONG, ON_FOUR
 from ranks import on_ranks
+from techniques.expert_checkpoint_jobs import ALL, FIRST
+from techniques.pipeline_state_jobs import CASES, LONG, ON_FOUR
 
 WITHIN = 2e-5  # float32, two steps of AdamW after three
 ROUGHER = {"tied, masters": 1e-2}  # bf16 on one side in another order
@@ -23,17 +23,19 @@ ROUGHER = {"tied, masters": 1e-2}  # bf16 on one side in another order
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("pipeline_state_jobs:on_two", tmp_path_factory.mktemp("two"))
+    return on_ranks("techniques.pipeline_state_jobs:on_two", tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("pipeline_state_jobs:on_four", tmp_path_factory.mktemp("four"), 4)
+    return on_ranks("techniques.pipeline_state_jobs:on_four", tmp_path_factory.mktemp("four"), 4)
 
 
 @pytest.fixture(scope="module")
 def four_long(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("pipeline_state_jobs:on_four_long", tmp_path_factory.mktemp("long"), 4)
+    return on_ranks(
+        "techniques.pipeline_state_jobs:on_four_long", tmp_path_factory.mktemp("long"), 4
+    )
 
 
 def check(resumed: dict[str, Any], name: str, way: str) -> None:

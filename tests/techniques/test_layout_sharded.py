@@ -11,7 +11,7 @@ import pytest
 from hasten.machine.environment import World
 from hasten.techniques.layout.fsdp import FSDP2
 from ranks import on_ranks
-from sharded_rank_jobs import (
+from techniques.sharded_rank_jobs import (
     CASES,
     DROPPING,
     Case,
@@ -30,7 +30,7 @@ TOLERANCE = {"half a format": 2e-2, "recomputed, averaged": 2e-5, "adapters, own
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("sharded")
-    return on_ranks(f"sharded_rank_jobs:{sharded.__name__}", folder, 2)
+    return on_ranks(f"techniques.sharded_rank_jobs:{sharded.__name__}", folder, 2)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -75,7 +75,7 @@ def test_what_cannot_work_on_pieces_is_refused_on_every_rank(ranks: list[Any]) -
 
 
 def test_four_ranks_hold_a_quarter_and_two_copies_a_half(tmp_path: Path) -> None:
-    for found in on_ranks(f"sharded_rank_jobs:{held_bytes.__name__}", tmp_path, 4):
+    for found in on_ranks(f"techniques.sharded_rank_jobs:{held_bytes.__name__}", tmp_path, 4):
         whole = found["ddp"]["bytes"]
         assert found["fsdp2"]["bytes"] <= 0.35 * whole
         assert found["copies"]["bytes"] <= 0.6 * whole
@@ -109,7 +109,9 @@ def test_one_rank_needs_no_pieces() -> None:
 
 @pytest.fixture(scope="module")
 def dropped(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(f"sharded_rank_jobs:{dropping.__name__}", tmp_path_factory.mktemp("dropped"))
+    return on_ranks(
+        f"techniques.sharded_rank_jobs:{dropping.__name__}", tmp_path_factory.mktemp("dropped")
+    )
 
 
 @pytest.mark.parametrize("name", DROPPING)

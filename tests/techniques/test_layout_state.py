@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from layout_state_jobs import CASES, ON_FOUR
 from ranks import on_ranks
+from techniques.layout_state_jobs import CASES, ON_FOUR
 
 WITHIN = 5e-6  # float32, two steps of AdamW after three
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("layout_state_jobs:on_two", tmp_path_factory.mktemp("pieces"))
+    return on_ranks("techniques.layout_state_jobs:on_two", tmp_path_factory.mktemp("pieces"))
 
 
 def check(resumed: dict[str, Any], names: Any) -> None:
@@ -34,7 +34,7 @@ def test_a_run_goes_on_with_pieces_and_without(found: list[Any]) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_in_copies_of_pieces_and_pieces_of_pieces(tmp_path: Path) -> None:
-    check(on_ranks("layout_state_jobs:on_four", tmp_path, 4)[0]["resumed"], ON_FOUR)
+    check(on_ranks("techniques.layout_state_jobs:on_four", tmp_path, 4)[0]["resumed"], ON_FOUR)
 
 
 def test_what_does_not_fit_together_is_refused_on_every_rank(found: list[Any]) -> None:

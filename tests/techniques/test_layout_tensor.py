@@ -15,8 +15,18 @@ from hasten.machine.environment import World
 from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.tensor import TensorParallel
 from ranks import on_ranks
-from sharded_rank_jobs import Case, outcome
-from tensor_rank_jobs import CASES, LONG, MESHES, REFUSED, TERMS, cut, meshes, reference, uneven
+from techniques.sharded_rank_jobs import Case, outcome
+from techniques.tensor_rank_jobs import (
+    CASES,
+    LONG,
+    MESHES,
+    REFUSED,
+    TERMS,
+    cut,
+    meshes,
+    reference,
+    uneven,
+)
 from tiny import job_facts
 
 # Routers and DeepSeek V2's rotary embedding compute in float32 whatever the model's format is.
@@ -25,17 +35,21 @@ CLOSE, CLOSE_EXPERTS, CLOSE_SINGLE = 1e-12, 1e-5, 1e-4
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(f"tensor_rank_jobs:{cut.__name__}", tmp_path_factory.mktemp("two"), 2)
+    return on_ranks(
+        f"techniques.tensor_rank_jobs:{cut.__name__}", tmp_path_factory.mktemp("two"), 2
+    )
 
 
 @pytest.fixture(scope="module")
 def two_long(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("tensor_rank_jobs:cut_long", tmp_path_factory.mktemp("two_long"), 2)
+    return on_ranks("techniques.tensor_rank_jobs:cut_long", tmp_path_factory.mktemp("two_long"), 2)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(f"tensor_rank_jobs:{meshes.__name__}", tmp_path_factory.mktemp("four"), 4)
+    return on_ranks(
+        f"techniques.tensor_rank_jobs:{meshes.__name__}", tmp_path_factory.mktemp("four"), 4
+    )
 
 
 def same(found: list[Any], case: Case, name: str) -> None:
@@ -90,7 +104,7 @@ def test_cross_entropy_over_a_dealt_out_vocabulary_is_that_of_whole_logits(
 
 
 def test_ranks_with_pieces_of_unequal_size_take_the_same_chunks(tmp_path: Path) -> None:
-    for rank in on_ranks(f"tensor_rank_jobs:{uneven.__name__}", tmp_path):
+    for rank in on_ranks(f"techniques.tensor_rank_jobs:{uneven.__name__}", tmp_path):
         for found, expected in zip(rank, reference(TERMS[0]), strict=True):
             assert found == pytest.approx(expected, rel=1e-12, abs=1e-13)
 

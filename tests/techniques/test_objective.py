@@ -107,7 +107,7 @@ def test_a_checkpoint_has_the_modules_and_a_resumed_run_goes_on() -> None:
 
 
 def test_two_ranks_have_the_losses_of_one(tmp_path: Path) -> None:
-    one, two = on_ranks("multi_token_rank_jobs:replicated", tmp_path)
+    one, two = on_ranks("techniques.multi_token_rank_jobs:replicated", tmp_path)
     assert one["weights"] == two["weights"]
     assert one["losses"] == pytest.approx(
         losses(session_of(language_job(steps=4), AHEAD)), rel=1e-4

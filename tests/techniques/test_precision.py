@@ -105,7 +105,7 @@ def test_the_scale_is_part_of_a_checkpoint() -> None:
 
 
 def test_ranks_agree_when_one_of_them_overflows(tmp_path: Path) -> None:
-    one, two = on_ranks("precision_rank_jobs:overflowing", tmp_path)
+    one, two = on_ranks("techniques.precision_rank_jobs:overflowing", tmp_path)
     assert one == two
     skipped = [True, True, False, False, True, False]
     values = [32768.0, 16384.0, 16384.0, 32768.0, 16384.0, 16384.0]

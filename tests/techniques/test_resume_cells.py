@@ -13,7 +13,7 @@ import pytest
 
 from hasten.machine.environment import World
 from ranks import on_ranks
-from resume_cells import AT, CELLS, EPOCHS, NAMES, SAMPLERS, Cell, resumed
+from techniques.resume_cells import AT, CELLS, EPOCHS, NAMES, SAMPLERS, Cell, resumed
 
 ONE = [cell for cell in CELLS if cell.layout == "one"]
 TWO = [cell for cell in CELLS if cell.layout != "one"]
@@ -24,7 +24,7 @@ EACH = Counter(dict.fromkeys(NAMES, EPOCHS))
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What both ranks found of every cell of theirs."""
-    return on_ranks("resume_cells:on_two", tmp_path_factory.mktemp("ranks"))
+    return on_ranks("techniques.resume_cells:on_two", tmp_path_factory.mktemp("ranks"))
 
 
 def check_same_bits(found: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.routing import BalancedRouting
 from ranks import on_ranks
-from routing_rank_jobs import CASES, train_all
+from techniques.routing_rank_jobs import CASES, train_all
 from tiny import COMMON, MLA, job_facts, language_job, run, session_of, tiny_model
 
 V3 = "deepseek_v3"
@@ -95,7 +95,7 @@ def test_a_sequence_loss_alone_evens_the_load_of_v2() -> None:
 
 
 def test_two_ranks_move_the_biases_of_one_process(tmp_path: Path) -> None:
-    found, alone = on_ranks("routing_rank_jobs:train_all", tmp_path), train_all(World())
+    found, alone = on_ranks("techniques.routing_rank_jobs:train_all", tmp_path), train_all(World())
     assert found[0] == found[1]
     for case in CASES:
         one, two = alone[case], found[0][case]

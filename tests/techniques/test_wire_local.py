@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from apart_rank_jobs import COMPANY
 from hasten.machine.environment import World
 from hasten.techniques.wire.local import LocalSteps, Stream
 from ranks import on_ranks
+from techniques.apart_rank_jobs import COMPANY
 from tiny import job_facts, language_job
 
 
 @pytest.fixture(scope="module")
 def as_ddp(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("apart_rank_jobs:as_ddp", tmp_path_factory.mktemp("ddp"))
+    return on_ranks("techniques.apart_rank_jobs:as_ddp", tmp_path_factory.mktemp("ddp"))
 
 
 @pytest.fixture(scope="module")
 def company(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("apart_rank_jobs:company", tmp_path_factory.mktemp("company"))
+    return on_ranks("techniques.apart_rank_jobs:company", tmp_path_factory.mktemp("company"))
 
 
 @pytest.mark.parametrize("name", ["every step", "accumulated", "adaptive"])
@@ -75,7 +75,7 @@ def test_it_learns(company: list[Any]) -> None:
 
 
 def test_what_does_not_go_together_is_refused_in_words(tmp_path: Path) -> None:
-    for said in on_ranks("apart_rank_jobs:refused", tmp_path):
+    for said in on_ranks("techniques.apart_rank_jobs:refused", tmp_path):
         assert "max_tokens" in said[0]
         assert "weight_average" in said[1]
 

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from ranks import on_ranks
-from sharded_wire_jobs import BESIDE, REFUSED, WIRES
+from techniques.sharded_wire_jobs import BESIDE, REFUSED, WIRES
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("sharded_wire_jobs:on_two", tmp_path_factory.mktemp("two"))
+    return on_ranks("techniques.sharded_wire_jobs:on_two", tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("sharded_wire_jobs:on_four", tmp_path_factory.mktemp("four"), 4)
+    return on_ranks("techniques.sharded_wire_jobs:on_four", tmp_path_factory.mktemp("four"), 4)
 
 
 @pytest.mark.slow

@@ -19,7 +19,9 @@ from tiny import job_facts, language_job, tiny_model
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: Any) -> list[Any]:
-    return on_ranks("wire_topology_rank_jobs:everything", tmp_path_factory.mktemp("four"), 4)
+    return on_ranks(
+        "techniques.wire_topology_rank_jobs:everything", tmp_path_factory.mktemp("four"), 4
+    )
 
 
 @pytest.mark.slow
@@ -78,7 +80,7 @@ def test_weights_that_drift_apart_end_the_run_and_name_the_rank(four: list[Any])
 
 
 def test_hosts_of_unequal_size_are_an_error_at_the_start_on_all_ranks(tmp_path: Path) -> None:
-    for said in on_ranks("wire_topology_rank_jobs:uneven", tmp_path, 3):
+    for said in on_ranks("techniques.wire_topology_rank_jobs:uneven", tmp_path, 3):
         assert said.startswith("hierarchical: hosts have 2, 1 ranks")
 
 

@@ -9,15 +9,15 @@ import pytest
 from hasten.core.timing import HostClock
 from hasten.techniques.layout.ddp import DDP
 from ranks import on_ranks
+from techniques.wire_traffic_rank_jobs import NAP, PLANS
 from tiny import language_job, run, session_of
-from wire_traffic_rank_jobs import NAP, PLANS
 
 EXPOSED, HIDDEN = "exposed_communication_seconds", "hidden_communication_seconds"
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("wire_traffic_rank_jobs:told", tmp_path_factory.mktemp("ranks"))
+    return on_ranks("techniques.wire_traffic_rank_jobs:told", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", PLANS)

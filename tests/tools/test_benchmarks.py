@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from netlab import missing
+from labs import missing
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FILES = {p.relative_to(BENCHMARKS).as_posix() for p in BENCHMARKS.rglob("bench_*.py")}

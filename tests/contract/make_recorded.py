@@ -1,0 +1,141 @@
+"""Run twenty small experiments and keep their records, with what this code makes of them.
+
+    python tests/contract/make_recorded.py tests/contract/recorded
+
+The files were made on 2026-11-24, before the measuring engines were replaced;
+tests/contract/test_recorded.py asks for the same numbers from the same records.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from contract.make_golden import _model, _records
+from hasten.measure.ablation import Design, plans_of, with_second_baseline
+from hasten.measure.recipe_experiment import measured, prepared
+from hasten.recipe.schema import recipe_from
+from hasten.report.judgement import floor_of, noise_of, ratio_to
+
+RECIPE: dict[str, Any] = {
+    "model": "model",
+    "dataset": "records.jsonl",
+    "held_out": 4,
+    "cutoff_len": 64,
+    "max_steps": 4,
+    "global_batch_size": 4,
+    "learning_rate": 3e-3,
+}
+ONE: dict[str, Any] = {"rounds": 5, "steps": 2, "warmup": 1, "evaluations": 2}
+EXPERIMENTS: list[tuple[list[Any], str, dict[str, Any], dict[str, Any]]] = [
+    # the plan, which arms, of the recipe, of the design
+    (["packed"], "plan", {}, {}),
+    (["packed"], "plan", {"seed": 1}, {"seed": 1}),
+    (["packed"], "plan", {"global_batch_size": 2}, {"steps": 3}),
+    (["packed"], "plan", {"global_batch_size": None, "global_batch_tokens": 128}, {}),
+    (["length_grouped"], "plan", {}, {}),
+    (["document_attention"], "plan", {}, {}),
+    (["labelled_token_loss"], "plan", {}, {}),
+    (["fused_adamw"], "plan", {}, {"longest_warmup": 4}),
+    ([{"accumulate": {"micro_batch_size": 2}}], "plan", {}, {}),
+    (["recompute"], "plan", {}, {"evaluations": 1}),
+    ([{"threads": {"count": 1}}], "plan", {}, {}),
+    ([{"checkpoints": {"interval": 2}}], "plan", {}, {}),
+    (["packed"], "plan", {}, {"builds": 2}),
+    (["packed"], "plan", {}, {"noise": True}),
+    (["packed"], "plan", {}, {"foreign_load": 0.5}),
+    (["packed"], "plan", {}, {"grouping": "fresh", "rounds": 3}),
+    (["packed", "fused_adamw"], "ladder", {}, {"rounds": 3}),
+    (["packed", "fused_adamw"], "alone", {}, {"rounds": 3, "noise": True, "builds": 2}),
+    (["packed", "labelled_token_loss"], "left-out", {}, {"rounds": 3}),
+    ([{"half": {"minimum": 0}}], "plan", {"nproc": 2}, {"rounds": 3}),
+]
+
+
+class Silent:
+    """Is told how it goes, and says nothing."""
+
+    def tell(self, text: str) -> None: ...
+
+    def show(self, text: str, share: float) -> None: ...
+
+    def begin(self, after: float = 0.0) -> None: ...
+
+
+def numbers(arms: list[Any]) -> dict[str, Any]:
+    """What the code that is imported makes of an experiment's arms; floats as they are."""
+    rows = []
+    for arm in arms:
+        ratio = ratio_to(arm, arms[0]) if arm.rounds else None
+        rows.append(
+            {
+                "name": arm.name,
+                "rounds": arm.rounds,
+                "beside": arm.beside,
+                "builds": arm.builds,
+                "losses": arm.losses,
+                "held_out": arm.held_out,
+                "warmup": arm.warmup,
+                "foreign_load": arm.foreign_load,
+                "peak_memory_bytes": arm.peak_memory_bytes,
+                "joules_per_token": arm.joules_per_token,
+                "failed": arm.failed,
+                "luck": None if arm.luck is None else asdict(arm.luck),
+                "ratio": None if ratio is None else asdict(ratio),
+            }
+        )
+    told: dict[str, Any] = {"arms": rows}
+    if all(arm.rounds for arm in arms):
+        told |= {"floor": floor_of(arms), "noise": noise_of(arms)}
+    return json.loads(json.dumps(told))  # type: ignore[no-any-return]
+
+
+def main(target: Path, wanted: list[int]) -> None:
+    """Make the files of these numbers, all if there are none."""
+    target.mkdir(parents=True, exist_ok=True)
+    target = target.resolve()
+    for number, (plan, which, changes, designed) in enumerate(EXPERIMENTS):
+        if wanted and number not in wanted:
+            continue
+        with tempfile.TemporaryDirectory() as name:
+            here = Path(name)
+            _records(here / "records.jsonl")
+            _model(here / "model")
+            given = {**RECIPE, **changes, "plan": plan, "output": str(here / "out")}
+            given |= {name: str(here / str(given[name])) for name in ("model", "dataset")}
+            recipe = recipe_from({k: v for k, v in given.items() if v is not None}, "test")
+            silent: Any = Silent()
+            subject = prepared(recipe, silent, ranks=True)
+            plans, kinds = plans_of(subject.plan, which)
+            design = Design(**{**ONE, **designed})
+            if design.noise:
+                plans, kinds = with_second_baseline(plans, kinds)
+            arms = measured(subject, plans, kinds, design, True, silent).arms
+            [record] = (here / "out").glob("experiments/*/record.jsonl")
+            head, *events = [json.loads(line) for line in record.read_text().splitlines()]
+            for event in events:
+                event.pop("ledger", None)
+                event.pop("samples", None)
+                if event["event"] == "finish":
+                    event |= {"samples": [], "acted": []}
+            kept = {
+                "version": head["record"],
+                "design": asdict(design),
+                "kinds": kinds,
+                "plans": {name: plan.to_list() for name, plan in plans.items()},
+                "expected": numbers(arms),
+                "events": events,
+            }
+            path = target / f"{number:02}.json"
+            lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in kept.items() if k != "events"]
+            rows = ",\n".join(json.dumps(event) for event in events)
+            path.write_text("{" + ",\n".join(lines) + ',\n"events": [\n' + rows + "\n]}\n")
+            print(path.name, which, plan, [arm.failed for arm in arms], flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [int(word) for word in sys.argv[2:]])

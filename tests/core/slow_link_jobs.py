@@ -1,0 +1,40 @@
+"""A few steps of two ranks on two hosts of a lab; the first says what it has to say of its link."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hasten.machine import environment
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
+import torch
+
+from hasten.core import health
+from hasten.core.health import LOOK, SlowLink
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.step import training
+from hasten.launch.ranks import process_group
+from hasten.machine.environment import World
+from hasten.techniques.layout.ddp import DDP
+from tiny import job_facts, language_job
+
+
+def session_on(world: World) -> Session:
+    job = language_job(steps=LOOK + 1)
+    return assemble(prepare(job, Plan((DDP(),)), job_facts(job, world=world)))
+
+
+def train(world: World) -> None:
+    health.SHARE = 0.0  # a busy machine computes slowly as well
+    link = SlowLink(print if world.is_main else lambda text: None)
+    for metrics in training(session_on(world)):
+        link.note(metrics)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with process_group(environment.world(), "cpu"):
+        train(environment.world())

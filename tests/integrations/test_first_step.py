@@ -1,0 +1,377 @@
+"""The proof on the first step: planted faults are taken away, and nothing else is changed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import hasten
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Proof, Technique, setting
+from hasten.integrations.transformers import TrainerTechniques
+from hasten.measure.quality.first_step import GradientRecord, uneven_documents
+from hasten.parts.nn.causal_lm import causal_lm, trunk
+from hasten.techniques.attention import DocumentAttention
+from hasten.techniques.collate import Packed
+from hasten.techniques.loss import LabelledTokenLoss
+from tiny import VOCABULARY, tiny_model
+
+MARK = VOCABULARY - 1  # a token that only some rows have
+FAULTS = (
+    *("constant", "gradient", "second batch", "padding", "documents", "mask", "shift", "error"),
+    "rank 1",
+)
+
+
+@dataclass(frozen=True)
+class Planted(Technique):
+    """A technique that is wrong in one way."""
+
+    slot = Slot.LAYERS
+    fidelity = Fidelity.ROUNDING
+    fault: str = setting("constant", "what is wrong")
+
+    def apply(self, setup: Setup) -> None:
+        setup.layers = self._plant
+
+    def _plant(self, model: nn.Module) -> None:
+        inner = causal_lm(model)
+        usual, decoder = inner.forward, trunk(model)
+        states = decoder.norm.forward  # type: ignore[union-attr, operator]
+        fault = self.fault
+        found = {"marked": False, "masked": False}
+
+        def forward(*args: Any, **given: Any) -> Any:
+            ids, mask = given["input_ids"], given.get("attention_mask")
+            found["marked"] = bool((ids == MARK).any())
+            found["masked"] = mask is not None and bool((mask == 0).any())
+            if fault == "error":
+                raise ValueError("a kernel that doesn't take this batch")
+            if fault == "documents" and given.get("position_ids") is not None:
+                given["position_ids"] = torch.arange(ids.shape[1])[None]
+            if fault == "mask":
+                given["attention_mask"] = None
+            if fault == "shift" and given.get("labels") is not None:
+                given["labels"] = given["labels"].roll(1, -1)
+            output = usual(*args, **given)
+            if fault == "constant":
+                output.loss = output.loss + 1e-3
+            return output
+
+        def norm(hidden: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = states(hidden)
+            wrong = {
+                "gradient": True,
+                "second batch": found["marked"],
+                "padding": found["masked"],
+                "rank 1": dist.is_initialized() and dist.get_rank() == 1,
+            }.get(fault, False)
+            return out + 0.01 * (out - out.detach()) if wrong else out  # same value, other gradient
+
+        inner.forward, decoder.norm.forward = forward, norm  # type: ignore[union-attr]
+
+    def probe(self, session: Any) -> Proof:
+        return Proof(True, "")
+
+
+class InOrder(Trainer):
+    """Rows come in their order."""
+
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+
+
+def rows(count: int = 16, seed: int = 0) -> list[dict[str, list[int]]]:
+    draw = torch.Generator().manual_seed(seed)
+    found = []
+    for index in range(count):
+        length = int(torch.randint(8, 30, (1,), generator=draw))
+        ids = torch.randint(3, MARK, (length,), generator=draw).tolist()
+        if index == 4:  # of the second micro-batch
+            ids[3] = MARK
+        labels = [i if at > 2 else -100 for at, i in enumerate(ids)]
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def left_padded(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    longest = max(len(e["input_ids"]) for e in examples)
+
+    def filled(key: str, filler: int) -> torch.Tensor:
+        lines = [[filler] * (longest - len(e["input_ids"])) + e[key] for e in examples]
+        return torch.tensor(lines)
+
+    mask = [[0] * (longest - len(e["input_ids"])) + [1] * len(e["input_ids"]) for e in examples]
+    return {
+        "input_ids": filled("input_ids", 0),
+        "labels": filled("labels", -100),
+        "attention_mask": torch.tensor(mask),
+    }
+
+
+def trainer_of(folder: Path, model: Any = None, kind: Any = InOrder, **changes: Any) -> Any:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **changes,
+    }
+    torch.manual_seed(0)
+    return kind(
+        model or tiny_model(),
+        TrainingArguments(**settings),
+        train_dataset=rows(),
+        data_collator=left_padded,
+    )
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+
+
+def joined(trainer: Any) -> list[str]:
+    """Names of the techniques that are left in a trainer."""
+    found = vars(trainer)["_hasten_techniques"]
+    assert isinstance(found, TrainerTechniques)
+    return [t.name() for t in found._techniques]
+
+
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f != "rank 1"])
+def test_a_planted_fault_is_taken_away_and_named(
+    fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = trainer_of(tmp_path)
+    plain.train()
+    trainer = trainer_of(tmp_path)
+    others = [Packed()] if fault == "documents" else []
+    hasten.speed_up(trainer, plan=[*others, Planted(fault)])
+    trainer.train()
+    assert joined(trainer) == [t.name() for t in others]
+    (line,) = [r.message for r in caplog.records if "taken out" in r.message]
+    assert line.startswith("speed_up: planted was taken out: ")
+    for name, weight in weights(trainer).items():
+        torch.testing.assert_close(weight, weights(plain)[name], rtol=1e-3, atol=1e-4)
+
+
+def test_documents_that_would_share_a_row_only_later_are_told_apart_too(tmp_path: Path) -> None:
+    """One row a batch: no two documents meet in the first step, but two are added."""
+    trainer = trainer_of(tmp_path, per_device_train_batch_size=1)
+    hasten.speed_up(trainer, plan=[Packed(), Planted("documents")])
+    trainer.train()
+    assert joined(trainer) == ["packed"]
+
+
+def test_with_two_faults_both_are_taken_away(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    hasten.speed_up(trainer, plan=[Packed(), DocumentAttention(), Planted("gradient")])
+    found = vars(trainer)["_hasten_techniques"]
+    assert [t.name() for t in found.setup.plan] == ["packed", "document_attention", "planted"]
+    trainer.train()
+    assert joined(trainer) == ["packed", "document_attention"]
+
+
+def test_off_skips_the_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HASTEN_PROOF", "off")
+    trainer = trainer_of(tmp_path)
+    hasten.speed_up(trainer, plan=[Planted("gradient")])
+    trainer.train()
+    assert joined(trainer) == ["planted"]
+
+
+def test_memory_that_runs_out_ends_the_proof_and_not_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(tmp_path)
+    hasten.speed_up(trainer, plan=[Packed(), LabelledTokenLoss()])
+
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("hasten.measure.quality.first_step._gradients", full)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert joined(trainer) == ["packed", "labelled_token_loss"]
+    (line,) = [r.message for r in caplog.records if "memory ran out" in r.message]
+    assert "unproven" in line
+
+
+class Draws(TrainerCallback):
+    """Random numbers of each library as a step begins."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        import random
+
+        import numpy as np
+
+        self.found.append((torch.get_rng_state().tolist()[:64], random.random(), np.random.rand()))
+
+
+def test_afterwards_everything_is_as_it_was_bit_by_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training whose proof ran and one whose proof was skipped have the same bits."""
+    found = []
+    for proof in ("off", "on"):
+        monkeypatch.setenv("HASTEN_PROOF", proof)
+        model: Any = tiny_model("qwen2")
+        model.config.attention_dropout = 0.1
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.1
+        model.register_buffer("steps", torch.zeros(3))
+
+        class Counting(InOrder):
+            """Keeps counters of its own, as TRL's trainers do."""
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                self.metrics: dict[str, list[float]] = {"loss": []}
+                self.calls = 0
+
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+                self.calls += 1
+                loss = super().compute_loss(model, inputs, *args, **kwargs)
+                self.metrics["loss"].append(1.0)
+                self.model.steps += 1  # type: ignore[union-attr, operator]
+                return loss
+
+        trainer = trainer_of(tmp_path, model, Counting)
+        draws = Draws()
+        trainer.add_callback(draws)
+        hasten.speed_up(trainer, plan=[Planted("none")])
+        torch.manual_seed(1)
+        trainer.train()
+        found.append(
+            [
+                *(draws.found, trainer.calls, trainer.metrics, model.steps.tolist()),
+                *(trainer.state.global_step, [w.tolist() for w in weights(trainer).values()]),
+            ]
+        )
+    assert found[0] == found[1]
+    assert found[0][1] == 4
+
+
+class Noisy(InOrder):
+    """Adds noise of its own to each loss."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
+        return loss * (1 + 0.05 * torch.randn(()))
+
+
+def test_a_host_that_differs_from_itself_sets_the_bound(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    @dataclass(frozen=True)
+    class Drawing(Planted):
+        """Draws a random number more, so that the host's noise is another."""
+
+        def _plant(self, model: nn.Module) -> None:
+            inner = causal_lm(model)
+            usual = inner.forward
+
+            def forward(*args: Any, **given: Any) -> Any:
+                torch.randn(3)
+                return usual(*args, **given)
+
+            inner.forward = forward
+
+    trainer = trainer_of(tmp_path, kind=Noisy)
+    hasten.speed_up(trainer, plan=[Drawing("none")])
+    trainer.train()
+    assert joined(trainer) == ["drawing"]
+    assert any("differs from itself by" in r.message for r in caplog.records)
+
+
+def test_half_precision_is_compared_too(tmp_path: Path) -> None:
+    for changes, dtype in (({"bf16": True}, torch.float32), ({}, torch.bfloat16)):
+        right = trainer_of(tmp_path, tiny_model(dtype=dtype), **changes)
+        hasten.speed_up(right, plan=[Packed(), DocumentAttention(), LabelledTokenLoss()])
+        wrong = trainer_of(tmp_path, tiny_model(dtype=dtype), **changes)
+        hasten.speed_up(wrong, plan=[Packed(), Planted("gradient")])
+        for trainer in (right, wrong):
+            before = {p.dtype for p in trainer.model.parameters()}
+            trainer.train()
+            assert {p.dtype for p in trainer.model.parameters()} == before == {dtype}
+        assert joined(right) == ["packed", "document_attention", "labelled_token_loss"]
+        assert joined(wrong) == ["packed"]
+
+
+def test_sketches_estimate_the_norm_of_a_difference() -> None:
+    torch.manual_seed(0)
+    one, other = {"w": torch.randn(5000)}, {"w": torch.randn(5000)}
+    whole, sketch = GradientRecord(one, sketched=False), GradientRecord(one, sketched=True)
+    true = float((one["w"] - other["w"]).norm())
+    assert whole.distance("w", other["w"]) == pytest.approx(true)
+    assert sketch.distance("w", other["w"]) == pytest.approx(true, rel=0.5)
+    assert sketch.distance("w", one["w"]) == 0
+    assert whole.norm == sketch.norm == pytest.approx(float(one["w"].norm()))
+
+
+def test_two_documents_of_different_length_have_the_form_of_the_host_s_batch() -> None:
+    ids = torch.arange(3, 33)[None]
+    found = uneven_documents({"input_ids": ids, "labels": ids, "attention_mask": ids * 0 + 1})
+    assert found is not None
+    assert found["input_ids"].tolist()[0] == [*range(3, 13), *[0] * 10]
+    assert found["attention_mask"].sum(1).tolist() == [10, 20]
+    assert (found["labels"][found["attention_mask"] == 0] == -100).all()
+    flat = uneven_documents({"input_ids": ids, "labels": ids, "position_ids": ids - 3})
+    assert flat is not None
+    assert flat["position_ids"].tolist() == [[*range(10), *range(20)]]
+    assert set(flat) == {"input_ids", "labels", "position_ids"}
+    padded = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    several = {"input_ids": padded, "labels": padded, "attention_mask": padded}
+    assert uneven_documents(several) is None  # these show it already
+    assert uneven_documents({"input_ids": ids, "labels": ids, "images": ids}) is None
+
+
+def ranked(folder: Path) -> None:
+    """On each of two ranks: a fault on rank 1 alone is taken away on both."""
+    trainer = trainer_of(folder, max_steps=1, ddp_backend="gloo", per_device_train_batch_size=2)
+    hasten.speed_up(trainer, plan=[Packed(), LabelledTokenLoss(), Planted("rank 1")])
+    trainer.train()
+    (folder / f"rank-{dist.get_rank()}").write_text(" ".join(joined(trainer)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_fault_on_one_rank_is_taken_away_on_all(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launch = [*(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")]
+    command = [*launch, "--standalone", __file__, str(tmp_path)]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)]
+    assert found == ["packed labelled_token_loss"] * 2
+
+
+if __name__ == "__main__":
+    logging.disable()
+    ranked(Path(sys.argv[1]))
+    dist.barrier()
+    os._exit(0)  # gloo's threads may end an interpreter with SIGABRT (torch 2.13)

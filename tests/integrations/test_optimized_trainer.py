@@ -1,0 +1,433 @@
+"""The articles' trainer on plain modules, loss functions and loaders."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hasten import CloudConfig, InputError, OptimizedTrainer
+from hasten.integrations import optimized_trainer
+from hasten.machine import host
+from hasten.techniques.batch import Accumulate
+from hasten.techniques.precision import Autocast, BF16MasterWeights
+from integrations.loader_rank_jobs import Tagger, unlike_labels
+
+IN_BF16 = (Autocast(emulate=True), BF16MasterWeights(emulate=True))
+
+
+def data(count: int = 22) -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(count, 6, generator=draw).double(),
+        torch.randint(0, 3, (count,), generator=draw),
+    )
+
+
+def classifier(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+
+
+def plain_loop(loss: Callable[[Tensor, Tensor], Tensor], epochs: int, size: int) -> nn.Module:
+    """The reference: whole batches, no library."""
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(epochs):
+        for x, y in DataLoader(data(), batch_size=size):
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+    return model
+
+
+def trained(loss: Any, epochs: int, size: int, **settings: Any) -> tuple[nn.Module, dict[str, Any]]:
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = OptimizedTrainer(model, optimizer, loss, **settings)
+    return model, trainer.train(DataLoader(data(), batch_size=size), epochs=epochs)
+
+
+def same(one: nn.Module, two: nn.Module) -> None:
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def sum_and_count(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(output, target, reduction="sum"), torch.tensor(len(target))
+
+
+def only_some_count(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Class 0 carries no loss, so the count is known in the forward pass alone."""
+    loss = F.cross_entropy(output, target, ignore_index=0, reduction="sum")
+    return loss, (target != 0).sum()
+
+
+def mean_of_some(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, ignore_index=0)
+
+
+ACCUMULATE = {"dynamic_batch": Accumulate(micro_batch_size=3)}  # 8 -> 3, 3, 2
+
+
+@pytest.mark.parametrize("settings", [{}, ACCUMULATE], ids=["whole", "in micro-batches"])
+@pytest.mark.parametrize(
+    ("loss", "count", "reference"),
+    [
+        (F.cross_entropy, None, F.cross_entropy),
+        (sum_and_count, None, F.cross_entropy),
+        (only_some_count, None, mean_of_some),
+        (mean_of_some, lambda batch: int((batch[1] != 0).sum()), mean_of_some),
+    ],
+    ids=["mean", "sum and count", "count known late", "mean with count="],
+)
+def test_weights_equal_those_of_a_plain_loop_over_whole_batches(
+    settings: dict[str, Any], loss: Any, count: Any, reference: Any
+) -> None:
+    model, summary = trained(loss, 3, 8, count=count, **settings)
+    same(model, plain_loop(reference, 3, 8))
+    assert summary["steps"] == 9
+
+
+def test_it_trains_the_very_objects_it_was_given() -> None:
+    model = classifier()
+    weights = list(model.parameters())
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    OptimizedTrainer(model, optimizer, F.cross_entropy).train(DataLoader(data(), batch_size=8))
+    assert all(a is b for a, b in zip(model.parameters(), weights, strict=True))
+    assert weights[0].grad is None
+
+
+def test_the_reported_loss_is_the_mean_over_records() -> None:
+    model = classifier()
+    expected = F.cross_entropy(model(data().tensors[0]), data().tensors[1]).item()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
+    trainer = OptimizedTrainer(model, optimizer, F.cross_entropy, **ACCUMULATE)
+    summary = trainer.train(DataLoader(data(), batch_size=22))
+    assert summary["epoch_losses"][0] == pytest.approx(expected)
+
+
+def test_a_batch_may_be_a_dictionary_with_labels() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = classifier()
+
+        def forward(self, features: Tensor) -> Tensor:
+            return self.inner(features)  # type: ignore[no-any-return]
+
+    model = Named()
+    rows = [{"features": x, "labels": y} for x, y in data()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = OptimizedTrainer(model, optimizer, F.cross_entropy, **ACCUMULATE)
+    trainer.train(DataLoader(rows, batch_size=8), epochs=2)  # type: ignore[arg-type]
+    same(model.inner, plain_loop(F.cross_entropy, 2, 8))
+
+
+@pytest.mark.parametrize("technique", IN_BF16, ids=str)
+def test_mixed_precision_trains_float_inputs_and_leaves_float32_weights(technique: Any) -> None:
+    model = classifier(torch.float32)
+    loader = DataLoader([(x.float(), y) for x, y in data()], batch_size=8)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    trainer = OptimizedTrainer(model, optimizer, F.cross_entropy, mixed_precision=technique)
+    losses = trainer.train(loader, epochs=8)["epoch_losses"]
+    assert losses[7] < losses[0]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_resumed_run_ends_where_the_whole_run_ends(tmp_path: Path, shuffle: bool) -> None:
+    def run(epochs: int, folder: Path) -> nn.Module:
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        torch.manual_seed(7)
+        loader = DataLoader(data(), batch_size=8, shuffle=shuffle)
+        trainer = OptimizedTrainer(model, optimizer, F.cross_entropy)
+        trainer.train(loader, epochs=epochs, checkpoint_dir=folder, resume=True)
+        return model
+
+    whole = run(4, tmp_path / "whole")
+    run(2, tmp_path / "parts")
+    same(run(4, tmp_path / "parts"), whole)
+
+
+def test_checkpoints_of_an_earlier_run_are_neither_overwritten_nor_mixed_in(tmp_path: Path) -> None:
+    def train(**settings: Any) -> dict[str, Any]:
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = OptimizedTrainer(model, optimizer, F.cross_entropy)
+        return trainer.train(DataLoader(data(), batch_size=8), checkpoint_dir=tmp_path, **settings)
+
+    train()
+    with pytest.raises(InputError, match="resume=True"):
+        train()
+    assert train(resume=True, epochs=2)["steps"] == 3
+
+
+def test_resume_needs_a_folder() -> None:
+    model = classifier()
+    trainer = OptimizedTrainer(model, torch.optim.SGD(model.parameters(), lr=1), F.cross_entropy)
+    with pytest.raises(InputError, match="checkpoint_dir"):
+        trainer.train(DataLoader(data()), resume=True)
+
+
+@pytest.mark.parametrize("batches", [[3], [(torch.zeros(2, 6),)], [("a", "b")]])
+def test_a_loader_that_gives_something_else_is_explained(batches: Any) -> None:
+    model = classifier()
+    trainer = OptimizedTrainer(model, torch.optim.SGD(model.parameters(), lr=1), F.cross_entropy)
+    with pytest.raises(InputError, match="loader gave"):
+        trainer.train(batches)
+
+
+def test_an_empty_loader_is_explained() -> None:
+    model = classifier()
+    trainer = OptimizedTrainer(model, torch.optim.SGD(model.parameters(), lr=1), F.cross_entropy)
+    with pytest.raises(InputError, match="no steps"):
+        trainer.train([])
+
+
+def test_a_switch_is_a_bool_or_a_technique() -> None:
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    with pytest.raises(InputError, match="mixed_precision is 'bf16'"):
+        OptimizedTrainer(model, optimizer, F.cross_entropy, mixed_precision="bf16")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="slot PRECISION"):
+        OptimizedTrainer(
+            model,
+            optimizer,
+            F.cross_entropy,
+            mixed_precision=True,
+            compress_gradients=BF16MasterWeights(),
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"nodes": 0}, "nodes is 0"),
+        ({"gpus_per_node": True}, "gpus_per_node"),
+        ({"topology": "fat_trees"}, "did you mean 'fat_tree'"),
+        ({"network_priority": "cheap"}, "one of low_latency"),
+    ],
+)
+def test_an_impossible_cluster_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        CloudConfig(**settings)
+
+
+def test_a_run_does_not_go_on_with_another_optimizer_s_settings(tmp_path: Path) -> None:
+    def train(rate: float, epochs: int) -> dict[str, Any]:
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        trainer = OptimizedTrainer(model, optimizer, F.cross_entropy)
+        loader = DataLoader(data(), batch_size=8)
+        return trainer.train(loader, epochs=epochs, checkpoint_dir=tmp_path, resume=True)
+
+    train(0.1, 1)
+    with pytest.raises(InputError, match=r"lr was \[0.1\] and is \[0.5\] now"):
+        train(0.5, 2)
+    assert train(0.1, 2)["resumed_from"] is not None
+
+
+def test_the_rate_of_a_resumed_run_is_of_its_own_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, spent = optimized_trainer.fit, []
+
+    def noted(*given: Any) -> Any:
+        outcome = usual(*given)
+        spent.append(sum(outcome.step_seconds))
+        return outcome
+
+    monkeypatch.setattr(optimized_trainer, "fit", noted)
+    for epochs in (1, 3):
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = OptimizedTrainer(model, optimizer, F.cross_entropy)
+        loader = DataLoader(data(), batch_size=8)
+        summary = trainer.train(loader, epochs=epochs, checkpoint_dir=tmp_path, resume=True)
+    assert summary["records_per_second"] * spent[-1] == pytest.approx(2 * 22)
+
+
+@pytest.mark.parametrize("technique", IN_BF16, ids=str)
+def test_a_trained_model_has_nothing_on_it_that_cannot_be_pickled(technique: Any) -> None:
+    model = classifier(torch.float32)
+    loader = DataLoader([(x.float(), y) for x, y in data()], batch_size=8)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    OptimizedTrainer(model, optimizer, F.cross_entropy, mixed_precision=technique).train(loader)
+    again = pickle.loads(pickle.dumps(model))
+    same(again, model)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_usual_technique_that_cannot_work_here_is_left_out_and_a_chosen_one_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mixed_precision=True stands in scripts that are tried on laptops."""
+    monkeypatch.setattr(host, "_instruction_sets", lambda: ("avx2",))
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    loader = DataLoader([(x.float(), y) for x, y in data()], batch_size=8)  # type: ignore[arg-type]
+
+    def trainer(switch: Any) -> OptimizedTrainer:
+        model = classifier(torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        return OptimizedTrainer(model, optimizer, F.cross_entropy, mixed_precision=switch)
+
+    summary = trainer(True).train(loader)
+    assert summary["switches"]["mixed_precision"] == "off"
+    assert summary["plan"] == []
+    assert "mixed_precision: going on without autocast" in capsys.readouterr().out
+    with pytest.raises(InputError, match="in software only"):
+        trainer(Autocast()).train(loader)
+
+
+def test_machines_that_are_not_here_are_said_with_the_way_to_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = classifier()
+    trainer = OptimizedTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy)
+    trainer.train(DataLoader(data(), batch_size=8), cloud_config=CloudConfig(2, 4, "fat_tree"))
+    out = capsys.readouterr().out
+    assert "asks for 8 devices" in out
+    assert "`hasten launch` writes the files that start a recipe on a cluster" in out
+
+
+def test_a_list_with_a_text_for_each_record_is_cut_with_them() -> None:
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.seen = classifier(), list[list[str]]()
+
+        def forward(self, x: Tensor, names: list[str]) -> Tensor:
+            assert len(x) == len(names)
+            self.seen.append(names)
+            found: Tensor = self.inner(x)
+            return found
+
+    rows = [(x, f"record {i}", y) for i, (x, y) in enumerate(data(8))]
+    model = Noting()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = OptimizedTrainer(model, optimizer, F.cross_entropy, **ACCUMULATE)
+    trainer.train(DataLoader(rows, batch_size=8))  # type: ignore[arg-type]
+    assert [len(names) for names in model.seen] == [3, 3, 2]
+    assert [n for names in model.seen for n in names] == [f"record {i}" for i in range(8)]
+
+
+def test_accumulated_batches_are_the_step_of_their_records() -> None:
+    """22 records in batches of 4, three to a step: steps of 12 and 10 records."""
+    model, summary = trained(F.cross_entropy, 3, 4, accum_steps=3)
+    same(model, plain_loop(F.cross_entropy, 3, 12))
+    assert summary["steps"] == 6
+    assert summary["records_per_step"] == {"least": 10, "mean": 11, "most": 12}
+
+
+LABELLED: dict[str, Any] = {
+    "module": nn.CrossEntropyLoss(),
+    "another label is ignored": nn.CrossEntropyLoss(ignore_index=2),
+    "class weights": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.5, 0.5]).double()),
+    "smoothing": nn.CrossEntropyLoss(label_smoothing=0.1),
+    "function": F.cross_entropy,
+    "partial": functools.partial(F.cross_entropy, ignore_index=1),
+    "nll": nn.NLLLoss(ignore_index=0),
+}
+
+
+@pytest.mark.parametrize("batches", [{"accum_steps": 4}, {**ACCUMULATE}], ids=["joined", "cut"])
+@pytest.mark.parametrize("loss", LABELLED.values(), ids=LABELLED)
+def test_a_step_is_the_mean_over_its_labels_however_they_lie_in_batches(
+    loss: Any, batches: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    x, y = unlike_labels().tensors
+    named = loss.keywords if isinstance(loss, functools.partial) else vars(loss)
+    y = y.where(y >= 0, named.get("ignore_index", -100))
+    model, reference = (
+        nn.Sequential(Tagger(), nn.LogSoftmax(1) if isinstance(loss, nn.NLLLoss) else nn.Identity())
+        for _ in range(2)
+    )
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5, momentum=0.9)
+    losses = []
+    for rows in [range(4), range(4, 8), range(8, 10)] * 2:
+        optimizer.zero_grad()
+        losses.append(loss(reference(x[rows]), y[rows]))
+        losses[-1].backward()
+        optimizer.step()
+    theirs = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    size = 4 // batches.get("accum_steps", 1)
+    loader = DataLoader(TensorDataset(x, y), batch_size=size)
+    summary = OptimizedTrainer(model, theirs, loss, **batches).train(loader, epochs=2)
+    same(model, reference)
+    assert min(losses) <= summary["epoch_losses"][1] <= max(losses)
+    assert "weighted" not in capsys.readouterr().out
+
+
+def test_the_loss_of_an_epoch_is_the_mean_over_its_labels() -> None:
+    model, (x, y) = Tagger(), unlike_labels().tensors
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader = DataLoader(TensorDataset(x, y), batch_size=2)
+    losses = OptimizedTrainer(model, optimizer, F.cross_entropy).train(loader)["epoch_losses"]
+    assert losses[0] == pytest.approx(F.cross_entropy(model(x), y).item())
+
+
+def test_an_unknown_mean_is_weighted_by_examples_and_that_is_printed_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trained(mean_of_some, 2, 4, accum_steps=3)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("loss_fn mean_of_some isn't one of torch's own means: each batch of a ")
+    assert "give count=" in line
+    for settings in (
+        {"loss": mean_of_some},  # a batch is a step
+        {"loss": mean_of_some, "count": lambda batch: 1, "accum_steps": 3},
+        {"loss": only_some_count, "accum_steps": 3},
+        {"loss": F.cross_entropy, "accum_steps": 3},
+    ):
+        trained(**{"epochs": 1, "size": 4, **settings})
+        assert capsys.readouterr().out == ""
+
+
+def test_the_same_batch_given_again_counts_again() -> None:
+    model, batch = classifier(), next(iter(DataLoader(data(), batch_size=4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = OptimizedTrainer(model, optimizer, F.cross_entropy, accum_steps=2)
+    assert trainer.train([batch] * 4)["records_per_step"]["least"] == 8
+
+
+def test_two_ways_to_say_the_step_are_refused() -> None:
+    for settings in ({"accum_steps": 2, "dynamic_batch": True}, {"accum_steps": 2, **ACCUMULATE}):
+        with pytest.raises(InputError, match="both decide how many records"):
+            trained(F.cross_entropy, 1, 4, **settings)
+    with pytest.raises(InputError, match="accum_steps is 0"):
+        trained(F.cross_entropy, 1, 4, accum_steps=0)
+
+
+def test_a_run_does_not_go_on_with_another_number_of_accumulated_batches(tmp_path: Path) -> None:
+    def run(batches: int, resume: bool) -> None:
+        model = classifier()
+        trainer = OptimizedTrainer(
+            model, torch.optim.SGD(model.parameters()), F.cross_entropy, accum_steps=batches
+        )
+        loader = DataLoader(data(), batch_size=4)
+        trainer.train(loader, epochs=2, checkpoint_dir=tmp_path, resume=resume)
+
+    run(2, resume=False)
+    with pytest.raises(InputError, match="accum_steps"):
+        run(3, resume=True)
+
+
+def test_the_loss_of_an_epoch_is_the_mean_over_its_records() -> None:
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    summary = OptimizedTrainer(model, optimizer, F.cross_entropy).train(
+        DataLoader(data(), batch_size=20)  # 20 and 2 records
+    )
+    x, y = data().tensors
+    assert summary["epoch_losses"][0] == pytest.approx(F.cross_entropy(model(x), y).item())

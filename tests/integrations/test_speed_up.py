@@ -1,0 +1,336 @@
+"""``hasten.speed_up``: what a trainer can carry joins by itself, with the same losses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+import hasten
+from hasten.core.facts import ModelFacts, RecordFacts
+from hasten.errors import InputError
+from hasten.integrations import lightning as lightning_host
+from hasten.integrations.adapt import facts_of
+from hasten.integrations.batches import row_sizes
+from hasten.integrations.speed_up import WATCHED_STEPS, SpeedNote
+from hasten.integrations.transformers import TrainerTechniques
+from hasten.machine.environment import World
+from hasten.machine.gain import Gain
+from hasten.measure import choose
+from hasten.measure.choose import Choice, ChoiceRow, _remember
+from hasten.parts.nn import kernel_variants
+from hasten.recipe.schema import AutoPlan
+from hasten.techniques import precision
+from hasten.techniques.collate import Packed
+from integrations.test_techniques_in_the_trainer import as_others_have_them, collate, compiles
+from tiny import tiny_model
+
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def choices(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where races are kept: none of this user's, which would decide."""
+    folder: Path = tmp_path_factory.mktemp("choices")
+    monkeypatch.setattr(choose, "FOLDER", folder)
+    return folder
+
+
+def trainer_of(folder: Path, **changes: Any) -> Trainer:
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=8,
+        report_to=[],
+        logging_steps=1,
+        save_strategy="no",
+        use_cpu=True,
+        learning_rate=1e-2,
+    )
+    rows = as_others_have_them()
+    return Trainer(
+        tiny_model(),
+        arguments,
+        train_dataset=rows,
+        data_collator=collate,
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def losses(trainer: Trainer) -> list[float]:
+    trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+@compiles
+def test_the_same_trainer_has_the_techniques_it_can_carry_and_the_same_losses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = losses(trainer_of(tmp_path / "a"))
+    trainer = trainer_of(tmp_path / "b")
+    with caplog.at_level(logging.WARNING):
+        assert hasten.speed_up(trainer) is trainer
+    (said,) = [record.message for record in caplog.records if "speed_up" in record.message]
+    joined, *left_out = said.split("\n  left out: ")
+    for name in ("packed", "document_attention", "fused_layers", "labelled_token_loss"):
+        assert name in joined
+    assert [line.partition(":")[0] for line in left_out] == ["bf16_master_weights"]
+    assert "the Trainer doesn't let others decide" in left_out[0]
+    assert losses(trainer) == pytest.approx(plain, rel=2e-3)
+
+
+def test_what_one_trainer_can_not_carry_is_left_out_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of(tmp_path, optimizers=(torch.optim.SGD([torch.zeros(1)]), None))
+    hasten.speed_up(trainer)
+    assert "fused_adamw: this trainer was given its optimizer" in caplog.text
+
+
+def test_a_plan_of_ones_own_is_taken_as_it_is(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    hasten.speed_up(trainer, plan=["packed", {"labelled_token_loss": {"chunk": 128}}])
+    (joined,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, TrainerTechniques)]
+    assert [t.name() for t in joined.setup.plan] == ["packed", "labelled_token_loss"]
+    with pytest.raises(InputError, match="pakked"):
+        hasten.speed_up(trainer_of(tmp_path), plan=["pakked"])
+    with pytest.raises(InputError, match="prefetched: the Trainer doesn't let others decide"):
+        hasten.speed_up(trainer_of(tmp_path), plan=["prefetched"])
+
+
+def kept_race(trainer: Trainer, folder: Path, **changes: Any) -> None:
+    """A choice of ``plan: auto`` for the trainer's model and data, as a race leaves it."""
+    model: Any = trainer.model
+    lengths, trained = row_sizes(trainer.train_dataset)
+    records = RecordFacts(len(lengths), sum(lengths), max(lengths), sum(trained) / sum(lengths))
+    known = replace(facts_of(model, "cpu"), records=records)
+    entries: list[Any] = ["packed", "document_attention", "bf16_master_weights", "prefetched"]
+    rows = [
+        ChoiceRow("without bf16_master_weights", "not taken", "slower", span(0.5)),
+        ChoiceRow("without packed", "not taken", "slower", span(0.6)),
+    ]
+    choice = Choice(
+        [*entries, {"checkpoints": {"interval": 4}}],
+        "measured",
+        "the fastest",
+        rows,
+        gain=span(6.0),
+        tokens_per_second=1200.0,
+    )
+    known = replace(known, **changes.pop("known", {}))
+    path = folder / f"{len(list(folder.glob('*')))}.json"
+    _remember(path, choice, known, AutoPlan(**changes))
+
+
+def span(median: float) -> dict[str, float | None]:
+    return {"median": median, "low": 0.9 * median, "high": 1.1 * median}
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if "speed_up" in record.message]
+
+
+def test_a_race_of_this_model_and_data_decides_and_its_gain_is_expected_and_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, choices: Path
+) -> None:
+    trainer = trainer_of(tmp_path)
+    kept_race(trainer, choices)
+    hasten.speed_up(trainer)
+    (line,) = said(caplog)
+    day = time.strftime("%Y-%m-%d")
+    assert line.startswith(
+        "speed_up: packed, document_attention joined, as plan: auto chose for this model and data "
+        f"on {day}: about 3.00 times its speed\n  left out: "
+    )
+    assert "bf16=True or fp16=True (hasten train: 2.00 times the speed by it, raced on" in line
+    assert "prefetched: the Trainer" in line
+    assert "checkpoints" not in line  # what the other run asked for beside its plan
+    caplog.clear()
+    trainer.args.max_steps = WATCHED_STEPS
+    trainer.train()
+    (line,) = said(caplog)
+    assert line.startswith(f"speed_up: steps 11 to {WATCHED_STEPS} ran at ")
+    assert "(about 3.00 was expected) the 200 tokens/s that plan: auto measured on" in line
+    assert line.endswith("without techniques, in hasten's own loop")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"known": {"device": "cuda:0"}},
+        {"known": {"versions": {"torch": "1.0"}}},
+        {"known": {"records": RecordFacts(1000, 40_000, 60, 0.5)}},
+        {"known": {"model": ModelFacts("llama", 10**9)}},
+        {"known": {"world": World(size=2)}},
+        {"fidelity": "lossy"},
+    ],
+    ids=["device", "versions", "data", "model", "ranks", "fidelity"],
+)
+def test_a_race_of_something_else_decides_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, choices: Path, changes: dict[str, Any]
+) -> None:
+    trainer = trainer_of(tmp_path)
+    kept_race(trainer, choices, **changes)
+    hasten.speed_up(trainer)
+    (line,) = said(caplog)
+    assert "labelled_token_loss" in line
+    assert "as plan: auto chose" not in line
+
+
+def test_a_damaged_choice_is_told_of_and_left_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, choices: Path
+) -> None:
+    for text in ("{", "[]", '{"about": {}, "fidelity": "exact"}'):
+        (choices / "damaged.json").write_text(text)
+        caplog.clear()
+        trainer = trainer_of(tmp_path)
+        if text.startswith('{"about"'):
+            kept_race(trainer, choices)
+            whole = json.loads((choices / "1.json").read_text())
+            (choices / "damaged.json").write_text(json.dumps({**whole, "choice": {}}))
+            (choices / "1.json").unlink()
+        hasten.speed_up(trainer)
+        (warned,) = [r.message for r in caplog.records if "can't be read" in r.message]
+        assert "damaged.json" in warned
+        assert (choices / "damaged.json").exists()
+        assert "labelled_token_loss" in said(caplog)[0]
+
+
+def test_without_a_race_the_figures_of_the_machine_decide_and_the_speed_is_compared_with_nothing(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    choices: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slower = Gain(0.8, 0.7, 0.9, 6)
+    monkeypatch.setattr(kernel_variants, "layers_gain", lambda device: slower)
+    monkeypatch.setattr(precision, "_slow_bf16", lambda facts: ())  # as if this one had bf16
+    trainer = trainer_of(tmp_path)
+    hasten.speed_up(trainer)
+    joined, _, left = said(caplog)[0].partition("\n  left out: ")
+    assert "fused_layers" not in joined
+    assert "fused_layers: measured on this machine: 0.80× [0.70, 0.90] the speed" in left
+    assert "(hasten train: its kernels have 2.00× [2.00, 2.00] the speed" in left  # bf16
+    caplog.clear()
+    trainer.args.max_steps = WATCHED_STEPS
+    trainer.train()
+    (line,) = said(caplog)
+    assert "what that gains isn't known, since no race of this model and data is kept" in line
+
+
+def test_a_trainer_of_another_kind_is_refused() -> None:
+    with pytest.raises(InputError, match="speed_up: SimpleNamespace is no trainer of"):
+        hasten.speed_up(SimpleNamespace())
+
+
+def test_in_lightning_they_join_when_fit_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for its Trainer, which is known by the name of its package."""
+    fitted: list[Any] = []
+
+    class Trainer:
+        def fit(self, model: Any, train_dataloaders: Any = None) -> str:
+            fitted.append((model, train_dataloaders))
+            return "fitted"
+
+    Trainer.__module__ = "lightning.pytorch.trainer.trainer"
+    module, loader, other = torch.nn.Linear(1, 1), DataLoader([1]), DataLoader([2])  # type: ignore[arg-type, var-annotated]
+    seen: list[Any] = []
+
+    def with_techniques(trainer: Any, given: Any, batches: Any, plan: Any) -> Any:
+        seen.append((given, batches, [t.name() for t in plan]))
+        return module, other
+
+    monkeypatch.setattr(lightning_host, "with_techniques", with_techniques)
+    trainer = hasten.speed_up(Trainer(), plan=[Packed()])
+    assert not seen
+    assert trainer.fit(module, loader) == "fitted"
+    assert seen == [(module, loader, ["packed"])]
+    assert fitted == [(module, other)]
+    with pytest.raises(InputError, match="give fit the module and a torch DataLoader"):
+        hasten.speed_up(Trainer(), plan=[Packed()]).fit(module)
+
+
+def test_in_lightning_what_is_not_recognised_is_left_alone_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fitted: list[Any] = []
+
+    class Trainer:
+        strategy = SimpleNamespace(root_device=torch.device("cpu"))
+
+        def fit(self, model: Any, train_dataloaders: Any = None, **more: Any) -> str:
+            fitted.append((model, train_dataloaders, more))
+            return "fitted"
+
+    Trainer.__module__ = "lightning.pytorch.trainer.trainer"
+    module, loader = torch.nn.Linear(1, 1), DataLoader([1])  # type: ignore[arg-type, var-annotated]
+    trainer = hasten.speed_up(Trainer())
+    with caplog.at_level(logging.INFO, "hasten"):
+        assert trainer.fit(module, datamodule="theirs") == "fitted"
+        assert hasten.speed_up(Trainer()).fit(module, loader) == "fitted"
+    assert fitted == [(module, None, {"datamodule": "theirs"}), (module, loader, {})]
+    assert "speed_up: nothing joined: give fit the module and a torch DataLoader" in caplog.text
+    assert "Linear has no Hugging Face causal language model" in caplog.text
+    assert "fit" not in vars(trainer) or trainer.fit.__self__ is trainer
+
+
+def test_in_lightning_a_race_of_the_module_s_model_and_the_loader_s_data_decides(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    choices: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Module(torch.nn.Module):
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.strategy = SimpleNamespace(root_device=torch.device("cpu"))
+            self.callbacks: list[Any] = []
+
+        def fit(self, model: Any, train_dataloaders: Any = None) -> None: ...
+
+    Trainer.__module__ = "lightning.pytorch.trainer.trainer"
+    theirs, seen = trainer_of(tmp_path), []
+    kept_race(theirs, choices)
+
+    def with_techniques(trainer: Any, given: Any, batches: Any, plan: Any) -> Any:
+        seen.append([t.name() for t in plan])
+        return given, batches
+
+    def check(trainer: Any, module: Any, loader: Any, plan: Any) -> None:
+        if plan[-1].slot not in lightning_host.HOST.offers:
+            raise InputError(f"{plan[-1].name()}: Lightning doesn't")
+
+    monkeypatch.setattr(lightning_host, "with_techniques", with_techniques)
+    monkeypatch.setattr(lightning_host, "check", check)
+    monkeypatch.setattr(lightning_host, "step_evidence", lambda note: note)
+    model: Any = theirs.model
+    loader: Any = DataLoader(theirs.train_dataset, 8)  # type: ignore[arg-type]
+    trainer = hasten.speed_up(Trainer())
+    trainer.fit(Module(model), loader)
+    assert seen == [["packed", "document_attention"]]
+    assert isinstance(trainer.callbacks[0], SpeedNote)
+    assert ": about 3.00 times its speed\n  left out: " in said(caplog)[0]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="needs lightning")
+def test_lightnings_own_trainer_is_known() -> None:
+    import lightning
+
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    usual = trainer.fit
+    assert hasten.speed_up(trainer).fit is not usual

@@ -1,0 +1,422 @@
+"""`speed_up` leaves alone what isn't recognised, and changes training passes only."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForSeq2Seq,
+    Qwen3MoeConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+
+import hasten
+from hasten.integrations.batches import packed_batch, padded_rows
+from hasten.integrations.transformers import TrainerTechniques
+from hasten.parts.nn.losses import LabelOnlyLoss
+from integrations.test_first_step import joined, left_padded, rows, weights
+from tiny import COMMON, VOCABULARY, tiny_model
+
+PLAN = ["packed", "document_attention", "labelled_token_loss"]
+
+
+def trainer_of(folder: Path, model: Any = None, **changes: Any) -> Any:
+    given = {k: changes.pop(k) for k in ("data_collator", "compute_metrics") if k in changes}
+    kind = changes.pop("kind", Trainer)
+    optimizers = changes.pop("optimizers", (None, None))
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **changes,
+    }
+    torch.manual_seed(0)
+    return kind(
+        model if model is not None else tiny_model(),
+        TrainingArguments(**settings),
+        train_dataset=rows(),
+        eval_dataset=rows(7, seed=1),
+        optimizers=optimizers,
+        **{"data_collator": left_padded, **given},
+    )
+
+
+def same_as_plain(folder: Path, plan: Any = PLAN, build: Any = tiny_model, **changes: Any) -> Any:
+    """Losses and weights of a plain training and of one with techniques agree; the second one."""
+    plain = trainer_of(folder, build(), **changes)
+    plain.train()
+    trainer = hasten.speed_up(trainer_of(folder, build(), **changes), plan)
+    trainer.train()
+
+    def losses(one: Any) -> list[float]:
+        return [line["loss"] for line in one.state.log_history if "loss" in line]
+
+    assert losses(trainer) == pytest.approx(losses(plain), rel=1e-4)
+    for name, weight in weights(trainer).items():
+        torch.testing.assert_close(weight, weights(plain)[name], rtol=1e-3, atol=2e-4)
+    return trainer
+
+
+def test_a_collator_of_the_users_own_stays_in_use(tmp_path: Path) -> None:
+    """It masks what the rows don't, cuts them short and replaces tokens."""
+
+    def collate(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        batch = left_padded([{k: v[:12] for k, v in e.items()} for e in examples])
+        batch["labels"][:, -3:] = -100
+        batch["input_ids"][:, -5] = 7  # noise, which isn't a label
+        return batch
+
+    trainer = same_as_plain(tmp_path, data_collator=collate)
+    assert joined(trainer) == PLAN
+    assert trainer.data_collator is collate
+
+
+def test_rows_that_hold_several_documents_stay_apart(tmp_path: Path) -> None:
+    """Rows packed by another tool, which tells documents by positions."""
+
+    def flattened(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        ids = [torch.tensor(e["input_ids"]) for e in examples]
+        labels = [torch.tensor([-100, *e["labels"][1:]]) for e in examples]
+        return {
+            "input_ids": torch.cat(ids)[None],
+            "labels": torch.cat(labels)[None],
+            "position_ids": torch.cat([torch.arange(len(i)) for i in ids])[None],
+        }
+
+    same_as_plain(tmp_path, data_collator=flattened)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_is_packed_without_losing_a_label(side: str) -> None:
+    torch.manual_seed(0)
+    batch = left_padded(rows(6))
+    if side == "right":
+        batch = {k: v.flip(1) for k, v in batch.items()}
+    packed = packed_batch(batch)
+    assert isinstance(packed, dict)
+    assert packed["input_ids"].shape == (1, int(batch["attention_mask"].sum()))
+    found = []
+    ends = packed["boundaries"].tolist()
+    for start, end in itertools.pairwise(ends):
+        found.append((packed["input_ids"][0, start:end].tolist(), packed["labels"][0, start:end]))
+        assert packed["position_ids"][0, start:end].tolist() == list(range(end - start))
+    for ids, labels, mask in zip(*batch.values(), strict=True):
+        own = ids[mask.bool()].tolist()
+        (theirs,) = [label for document, label in found if document == own]
+        assert theirs[0] == -100
+        assert theirs[1:].tolist() == labels[mask.bool()][1:].tolist()
+    counted = (batch["labels"][:, 1:] != -100).sum()  # as the Trainer counts them
+    assert (packed["labels"][..., 1:] != -100).sum() == counted - (side == "right") * 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"token_type_ids": torch.zeros(2, 4)}, "also returns token_type_ids"),
+        ({"labels": None}, "no labels"),
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])}, "gaps"),
+        ({"attention_mask": torch.ones(2, 1, 4, 4)}, "another shape"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 0]] * 2)}, "more than a mark on filler"),
+        ({"labels": torch.full((2, 4), -100), "attention_mask": None}, "no token to train"),
+    ],
+)
+def test_a_batch_of_another_form_is_left_as_it_is(change: dict[str, Any], reason: str) -> None:
+    ids = torch.arange(8).view(2, 4)
+    batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones(2, 4)}
+    assert reason in str(packed_batch({**batch, **change}))
+
+
+def measured(prediction: Any) -> dict[str, float]:
+    """What a user's metrics read: shapes and positions of logits and labels."""
+    logits, labels = prediction.predictions, prediction.label_ids
+    right = logits.argmax(-1)[:, :-1] == labels[:, 1:]
+    return {"rows": len(labels), "right": float(right[labels[:, 1:] != -100].mean())}
+
+
+def test_evaluation_and_prediction_are_the_hosts_own(tmp_path: Path) -> None:
+    changes = {"compute_metrics": measured, "eval_strategy": "steps", "eval_steps": 1}
+    plain = trainer_of(tmp_path, **changes)
+    plain.train()
+    trainer = hasten.speed_up(trainer_of(tmp_path, **changes), PLAN)
+    trainer.train()
+    assert joined(trainer) == PLAN
+    for key in ("eval_loss", "eval_rows", "eval_right"):
+        found, wanted = (
+            [line[key] for line in one.state.log_history if key in line] for one in (trainer, plain)
+        )
+        assert found == pytest.approx(wanted, rel=1e-4)
+    assert trainer.evaluate()["eval_rows"] == 7
+    one, other = (t.predict(rows(5, seed=2)) for t in (trainer, plain))
+    assert np.array_equal(one.label_ids, other.label_ids)
+    assert one.predictions.shape == other.predictions.shape == (5, one.label_ids.shape[1], 97)
+
+
+class Copies(TrainerCallback):
+    """What people do with a model between two steps."""
+
+    def __init__(self) -> None:
+        self.texts: list[Any] = []
+        self.copies: list[Any] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        model = given["model"]
+        prompt = torch.tensor([[0, 0, 5, 6], [3, 4, 5, 6]])
+        kwargs = {"attention_mask": (prompt != 0).long(), "max_new_tokens": 4, "do_sample": False}
+        self.texts.append(model.generate(prompt, **kwargs).tolist())
+        self.copies.append(copy.deepcopy(model))
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        self.copies.append(torch.load(file, weights_only=False))
+        self.copies.append(pickle.loads(pickle.dumps(model)))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
+def test_generation_copies_and_files_are_those_of_the_model(
+    architecture: str, tmp_path: Path
+) -> None:
+    seen = []
+    for plan in (None, [*PLAN, "fused_layers"]):
+        trainer = trainer_of(tmp_path, tiny_model(architecture))
+        copies = Copies()
+        trainer.add_callback(copies)
+        if plan:
+            hasten.speed_up(trainer, plan)
+        trainer.train()
+        ids = torch.arange(3, 11)[None]
+        model = trainer.model
+        model.eval()
+        wanted = model(ids).logits
+        last = [c.eval()(ids).logits for c in copies.copies[-3:]]
+        for found in last:
+            assert torch.equal(found, wanted)
+        with torch.no_grad():  # a copy is a model of its own
+            copies.copies[-3].lm_head.weight.zero_()
+        assert not copies.copies[-3](ids).logits.any()
+        seen.append((copies.texts, sorted(model.state_dict()), type(model.lm_head)))
+        trainer.save_model(str(tmp_path / "saved"))
+        again = type(model).from_pretrained(tmp_path / "saved")
+        torch.testing.assert_close(again.eval()(ids).logits, wanted)
+    assert seen[0] == seen[1]
+
+
+def test_techniques_join_the_model_that_model_init_builds(tmp_path: Path) -> None:
+    built: list[Any] = []
+
+    def build() -> Any:
+        built.append(tiny_model())
+        return built[-1]
+
+    settings = TrainingArguments(
+        str(tmp_path), max_steps=1, report_to=[], save_strategy="no", use_cpu=True
+    )
+    trainer: Any = Trainer(
+        model_init=build,
+        args=settings,
+        train_dataset=rows(),  # type: ignore[arg-type]
+        data_collator=left_padded,
+    )
+    hasten.speed_up(trainer, PLAN)
+    trainer.train()
+    assert len(built) > 1
+    found = vars(trainer)["_hasten_techniques"]
+    assert found._hosted.model is trainer.model is built[-1]
+    assert joined(trainer) == PLAN
+
+
+class TwoLosses(Trainer):
+    """Each step computes its loss twice."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        loss = self.compute_loss(model, dict(inputs)) + self.compute_loss(model, dict(inputs))
+        loss.backward()
+        return loss.detach()
+
+
+def test_a_step_with_two_losses_is_followed(tmp_path: Path) -> None:
+    trainer = same_as_plain(tmp_path, ["labelled_token_loss", "fused_layers"], kind=TwoLosses)
+    assert set(joined(trainer)) == {"labelled_token_loss", "fused_layers"}
+
+
+def test_a_second_call_replaces_the_first(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    hasten.speed_up(trainer, PLAN)
+    hasten.speed_up(trainer, ["labelled_token_loss"])
+    callbacks = trainer.callback_handler.callbacks
+    assert len([c for c in callbacks if isinstance(c, TrainerTechniques)]) == 1
+    trainer.train()
+    assert joined(trainer) == ["labelled_token_loss"]
+    vars(trainer)["_hasten_techniques"].leave()
+    assert trainer.training_step.__func__ is Trainer.training_step
+    assert trainer.get_train_dataloader.__func__ is Trainer.get_train_dataloader
+
+
+class Regularised(type(tiny_model())):  # type: ignore[misc]
+    """A user's model, which adds to the loss."""
+
+    def forward(self, *args: Any, **given: Any) -> Any:
+        output = super().forward(*args, **given)
+        if output.loss is not None:
+            output.loss = output.loss + 0.1 * self.lm_head.weight.square().mean()
+        return output
+
+
+def regularised() -> Any:
+    model = tiny_model()
+    model.__class__ = Regularised
+    return model
+
+
+def hooked() -> Any:
+    model: Any = tiny_model()
+    model.lm_head.register_forward_hook(lambda module, args, out: out * 2)
+    return model
+
+
+def replaced() -> Any:
+    model: Any = tiny_model()
+    usual = model.forward
+    model.forward = lambda *args, **given: usual(*args, **given)
+    return model
+
+
+@pytest.mark.parametrize("build", [regularised, hooked, replaced])
+def test_a_forward_that_is_not_the_librarys_own_keeps_its_loss(build: Any, tmp_path: Path) -> None:
+    with pytest.raises(hasten.errors.InputError, match="labelled_token_loss: "):
+        hasten.speed_up(trainer_of(tmp_path, build()), ["labelled_token_loss"])
+    trainer = same_as_plain(tmp_path, None, build, remove_unused_columns=False)
+    assert "labelled_token_loss" not in joined(trainer)
+
+
+def test_the_routers_loss_that_a_config_asks_for_is_kept(tmp_path: Path) -> None:
+    def build() -> Any:
+        torch.manual_seed(0)
+        experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+        config = Qwen3MoeConfig(**COMMON, **experts, num_key_value_heads=2, head_dim=8)
+        config.output_router_logits, config.router_aux_loss_coef = True, 0.5
+        return AutoModelForCausalLM.from_config(config)
+
+    trainer = same_as_plain(tmp_path, ["labelled_token_loss"], build)
+    assert joined(trainer) == ["labelled_token_loss"]
+
+
+def test_an_adapters_addition_to_the_loss_is_kept(tmp_path: Path) -> None:
+    from peft import AdaLoraConfig, PromptTuningConfig, get_peft_model
+
+    def ada() -> Any:
+        config = AdaLoraConfig(
+            total_step=20, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+        )
+        return get_peft_model(tiny_model(), config)  # type: ignore[arg-type]
+
+    def prompt() -> Any:
+        config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        return get_peft_model(tiny_model(), config)  # type: ignore[arg-type]
+
+    for build in (ada, prompt):
+        same_as_plain(tmp_path, None, build)
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adafactor", "rmsprop", "adamw_torch"])
+def test_other_optimizers_are_kept(
+    optim: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = same_as_plain(tmp_path, None, optim=optim, learning_rate=1e-4)
+    kind = type(trainer.optimizer.optimizer).__name__
+    assert (kind == "FusedAdamW") == (optim == "adamw_torch")
+    assert (f"optim is {optim}" in caplog.text) == (optim != "adamw_torch")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_weights_in_other_formats_are_trained(
+    dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model(dtype=dtype)
+    trainer = hasten.speed_up(trainer_of(tmp_path, model))
+    trainer.train()
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert "fused_adamw: the weights are" in caplog.text
+
+
+def test_noise_that_depends_on_the_row_keeps_one_example_a_row(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = hasten.speed_up(trainer_of(tmp_path, neftune_noise_alpha=5.0))
+    trainer.train()
+    assert "packed" not in joined(trainer)
+    assert "packed: NEFTune's noise depends on the length of a row" in caplog.text
+
+
+def test_bf16_as_the_message_advises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    usual = LabelOnlyLoss.cross_entropy
+
+    def counted(self: Any, *args: Any) -> Any:
+        calls.append(torch.is_autocast_enabled("cpu"))
+        return usual(self, *args)
+
+    monkeypatch.setattr(LabelOnlyLoss, "cross_entropy", counted)
+    trainer = hasten.speed_up(trainer_of(tmp_path, bf16=True, max_steps=4))
+    trainer.train()
+    assert set(PLAN) <= set(joined(trainer))
+    # A pass in float32 and one in the run's own format, of one batch with padding; four steps.
+    assert calls == [False, True] + 4 * [True]
+
+
+def test_a_loader_that_reads_ahead_loses_no_batch(tmp_path: Path) -> None:
+    same_as_plain(tmp_path, dataloader_num_workers=2, gradient_accumulation_steps=2, max_steps=3)
+
+
+def test_a_head_that_is_resized_between_steps_is_followed(tmp_path: Path) -> None:
+    class Resizing(TrainerCallback):
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            given["model"].lm_head = copy.deepcopy(given["model"].lm_head)
+
+    trainer = trainer_of(tmp_path, max_steps=6)  # 4 steps are an epoch
+    trainer.add_callback(Resizing())
+    hasten.speed_up(trainer, ["labelled_token_loss"])
+    trainer.train()
+    before = trainer.model.lm_head.weight
+    assert before.grad is None or before.grad.abs().sum() >= 0
+    assert joined(trainer) == ["labelled_token_loss"]
+
+
+def test_a_batch_without_labels_is_the_hosts_to_refuse(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, data_collator=default_data_collator)
+    trainer.train_dataset = [{"input_ids": list(range(3, 12))}] * 8
+    hasten.speed_up(trainer, ["packed"])
+    with pytest.raises(ValueError, match="did not return a loss"):
+        trainer.train()
+
+
+def test_known_collators_are_packed_as_they_pad(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {str(i): i for i in range(VOCABULARY)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, "0")), pad_token="0", eos_token="2"
+    )
+    for collate in (DataCollatorForSeq2Seq(tokenizer), padded_rows):
+        trainer = same_as_plain(tmp_path, data_collator=collate)
+        assert joined(trainer) == PLAN

@@ -1,0 +1,317 @@
+"""The GPU's fused operations against float64, in Triton's interpreter where there is no GPU.
+
+The interpreter runs the kernels' Python on a processor: it proves their arithmetic and their
+addresses, not their speed, and not what a compiler makes of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hasten.parts.data.collate import packed
+from hasten.parts.kernels import registry, rowwise
+from hasten.parts.nn import fused_functions, fused_gpu
+from hasten.parts.nn.fused_layers import ARCHITECTURES, fuse_layers
+from triton_marks import DEVICE, needs_triton, on_gpu
+
+pytestmark = on_gpu
+needs_liger = pytest.mark.skipif(fused_gpu.liger() is None, reason="Liger isn't installed")
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+needs_triton_at_all = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton isn't installed"
+)
+CAPABILITIES = ("80", "86", "89", "90", "100", "120")
+dtypes = pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+few = settings(max_examples=12, deadline=None)
+
+
+@pytest.fixture(autouse=True)
+def _on_gpu_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: the GPU's operations for a processor's tensors, without Liger."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(fused_gpu, "liger", lambda: None)
+        monkeypatch.setattr(fused_functions, "backend", lambda x: fused_gpu)
+        monkeypatch.setattr(fused_gpu, "fits", rowwise.fits)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def far(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, as a part of the largest number.
+
+    A sum that comes out near 0 is judged by its terms, which are of the order of 1.
+    """
+    assert found.shape == expected.shape
+    largest = expected.abs().max().clamp_min(0.5)
+    return ((found.double() - expected).abs().max() / largest).item()
+
+
+def gradients(out: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
+    weights = draw(*out.shape, dtype=torch.bfloat16, seed=7)  # the same in every format
+    return torch.autograd.grad((out * weights.to(out.dtype)).sum(), of)
+
+
+def check(fused: Any, plain: Any, tensors: list[Tensor], tolerance: float) -> None:
+    """Results and gradients of ``fused`` against ``plain`` in float64."""
+    near = [t.clone().requires_grad_() for t in tensors]
+    wide = [t.double().requires_grad_() for t in tensors]
+    out, expected = fused(*near), plain(*wide)
+    assert out.dtype == tensors[0].dtype
+    assert far(out, expected) <= tolerance
+    for one, other in zip(gradients(out, *near), gradients(expected, *wide), strict=True):
+        assert far(one, other) <= tolerance
+
+
+def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+@needs_triton
+@dtypes
+@few
+@given(count=st.integers(1, 20), n=st.integers(1, 90))
+def test_a_norm_beside_its_residual_is_both(dtype: torch.dtype, count: int, n: int) -> None:
+    def fused(x: Tensor, weight: Tensor) -> Tensor:
+        y, past = fused_functions.norm_beside(x, weight, 1e-5)
+        return y + 2 * past
+
+    x, weight = draw(count, n, dtype=dtype), draw(n, dtype=dtype)
+    check(fused, lambda x, w: plain_norm(x, w) + 2 * x, [x, weight], 3 * ROUNDING[dtype])
+
+
+@needs_triton
+def test_more_rows_than_programs_share_the_weights_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fused_gpu, "PROGRAMS", 4)
+    x, weight = draw(11, 3), draw(3)
+    check(lambda x, w: fused_functions.norm_beside(x, w, 1e-5)[0], plain_norm, [x, weight], 1e-5)
+
+
+@dtypes
+def test_a_plain_norm_is_torchs_where_liger_is_not(dtype: torch.dtype) -> None:
+    x, weight = draw(2, 5, 48, dtype=dtype), draw(48, dtype=dtype)
+    check(lambda x, w: fused_functions.rms_norm(x, w, 1e-5), plain_norm, [x, weight], 2**-7)
+
+
+@needs_triton
+@dtypes
+@few
+@given(count=st.integers(1, 3000))
+def test_a_gate_is_silu_times_up(dtype: torch.dtype, count: int) -> None:
+    tensors = [draw(count, dtype=dtype, seed=s) for s in (1, 2)]
+    check(fused_functions.swiglu, lambda a, b: F.silu(a) * b, tensors, 2 * ROUNDING[dtype])
+
+
+def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool) -> Tensor:
+    m = cos.shape[-1]
+    plain, turned = x.split([x.shape[-1] - 2 * m, 2 * m], dim=-1)
+    a, b = (turned[..., 0::2], turned[..., 1::2]) if pairs_in else turned.chunk(2, -1)
+    cos, sin = cos.double().unsqueeze(1), sin.double().unsqueeze(1)
+    both = a * cos - b * sin, b * cos + a * sin
+    joined = torch.stack(both, -1).flatten(-2) if pairs_out else torch.cat(both, -1)
+    return torch.cat((plain, joined), -1)
+
+
+@needs_triton
+@dtypes
+@few
+@given(
+    sizes=st.tuples(*(st.integers(1, n) for n in (7, 9, 24))),
+    plain=st.integers(0, 40),
+    layout=st.tuples(st.booleans(), st.booleans()),
+    gap=st.integers(0, 5),
+)
+def test_some_columns_are_turned_and_the_others_copied(
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+    plain: int,
+    layout: tuple[bool, bool],
+    gap: int,
+) -> None:
+    count, heads, m = sizes
+    angle = draw(count, m)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    whole = draw(count, heads, plain + 2 * m + gap, dtype=dtype)
+
+    def fused(x: Tensor) -> Tensor:
+        return fused_functions.rotate(x[..., gap:], cos, sin, *layout)
+
+    def slow(x: Tensor) -> Tensor:
+        return plain_rotate(x[..., gap:], cos, sin, *layout)
+
+    check(fused, slow, [whole], 2 * ROUNDING[dtype])
+
+
+@needs_triton
+def test_every_pass_is_that_of_the_processor() -> None:
+    """Names, signatures and shapes without numbers: graphs and autograd know no difference."""
+    for name in ("rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "rotate"):
+        ours, theirs = (getattr(m, name)._init_fn for m in (fused_gpu, rowwise))
+        assert inspect.signature(ours) == inspect.signature(theirs), name
+    x, weight = draw(3, 8), draw(8)
+    y, inverse = fused_gpu.rms_norm(x, weight, 1e-5)
+    checks = ("test_schema", "test_faketensor")
+    table = draw(3, 2)
+    for operation, arguments in (
+        (fused_gpu.rms_norm, (x, weight, 1e-5)),
+        (fused_gpu.rms_norm_backward, (y, x, weight, inverse, y)),
+        (fused_gpu.rms_norm_backward, (y, x, weight, inverse, None)),
+        (fused_gpu.swiglu, (x, y)),
+        (fused_gpu.swiglu_backward, (x, y, x)),
+        (fused_gpu.rotate, (draw(3, 2, 6), table, table, True, False, False)),
+    ):
+        torch.library.opcheck(operation, arguments, test_utils=checks)
+
+
+@needs_triton
+@pytest.mark.parametrize("operation", ["norm", "swiglu", "rotate"])
+def test_no_rows_are_no_work(operation: str) -> None:
+    if operation == "norm":
+        assert fused_gpu.rms_norm(draw(0, 8), draw(8), 1e-5)[0].shape == (0, 8)
+        nothing = draw(0, 8)
+        _, dw = fused_gpu.rms_norm_backward(nothing, nothing, draw(8), draw(0), None)
+        assert torch.equal(dw, torch.zeros_like(dw))
+    elif operation == "swiglu":
+        assert fused_gpu.swiglu(draw(0), draw(0)).shape == (0,)
+    else:
+        table = draw(0, 2)
+        assert fused_gpu.rotate(draw(0, 2, 6), table, table, True, True, False).shape == (0, 2, 6)
+
+
+def test_tables_of_another_length_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"can't turn \(3, 2, 6\)"):
+        fused_gpu.rotate(draw(3, 2, 6), draw(4, 2), draw(4, 2), True, True, False)
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_whole_model_trains_by_them(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bound as for a GPU, every layer: loss, logits and all gradients of the plain model."""
+    from fused_models import RECORDS, distance, model_of, outcome
+
+    plain, other = (model_of(architecture).to(DEVICE) for _ in range(2))
+    monkeypatch.setattr(fused_gpu, "why_not", lambda device: "")
+    bound = fuse_layers(other, "cuda")
+    assert bound["layer"] == 2
+    assert "linear" not in bound
+    few_records = packed(sorted(RECORDS, key=lambda r: r.length)[:2])
+    batch = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in few_records.items()}
+    found = distance(outcome(other, batch), outcome(plain, batch))
+    assert {n: e for n, e in found.items() if e > 2e-5} == {}
+
+
+OPERATORS = {
+    "rms_norm": ("rms_norm", "rms_norm_backward"),
+    "swiglu": ("swiglu", "swiglu_backward"),
+    "rotate": ("rotate",),
+    "plain_norm": ("whole_norm",),
+}
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("kernel", OPERATORS)
+def test_a_model_trains_the_same_without_a_refused_kernel(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fused_models import RECORDS, distance, model_of, outcome
+
+    plain, other = (model_of("qwen3", num_hidden_layers=1).to(DEVICE) for _ in range(2))
+    monkeypatch.setattr(fused_gpu, "why_not", lambda device: "")
+    fuse_layers(other, "cuda")
+    few_records = packed(sorted(RECORDS, key=lambda r: r.length)[:1])
+    batch = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in few_records.items()}
+    expected = outcome(plain, batch)
+    for name in OPERATORS[kernel]:
+        monkeypatch.setattr(fused_gpu, name, lambda *given: pytest.fail("it was refused"))
+    registry.refuse(kernel, "wrong")
+    try:
+        found = distance(outcome(other, batch), expected)
+    finally:
+        registry.allow_all()
+    assert {n: e for n, e in found.items() if e > 2e-5} == {}
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_a_compiled_model_keeps_them_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fused_models import TOKENS, model_of
+
+    model = model_of("llama", num_hidden_layers=1).to(DEVICE)
+    monkeypatch.setattr(fused_gpu, "why_not", lambda device: "")
+    fuse_layers(model, "cuda")
+    ids = TOKENS[:, :8].to(DEVICE)
+    expected = model(ids, use_cache=False).logits
+    monkeypatch.setattr(fused_gpu, "liger", lambda: pytest.fail("Liger stops a graph"))
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert far(compiled(ids, use_cache=False).logits, expected.double()) <= 2e-5
+
+
+# Bytes of a thread that may lie outside of its registers, of which Ada has the fewest.
+OUTSIDE = {"norm back 16384": 96}
+
+
+@pytest.mark.slow
+@needs_triton_at_all
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(("80", "90", "120"), id="what training launches"),
+        pytest.param(("86", "89", "100"), id="the same, other GPUs", marks=pytest.mark.long),
+        pytest.param(("all", *CAPABILITIES), id="all formats and layouts", marks=pytest.mark.long),
+    ],
+)
+def test_every_kernel_compiles_for_gpus_that_are_not_here(
+    asked: tuple[str, ...], tmp_path: Path
+) -> None:
+    """In a process of its own, as this one's Triton may interpret; and it stays in registers."""
+    script = Path(__file__).with_name("triton_cubins.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(script), *asked]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    outside: dict[str, int] = json.loads(done.stdout)
+    numbers = [a for a in asked if a != "all"]
+    usual, float8 = (13, 3) if len(numbers) == len(asked) else (56, 21)
+    assert len(outside) == usual * len(numbers) + float8 * sum(int(n) >= 90 for n in numbers)
+    limits = {name: OUTSIDE.get(name.rpartition(" ")[0].rpartition(" ")[0], 0) for name in outside}
+    assert {n: (b, limits[n]) for n, b in outside.items() if b > limits[n]} == {}
+
+
+@pytest.fixture
+def _liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.undo()
+    fused_gpu.liger.cache_clear()
+    yield
+    fused_gpu.liger.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@needs_liger
+@pytest.mark.usefixtures("_liger")
+@dtypes
+def test_ligers_norm_and_gate_agree_with_float64(dtype: torch.dtype) -> None:
+    x, weight, up = (draw(*s, dtype=dtype) for s in ((30, 4096), (4096,), (30, 4096)))
+    check(lambda x, w: fused_functions.rms_norm(x, w, 1e-5), plain_norm, [x, weight], 2**-6)
+    check(fused_functions.swiglu, lambda a, b: F.silu(a) * b, [x, up], 2**-6)

@@ -1,0 +1,288 @@
+"""What the report derives from pairs of arms: rungs, switches in company, what did not pay.
+
+The reports are of the schema of an earlier version: their effects are found from their rounds.
+"""
+
+from typing import Any
+
+import pytest
+
+from hasten.measure.statistics import paired_ratio
+from hasten.report.judgement import (
+    arms_that_hurt,
+    fastest_of_equal_quality,
+    ladder_of,
+    paired_speed,
+    result_of,
+    switches,
+    unpaid,
+)
+from hasten.report.page import page_of, recipe_plan, render_markdown, table_of, unmeasured
+from hasten.report.schema import read_report
+from hasten.report.svg import drawings
+from report.judged import judged
+from report.report_pages import Page, Report, full_report
+
+WEATHER = (1.0, 0.6, 1.5, 1.1)  # what slows a round slows all arms of it
+JITTER = (1.001, 0.999, 1.0005, 0.9995)
+
+
+def arm(name: str, rate: float, techniques: list[str], verdict: str, **more: Any) -> Report:
+    spread = {"median": rate, "low": rate - 1, "high": rate + 1}
+    ratio = {"median": rate / 100, "low": rate / 100 - 0.01, "high": rate / 100 + 0.01}
+    rounds = [rate * w * j for w, j in zip(WEATHER, JITTER, strict=True)]
+    named = {"name": name, "techniques": techniques, "verdict": verdict, "rounds": rounds}
+    return {**named, "tokens_per_second": spread, "ratio": ratio, **more}
+
+
+def read(arms: list[Report], **more: Any) -> Report:
+    free = {"hardware": {}, "versions": {}, "recipe": {}, "seed": 0, **more}
+    head = {"schema": 2, "title": "t", "created": "2026-11-20T14:03:27+00:00", "command": "c"}
+    return read_report(judged({**head, "arms": arms, **free}))
+
+
+def apart(**more: Any) -> Report:
+    """a gains alone and beside b; b gains alone, but nothing beside a."""
+    return read(
+        [
+            arm("baseline", 100, [], "baseline", kind="baseline"),
+            arm("again", 101, [], "baseline", kind="again"),
+            arm("only a", 150, ["a"], "helped", kind="alone"),
+            arm("only b", 120, ["b"], "helped", kind="alone"),
+            arm("only c", 101, ["c"], "no effect: c did not act", kind="alone"),
+            arm("without a", 121, ["b", "c"], "helped", kind="left out"),
+            arm("without b", 151, ["a", "c"], "helped", kind="left out"),
+            arm("without c", 151, ["a", "b"], "helped", kind="left out"),
+            arm("all", 151, ["a", "b", "c"], "helped", kind="all"),
+        ],
+        **more,
+    )
+
+
+def ladder(
+    losses: tuple[float | None, ...] = (2.0, 2.0, 2.0, 2.0), rounds: list[float] | None = None
+) -> Report:
+    """a gains, b halves the speed, c gains on top of it."""
+    speeds, names = (100, 150, 75, 90), ["a", "b", "c"]
+    arms = [arm("baseline", 100, [], "baseline", kind="baseline")]
+    for number, speed in enumerate(speeds[1:], start=1):
+        verdict = "helped" if speed > 100 else "hurt"
+        kind = "all" if number == 3 else "ladder"
+        arms.append(arm(f"+ {names[number - 1]}", speed, names[:number], verdict, kind=kind))
+    if rounds is not None:
+        ratios = [a / b for a, b in zip(rounds, arms[0]["rounds"], strict=True)]
+        arms[2] |= {"rounds": rounds, "ratio": paired_ratio([1.0] * 4, ratios).summary()}
+    for row, loss in zip(arms, losses, strict=True):
+        row["held_out_loss"] = loss
+    return read(arms, quality={"margin": 0.01, "verdict": "not worse", "text": ""})
+
+
+def test_the_fastest_row_of_equal_quality_is_no_row_that_takes_back() -> None:
+    found = fastest_of_equal_quality(ladder())
+    assert found is not None
+    assert found["name"] == "+ a"
+
+
+@pytest.mark.parametrize("loss", [2.1, None])
+def test_a_fast_row_whose_model_is_worse_or_unknown_is_not_the_fastest_of_equal_quality(
+    loss: float | None,
+) -> None:
+    found = fastest_of_equal_quality(ladder((2.0, loss, 2.0, 2.0)))
+    assert found is not None
+    assert found["name"] == "baseline"  # all others are slower
+
+
+def test_without_a_baseline_s_speed_no_row_is_the_fastest() -> None:
+    report = ladder()
+    report["arms"][0]["tokens_per_second"]["median"] = None
+    assert fastest_of_equal_quality(report) is None
+
+
+def test_a_row_is_slower_than_the_row_above_it_only_beyond_its_interval() -> None:
+    assert arms_that_hurt(ladder()["arms"]) == {"+ b"}
+    unsure = [150 * w * j for w, j in zip(WEATHER, (0.6, 1.5, 0.7, 1.1), strict=True)]
+    assert arms_that_hurt(ladder(rounds=unsure)["arms"]) == set()  # it may be either
+    assert (
+        arms_that_hurt(apart()["arms"]) == set()
+    )  # leaving one out is slower, which is good news of it
+
+
+def test_a_plan_of_a_report_is_the_recipe_s_with_its_settings() -> None:
+    plan = ["a", {"b": {"chunk": 3}}, {"technique": "c"}]
+    report = apart(recipe={"plan": plan})
+    arms = {arm["name"]: arm for arm in report["arms"]}
+    arms["all"]["techniques"][1] = "b(chunk=3)"
+    assert recipe_plan(arms["all"], report) == plan
+    assert recipe_plan(arms["only a"], report) == ["a"]
+    assert recipe_plan(arms["baseline"], report) == []
+    assert recipe_plan(arms["all"], apart(recipe={"plan": ["a"]})) is None
+    assert recipe_plan(arms["all"], apart(recipe={"plan": "auto"})) is None
+
+
+def test_a_row_that_is_slower_than_the_row_above_it_is_red_on_the_page() -> None:
+    report = ladder()
+    page = page_of(report, report | {"cut": ""})
+    row = page.split('<tr class="hurt"><th scope="row">')[1].partition("</th>")[0]
+    assert row == '<span class="whole">+\xa0b</span>'
+    assert page.count('<tr class="hurt">') == 1
+
+
+def test_a_switch_is_measured_alone_and_beside_all_the_others() -> None:
+    found = switches(apart()["arms"])
+    assert [(s.technique, s.alone["name"]) for s in found if s.alone] == [
+        ("a", "only a"),
+        ("b", "only b"),
+        ("c", "only c"),
+    ]
+    gains = [round(s.beside.median, 3) for s in found if s.beside]
+    assert gains == [pytest.approx(151 / 121, abs=1e-3), 1.0, 1.0]
+
+
+def test_the_table_says_against_which_arm_each_effect_is() -> None:
+    table = table_of(apart())
+    assert table.columns["effect"] == "against baseline or all [95 %]"
+    rows = {row["name"]: row for row in table.rows}
+    assert rows["without a"]["effect"].startswith("0.80×")
+    assert rows["without a"]["effect"].endswith(" of all")
+    assert (rows["without a"]["verdict"], rows["without a"]["ratio"][:5]) == ("hurt", "1.21×")
+    assert rows["only a"]["effect"].startswith("1.50×")
+    assert rows["only a"]["effect"].endswith("]")
+
+
+def test_page_and_markdown_show_the_same_cells() -> None:
+    report = full_report()
+    table = table_of(read_report(report))
+    said = Page(page_of(report, read_report(report) | {"cut": ""})).words()
+    lines = render_markdown(report).splitlines()
+    for line, row in zip(lines[2:], table.rows, strict=False):
+        assert [cell.strip() for cell in line.strip("|").split("|")] == list(row.values())
+        assert f"{row['name']} {row['effect']} {row['verdict']}" in said
+
+
+def test_arms_are_paired_by_round_so_that_the_weather_cancels() -> None:
+    arms = apart()["arms"]
+    ratio = paired_speed(arms[0], arms[2], arms[0])
+    assert ratio is not None
+    assert (ratio.low, ratio.high) == pytest.approx((1.5, 1.5), abs=0.01)
+
+
+def test_arms_of_different_turns_are_compared_through_the_baseline_beside_them() -> None:
+    one = arm("one", 120, ["a"], "helped", beside=[100 * w for w in WEATHER])
+    other = arm("other", 180, ["a", "b"], "helped")
+    turned = list(reversed(WEATHER))  # ran in other turns, with another weather
+    other["rounds"] = [180 * w for w in turned]
+    other["beside"] = [100 * w for w in turned]
+    arms = read([arm("baseline", 100, [], "baseline"), one, other])["arms"]
+    fair = paired_speed(arms[1], arms[2], arms[0])
+    assert fair is not None
+    assert (fair.low, fair.high) == pytest.approx((1.5, 1.5), abs=0.01)
+
+
+def test_arms_of_different_turns_are_not_compared_by_their_rounds_alone() -> None:
+    report = apart()
+    arms = report["arms"]
+    arms[6]["rounds"] = [value * 0.7 for value in arms[6]["rounds"]]  # a slower hour: "without b"
+    assert arms[6]["name"] == "without b"
+    assert paired_speed(arms[6], arms[-1], arms[0]) is None
+    assert [s.beside is None for s in switches(arms)] == [False, True, False]
+    assert "b" not in [row["name"] for row in unpaid(report)]
+
+
+def test_what_did_not_pay_is_listed_once_with_its_reason() -> None:
+    rows = unpaid(apart())
+    assert [row["name"] for row in rows] == ["only c", "b"]
+    assert rows[0]["why"].endswith("no effect: c did not act")
+    assert rows[1]["why"].startswith("alone 1.20× [1.19, 1.21], but beside all the others 1.00×")
+
+
+def test_a_gain_within_this_machines_noise_floor_did_not_pay() -> None:
+    calm = apart(noise={"floor": 0.01})
+    noisy = apart(noise={"floor": 0.3})  # a's 1.25 beside the others lies within
+    assert "a" not in [row["name"] for row in unpaid(calm)]
+    assert "a" in [row["name"] for row in unpaid(noisy)]
+
+
+def test_a_gain_within_the_noise_floor_is_not_drawn_as_one() -> None:
+    calm, noisy = (drawings(apart(noise={"floor": f}))["pairs"][0] for f in (0.01, 0.3))
+    assert "bar gain hollow" in calm
+    assert "bar gain hollow" not in noisy
+
+
+def test_a_switch_that_slows_the_others_did_not_pay_and_is_not_called_noise() -> None:
+    report = read(
+        [
+            arm("baseline", 100, [], "baseline"),
+            arm("without a", 200, ["b"], "helped", kind="left out"),
+            arm("without b", 120, ["a"], "helped", kind="left out"),
+            arm("all", 150, ["a", "b"], "helped", kind="all"),
+        ]
+    )
+    rows = unpaid(report)
+    assert [row["name"] for row in rows] == ["a"]
+    assert rows[0]["why"].endswith(": slower with it than without")
+    assert "- did not pay: a: " in render_markdown(report)
+
+
+def test_a_switch_that_the_guard_objects_to_did_not_pay() -> None:
+    row = {"technique": "a", "verdict": "differs", "text": "gradient off by 3, allowed 1e-4"}
+    rows = unpaid(apart(guard=[row]))
+    why = "differs: gradient off by 3, allowed 1e-4"
+    assert rows[-1] == {"name": "a", "why": why, "word": "worse"}
+    markdown = render_markdown(full_report() | {"guard": [row]})
+    assert "- did not pay: a: differs: gradient off by 3, allowed 1e-4" in markdown
+
+
+def test_a_rung_that_takes_back_did_not_pay_though_it_beats_the_baseline() -> None:
+    report = read(
+        [
+            arm("baseline", 100, [], "baseline"),
+            arm("+ a", 150, ["a"], "helped"),
+            arm("+ b", 140, ["a", "b"], "helped"),
+        ]
+    )
+    assert [arm["against"] for arm in report["arms"]] == [None, "baseline", "+ a"]
+    assert [row["name"] for row in unpaid(report)] == ["+ b"]
+    assert {"waterfall"} == {"waterfall", "pairs", "ratio"} & set(drawings(report))
+    assert switches(report["arms"]) == []  # it would say the same again
+
+
+def test_a_ladder_is_found_among_other_arms_by_its_kind() -> None:
+    report = read(
+        [
+            arm("baseline", 100, [], "baseline", kind="baseline"),
+            arm("again", 100, [], "baseline", kind="again"),
+            arm("+ a", 150, ["a"], "helped", kind="ladder"),
+            arm("only b", 110, ["b"], "helped", kind="alone"),
+            arm("+ b", 170, ["a", "b"], "helped", kind="all"),
+        ]
+    )
+    assert [a["name"] for a in ladder_of(report["arms"])] == ["baseline", "+ a", "+ b"]
+    assert {"waterfall", "pairs"} <= set(drawings(report))
+
+
+def test_the_result_is_the_whole_plan_wherever_it_stands() -> None:
+    arms = apart()["arms"]
+    assert result_of([*arms[:2], arms[-1], *arms[2:-1]])["name"] == "all"
+    assert result_of(read([arm("baseline", 1, [], "baseline")])["arms"])["name"] == "baseline"
+
+
+def test_each_drawing_of_speed_shows_what_the_others_do_not() -> None:
+    found = drawings(apart())
+    assert "beside the others" in found["pairs"][0]
+    assert "only a" not in found["ratio"][0]
+    assert ">again<" not in found["ratio"][0]
+
+
+def test_gaps_name_what_failed_what_was_dropped_and_what_was_not_tested() -> None:
+    report = apart(
+        design={"dropped": ["without d: no time was left"]},
+        guard=[{"technique": "b", "verdict": "not tested", "text": "needs a GPU"}],
+    )
+    report["arms"][3]["verdict"] = "failed: out of memory"
+    found = unmeasured(report)
+    assert found[:3] == [
+        "without d: no time was left",
+        "only b: failed: out of memory",
+        "Equal quality of b: not tested: needs a GPU",
+    ]
+    assert not [line for line in found if "the proof of equal quality" in line]

@@ -1,0 +1,160 @@
+"""What the report says of several arms together: rungs, the fastest, proofs, the machine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.report.judgement import lead_of
+from hasten.report.page import machine, proofs, render_markdown, table_of, write_report
+from hasten.report.schema import read_report
+from report.judged import judged
+
+RATES = {"baseline": 100.0, "+ a": 150.0, "+ b": 300.0, "+ c": 270.0}
+WEATHER = (1.0, 0.6, 1.5)
+Report = dict[str, Any]
+
+
+@pytest.fixture
+def ladder() -> Report:
+    """Four rungs, of which the last takes back a tenth of what the others gained."""
+    arms: list[Report] = []
+    for count, (name, rate) in enumerate(RATES.items()):
+        ratio = rate / 100
+        arms.append(
+            {
+                "name": name,
+                "techniques": ["a", "b", "c"][:count],
+                "tokens_per_second": {"median": rate, "low": rate - 1, "high": rate + 1},
+                "ratio": {"median": ratio, "low": ratio - 0.01, "high": ratio + 0.01},
+                "verdict": "helped" if count else "baseline",
+                "rounds": [rate * w for w in WEATHER],
+                "acted": [
+                    {"technique": t, "acted": True, "evidence": f"{t} was seen"}
+                    for t in ["a", "b", "c"][:count]
+                ],
+            }
+        )
+    free = {"hardware": {}, "versions": {}, "recipe": {"plan": ["a", "b", "c"]}, "seed": 0}
+    head = {"schema": 2, "title": "t", "created": "2026-11-20T14:03:27+00:00", "command": "c"}
+    return {**head, "arms": arms, **free}
+
+
+def arms_of(report: Report) -> list[Report]:
+    found: list[Report] = read_report(judged(report))["arms"]
+    return found
+
+
+def page(report: Report, folder: Path) -> str:
+    text = write_report(judged(report), folder).read_text(encoding="utf-8")
+    return text.partition('<script type="application/json"')[0]
+
+
+def test_a_rung_is_compared_with_the_rung_below(ladder: Report, tmp_path: Path) -> None:
+    said = [row["effect"] for row in table_of(read_report(judged(ladder))).rows]
+    assert [text.split()[0] for text in said] == ["–", "1.50×", "2.00×", "0.90×"]
+    assert "[0.90, 0.90]" in said[3] or said[3] == "0.90×"  # paired, so the weather cancels
+    assert "Against the row above" in page(ladder, tmp_path)
+    assert "the whole plan</strong> (a, b, c)" in page(ladder, tmp_path)
+
+
+def test_arms_that_are_no_ladder_are_compared_with_the_baseline(
+    ladder: Report, tmp_path: Path
+) -> None:
+    ladder["arms"][2]["techniques"] = ["b"]
+    table = table_of(read_report(judged(ladder)))
+    assert "ratio" not in table.columns  # it would say the same again
+    assert [row["effect"][:5] for row in table.rows[1:]] == ["1.50×", "3.00×", "2.70×"]
+    assert "Against the row above" not in page(ladder, tmp_path)
+    assert "<strong>+ c</strong> (a, b, c)" in page(ladder, tmp_path)
+
+
+def test_a_rung_above_a_failed_one_is_compared_with_the_one_below_it(ladder: Report) -> None:
+    ladder["arms"][2]["verdict"] = "failed: no memory"
+    said = [row["effect"] for row in table_of(read_report(judged(ladder))).rows]
+    assert said[2] == "not measured"
+    assert said[3].startswith("1.80×")
+    assert said[3].endswith(" of + a")  # which the heading can't say of all rows
+
+
+def test_the_headline_is_the_fastest_plan_of_equal_quality(ladder: Report, tmp_path: Path) -> None:
+    for arm in ladder["arms"]:
+        arm["held_out_loss"] = 2.0
+    assert lead_of(read_report(judged(ladder)))["name"] == "+ b"
+    text = page(ladder, tmp_path)
+    assert '<span class="big">3.00×</span>' in text
+    assert "The plan as asked, <strong>+ c</strong>: 2.70× [2.69, 2.71]." in text
+    assert "<pre>plan:\n  - a\n  - b</pre>" in text
+    assert "fastest at equal quality: + b, 3.00× [2.99, 3.01]: `plan: [a, b]`" in render_markdown(
+        judged(ladder)
+    )
+    ladder["arms"][2]["quality"] = "worse: held-out loss 2.00 → 2.50"  # fast, but worse
+    assert lead_of(read_report(judged(ladder)))["name"] == "+ c"
+    assert "fastest at equal quality" not in render_markdown(judged(ladder))
+    del ladder["arms"][2]["quality"]
+    last = ladder["arms"][3]
+    last["rounds"] = [1.3 * rate for rate in last["rounds"]]
+    last["ratio"] = {end: 1.3 * value for end, value in last["ratio"].items()}
+    assert lead_of(read_report(judged(ladder)))["name"] == "+ c"
+    last["rounds"] = [rate * 1.11 / 1.3 for rate in last["rounds"]]  # as fast as the row above
+    last["ratio"] = {end: value * 1.12 / 1.3 for end, value in last["ratio"].items()}
+    assert lead_of(read_report(judged(ladder)))["name"] == "+ b"  # the simpler plan
+
+
+def test_a_headline_is_a_figure_only_where_that_figure_is_shown(
+    ladder: Report, tmp_path: Path
+) -> None:
+    plan, base = ladder["arms"][3], ladder["arms"][0]
+    ladder["arms"] = [base, plan]
+    plan["ratio"] = {"median": 2.81, "low": 0.19, "high": 39.78}
+    plan["verdict"] = "undecided"
+    text = page(ladder, tmp_path)
+    assert '<span class="big">undecided</span>' in text
+    assert "interval 0.19× to 39.78×" in text
+    plan["ratio"] |= {"low": 2.5, "high": 3.1}
+    plan["verdict"] = "helped"
+    assert '<span class="big">2.81×</span>' in page(ladder, tmp_path)
+
+
+def test_arms_with_the_same_proof_share_a_row(ladder: Report) -> None:
+    ladder["arms"][3]["acted"][1]["acted"] = False
+    found = [(row["technique"], row["acted"], row["arms"]) for row in proofs(arms_of(ladder))]
+    assert found == [
+        ("a", True, "all 3 with it"),
+        ("b", True, "+ b"),
+        ("b", False, "+ c"),
+        ("c", True, "+ c"),
+    ]
+
+
+def test_a_reason_stands_beside_its_verdict_and_below_the_table(
+    ladder: Report, tmp_path: Path
+) -> None:
+    ladder["arms"][3]["verdict"] = "failed: the process\nended | with code -9"
+    html = page(ladder, tmp_path)
+    assert '<span class="verdict bad">failed</span>' in html
+    assert '<span class="reason">the process\nended | with code -9</span>' in html
+    table, _, notes = render_markdown(judged(ladder)).partition("\n\n")
+    assert table.splitlines()[-1].split("|")[3].strip() == "failed"
+    assert notes == "- + c: failed: the process ended \\| with code -9\n"
+
+
+def test_the_machine_is_named_by_what_it_trained_on() -> None:
+    gpus = [{"name": "H100", "memory_bytes": 80}, {"name": "H100"}]
+    host = {"cpu": "EPYC", "usable_cores": 16, "memory_limit_bytes": 25_276_502_016}
+    assert machine(host | {"accelerators": gpus, "device": "cuda"}) == (
+        "2 × H100 · EPYC · 16 cores · 25.28 GB"
+    )
+    assert machine(host | {"accelerators": gpus, "device": "cpu"}) == "EPYC · 16 cores · 25.28 GB"
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"accelerators": "many", "usable_cores": "two"},
+        {"accelerators": [3, {"name": ["x"]}, {}]},
+        {"memory_limit_bytes": "much", "device": 3},
+    ],
+)
+def test_hardware_of_any_form_makes_a_page(ladder: Report, strange: Report, tmp_path: Path) -> None:
+    assert "Hardware" in page(ladder | {"hardware": strange}, tmp_path)

@@ -1,0 +1,142 @@
+"""Checkpoints of experts that were shared out: written on some ranks, read on others or on one."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hasten.core.job import Stop
+from hasten.core.loop import evaluate
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.step import training
+from hasten.core.technique import Technique
+from hasten.errors import InputError
+from hasten.machine.environment import World
+from hasten.models.save import save_model
+from hasten.techniques.average import WeightAverage
+from hasten.techniques.checkpoint import Checkpoints
+from hasten.techniques.layout.experts import ExpertParallel
+from hasten.techniques.optimizer import CompactAdamW, Muon
+from hasten.techniques.precision import BF16MasterWeights
+from hasten.techniques.routing import BalancedRouting
+from techniques.expert_session_jobs import NORM, biases
+from tiny import job_facts, language_job, records, tiny_model
+
+FIRST, ALL = 3, 5
+SIDES = ("here", "plain")
+PLANS: dict[str, tuple[Technique, ...]] = {
+    "plain": (BalancedRouting(speed=0.01),),
+    "muon": (Muon(),),
+    "bf16 masters": (BF16MasterWeights(),),
+}
+
+
+def session_on(
+    world: World, steps: int, folder: Path | None, plan: tuple[Technique, ...], size: int = 2
+) -> Session:
+    """A session that goes on from the newest checkpoint in its folder, and writes after FIRST."""
+    job = language_job(
+        lambda: tiny_model("deepseek_v3"),
+        data=records(24),
+        batch=4,
+        stop=Stop(steps=steps),
+        lr=1e-3,
+        max_grad_norm=NORM,
+    )
+    kept = () if folder is None else (Checkpoints(interval=FIRST),)
+    layout = (ExpertParallel(size=size),) if world.size > 1 else ()
+    made = prepare(job, Plan((*plan, *kept, *layout)), job_facts(job, "deepseek_v3", world), folder)
+    session = assemble(made)
+    if folder is not None:
+        session.setup.checkpoint.resume(session)
+    return session
+
+
+def trained(session: Session) -> dict[str, Any]:
+    losses = [m.loss for m in training(session)] + [evaluate(session).held_out_loss]
+    session.finish()
+    with session.setup.layout.gather(session.model) as whole:
+        weights = {n: p.detach().clone() for n, p in session.model.named_parameters() if whole}
+    return {"losses": losses, "weights": weights, "biases": biases(session.model)}
+
+
+def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return max((float((w - other[n]).abs().max()) for n, w in one.items()), default=0.0)
+
+
+def shared_folder() -> Path:
+    names = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]
+    dist.broadcast_object_list(names)
+    return Path(names[0])
+
+
+def resumed(world: World) -> dict[str, Any]:
+    """Three steps, a checkpoint, two more on another layout: beside five in a row on ranks."""
+    found: dict[str, Any] = {}
+    for name, plan in PLANS.items():
+        straight = trained(session_on(world, ALL, None, plan))
+        of_ranks, of_one = shared_folder(), shared_folder()
+        trained(session_on(world, FIRST, of_ranks, plan))
+        if world.is_main:
+            trained(session_on(World(), FIRST, of_one, plan))
+        dist.barrier()
+        sources = {"ranks": of_ranks, "one": of_one}
+        for source, folder in sources.items():
+            here = trained(session_on(world, ALL, folder, plan))
+            found[f"{name}: {source} to ranks"] = _beside(here, straight)
+            dist.barrier()  # the folder is free
+        if world.is_main:
+            here = trained(session_on(World(), ALL, of_ranks, plan))
+            found[f"{name}: ranks to one"] = _beside(here, straight)
+        dist.barrier()
+    return found
+
+
+def _beside(here: dict[str, Any], straight: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "steps": len(here["losses"]) - 1,
+        "weights": apart(here["weights"], straight["weights"]),
+        "losses": max(
+            abs(a - b) for a, b in zip(here["losses"], straight["losses"][FIRST:], strict=True)
+        ),
+        "biases": here["biases"] == straight["biases"],
+    }
+
+
+def refused(world: World) -> list[str]:
+    """What can't be part of a checkpoint of parts is said before the first step."""
+    said, folder = [], shared_folder()
+    for plan in ((WeightAverage(),), (CompactAdamW(),)):
+        try:
+            session_on(world, FIRST, folder, plan)
+        except InputError as error:
+            said.append(str(error))
+    return said
+
+
+def saved_model(world: World) -> dict[str, bool]:
+    """The Hugging Face folder of a model that was shared out and not trained, file by file."""
+    found, folder = {}, shared_folder()
+    session = session_on(world, FIRST, None, ())
+    model: Any = session.model
+    plain: Any = tiny_model("deepseek_v3")
+    with session.setup.layout.gather(session.model) as whole:
+        if whole:
+            save_model(model, None, folder / "here")
+            save_model(plain, None, folder / "plain")
+            names = [sorted(p.name for p in (folder / side).iterdir()) for side in SIDES]
+            assert names[0] == names[1]
+            for name in names[0]:
+                one, other = ((folder / side / name).read_bytes() for side in SIDES)
+                found[name] = one == other
+    return found
+
+
+def all_checkpoints(world: World) -> dict[str, Any]:
+    return {"resumed": resumed(world), "refused": refused(world), "saved": saved_model(world)}

@@ -1,0 +1,113 @@
+"""Both groups of tests run whatever fails; bad luck gets one more run and is named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.cold,  # these processes need nothing of what is loaded
+    pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="sets the cores"),
+]
+ROOT = Path(__file__).parents[2]
+INI = """[pytest]
+addopts = -q -m "not long"
+markers =
+    timing:
+    long:
+    slow:
+    data:
+"""
+LUCKY = """
+from pathlib import Path
+def test_lucky():
+    seen = Path("seen")
+    again = seen.exists()
+    seen.touch()
+    assert again
+def test_fine():
+    with Path("fine").open("a") as file:
+        file.write("x")
+"""
+TWO_GROUPS = """
+import pytest
+def test_first():
+    assert 1 == 2
+@pytest.mark.timing
+def test_second():
+    assert 3 == 4
+@pytest.mark.long
+def test_full_count():
+    assert 5 == 6
+"""
+
+
+def on_one_core() -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+def outcome(folder: Path, tests: str, *scripts: str) -> tuple[int, str]:
+    """Exit code and output of ``run_tests``, or of one script after the other until one passes."""
+    (folder / "pytest.ini").write_text(INI)
+    (folder / "test_some.py").write_text(tests)
+    # Options of the run that this test is a part of are no options of that one.
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    clean["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    said = ""
+    for script in scripts:
+        command = [sys.executable, str(ROOT / "scripts" / script)]
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            env=clean,
+            preexec_fn=on_one_core,  # there tests run in one process: each more takes a second
+        )
+        said += done.stdout
+        if done.returncode == 0:
+            break
+    return done.returncode, said
+
+
+def test_a_failure_in_the_first_group_does_not_hide_one_in_the_second(tmp_path: Path) -> None:
+    code, said = outcome(tmp_path, TWO_GROUPS, "run_tests.py")
+    assert code == 1
+    last = said.splitlines()[-3:]
+    assert last[0].startswith("failed: test_some.py::test_first")
+    assert last[1].startswith("failed: test_some.py::test_second")
+    assert "test_full_count" not in said
+    code, said = outcome(tmp_path, TWO_GROUPS, "once_more.py")
+    assert code == 1
+    assert "2 failed" in said
+
+
+def test_what_passes_alone_is_named_and_the_rest_is_not_run_again(tmp_path: Path) -> None:
+    code, said = outcome(tmp_path, LUCKY, "run_tests.py", "once_more.py")
+    assert code == 0
+    assert "UNSTEADY, failed once and then passed: test_some.py::test_lucky\n" in said
+    assert (tmp_path / "fine").read_text() == "x"
+
+
+def test_a_timing_that_failed_is_repeated_once_on_its_own(tmp_path: Path) -> None:
+    timed = LUCKY.replace("def test_lucky", "import pytest\n@pytest.mark.timing\ndef test_lucky")
+    code, said = outcome(tmp_path, timed, "run_tests.py")
+    assert code == 0
+    assert "UNSTEADY, failed once and then passed: test_some.py::test_lucky\n" in said
+
+
+def test_four_failures_are_no_bad_luck(tmp_path: Path) -> None:
+    broken = LUCKY + "".join(f"\ndef test_{i}(): assert False" for i in range(3))
+    code, said = outcome(tmp_path, broken, "run_tests.py", "once_more.py")
+    assert code == 1
+    assert "4 failed" in said
+
+
+def test_without_a_record_of_failures_nothing_is_run_again(tmp_path: Path) -> None:
+    code, said = outcome(tmp_path, "", "once_more.py")
+    assert code == 1
+    assert "no record" in said

@@ -1,0 +1,284 @@
+"""A recipe as a subject: its space, its winners as recipes, the proof that a lossy winner owes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.core.plan import Plan
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity
+from hasten.errors import InputError
+from hasten.machine.environment import World
+from hasten.machine.processes import LoadMeter
+from hasten.measure.ablation import AGAIN, BASELINE, Arm
+from hasten.measure.choose import Choice
+from hasten.measure.experiment import Measured
+from hasten.measure.recipe_experiment import ExperimentSubject, prepared
+from hasten.measure.schedule import TurnWorker
+from hasten.measure.workers import COLD_START
+from hasten.progress import SilentProgress
+from hasten.recipe.build import requested_plan
+from hasten.recipe.schema import load_recipe, recipe_from
+from hasten.tune import api, subjects
+from hasten.tune.space import Point
+from hasten.tune.subjects import RecipeSubject, TuneOptions
+from sample_data import STDLIB
+from tiny import able
+from tune.simulated import Machine
+
+RECIPE = {
+    **STDLIB,
+    "max_steps": 10,
+    "global_batch_size": 8,
+    "plan": ["fused_adamw"],
+    "on_obstacle": "skip",
+}
+
+
+@pytest.fixture(autouse=True)
+def _a_calm_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of these trials are made up; so is what others take of the machine meanwhile."""
+    monkeypatch.setattr(LoadMeter, "share", lambda meter, name: 0.0)
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> ExperimentSubject:
+    output = str(tmp_path_factory.mktemp("tuned"))
+    found = prepared(recipe_from({**RECIPE, "output": output}, "test"), SilentProgress())
+    return dataclasses.replace(found, known=able(found.known))
+
+
+def subject(given: ExperimentSubject, **options: Any) -> RecipeSubject:
+    return RecipeSubject(given, TuneOptions(**options), SilentProgress())
+
+
+def test_the_winner_is_a_recipe_with_its_gain_at_the_head(
+    given: ExperimentSubject, tmp_path: Path
+) -> None:
+    found = subject(given)
+    point = found.space.point(
+        {"PRECISION": "autocast", "BATCH": "accumulate", "accumulate.micro_batch_size": 2}
+    )
+    text = found.text(point, ["1.300× [1.2, 1.4] of the speed " * 5])
+    assert text.startswith("# 1.300×")
+    (tmp_path / "tuned.yaml").write_text(text)
+    recipe = load_recipe(tmp_path / "tuned.yaml")
+    same = recipe.model_copy(update={"plan": given.recipe.plan})
+    assert same.model_dump() == given.recipe.model_dump()
+    plan = requested_plan(recipe)
+    assert {t.name() for t in plan} == {"fused_adamw", "autocast", "accumulate"}
+    assert next(t for t in plan if t.slot is Slot.BATCH).settings()["micro_batch_size"] == 2
+
+
+def test_a_micro_batch_is_never_larger_than_half_a_step(given: ExperimentSubject) -> None:
+    (sizes,) = [d for d in subject(given).space.dimensions if d.name.endswith("batch_size")]
+    assert max(v for v in sizes.values if v != 8) <= 4
+
+
+def test_only_narrows_and_the_rest_stays_as_it_is(given: ExperimentSubject) -> None:
+    found = subject(given, only=("precision",))
+    assert {d.name for d in found.space.dimensions} == {"PRECISION"}
+    for point in found.space.points():
+        text = found.text(point, ["x"])
+        assert "fused_adamw" in text
+
+
+def test_a_lossy_winner_is_taken_only_with_proof(given: ExperimentSubject) -> None:
+    options = TuneOptions(lossy=True)
+    said: list[Sequence[str]] = [["muon: worse by 3 %"], []]
+    proven = RecipeSubject(given, options, SilentProgress(), prove=lambda s, plan: said.pop(0))
+    point = next(
+        p
+        for p in proven.space.neighbours(proven.space.start)
+        if any(t.fidelity is Fidelity.LOSSY for t in proven._plans.plan(p))
+    )
+    assert proven.refusal(point) == "muon: worse by 3 %"
+    assert proven.refusal(point) is None
+    assert "nobody was asked" in str(RecipeSubject(given, options, SilentProgress()).refusal(point))
+    assert proven.refusal(proven.space.start) is None
+
+
+def test_the_key_changes_with_what_decides_the_numbers(given: ExperimentSubject) -> None:
+    assert subject(given).key() == subject(given).key()
+    assert subject(given).key() != subject(given, only=("precision",)).key()
+
+
+class Pretended:
+    """The duel as `hasten speedup` would measure it, from what is known of the plans."""
+
+    def __init__(self, ratios: Mapping[str, float], idle: Sequence[str] = ()) -> None:
+        self.ratios, self.idle = ratios, idle
+
+    def __call__(
+        self, given: ExperimentSubject, plans: Mapping[str, Plan], kinds: Any, *_: Any
+    ) -> Measured:
+        arms = []
+        for name, plan in plans.items():
+            factor = 1.0
+            for technique in plan:
+                factor *= self.ratios.get(technique.name(), 1.0)
+            rounds = [100 * factor * (1 + 0.001 * i) for i in range(6)]
+            arms.append(Arm(name, plan, rounds=rounds, kind=kinds[name]))
+        base = arms[0].rounds
+        for arm in arms:
+            arm.beside = base
+            names = [t.name() for t in arm.plan]
+            arm.acted = [
+                {"technique": n, "acted": n not in self.idle, "evidence": ""} for n in names
+            ]
+        assert [a.name for a in arms[:2]] == [BASELINE, AGAIN]
+        return Measured(arms, {"rounds": 6})
+
+
+@pytest.mark.parametrize(("faster", "better"), [(1.5, True), (1.0, False)])
+def test_a_recipe_is_tuned_from_trials_to_its_winner(
+    given: ExperimentSubject, faster: float, better: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ratios = {"autocast": faster}
+    monkeypatch.setattr(subjects, "measured", Pretended(ratios))
+    monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
+    machines: list[Machine] = []
+
+    def start(self: RecipeSubject, point: Point) -> TurnWorker:
+        if not machines:
+            machines.append(Machine(self.space, lambda s: 0.01, start=0.0))
+            machines[0].seconds = lambda s: 0.012 if s["PRECISION"] == "none" else 0.012 / faster
+        return machines[0].start(point)
+
+    monkeypatch.setattr(RecipeSubject, "start", start)
+    options = TuneOptions(only=("precision",), fresh=True)
+    found = api.tune(given.recipe, 600, options)
+    assert found.better is better
+    assert ("autocast" in found.text) is (better and "autocast" in str(found.settings))
+    assert (found.folder / "best.yaml").read_text() == found.text
+    if not better:
+        assert "keep the settings" in str(found)
+        assert found.settings == {"PRECISION": "none"}
+
+
+def test_plan_auto_starts_from_what_was_chosen_before(
+    given: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Choice(["autocast", "fused_adamw"], "remembered", "the fastest of 9 plans")
+    auto = recipe_from({**RECIPE, "output": given.recipe.output, "plan": "auto"}, "test")
+    for found, plan in ((kept, kept.entries), (None, [])):
+        monkeypatch.setattr(api, "kept_choice", lambda recipe, audience, found=found: found)
+        recipe = api._as_chosen(auto, SilentProgress())
+        assert recipe.plan == plan
+        assert (recipe.auto_plan is None) == (found is not None)  # else the first plan is taken
+    assert api._as_chosen(given.recipe, SilentProgress()) is given.recipe
+
+
+def test_a_duel_without_time_proves_nothing_and_loses_nothing(
+    given: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_short(*_: Any) -> Measured:
+        raise InputError("budget: 9 s is too short")
+
+    monkeypatch.setattr(subjects, "measured", too_short)
+    monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
+    space = subject(given, only=("precision",)).space
+    machine = Machine(space, lambda s: 0.02 if s["PRECISION"] == "none" else 0.01, start=0.0)
+    monkeypatch.setattr(RecipeSubject, "start", lambda self, point: machine.start(point))
+    found = api.tune(given.recipe, 600, TuneOptions(only=("precision",), fresh=True, seed=5))
+    assert not found.better
+    assert found.settings == {"PRECISION": "none"}
+    assert "Not proven (no duel: budget: 9 s is too short)" in str(found)
+    best = (found.folder / "best.yaml").read_text()
+    assert "not proven by a duel" in best
+    assert "plan:" in best
+    assert best != found.text
+    assert '"done"' not in (found.folder / "record.jsonl").read_text()
+
+
+def test_what_did_not_act_is_left_out_of_the_winner_and_said(
+    given: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subjects, "measured", Pretended({"autocast": 1.5}, idle=["recompute"]))
+    monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
+    options = TuneOptions(only=("autocast", "recompute"), fresh=True, trials=3)
+    space = subject(given, only=options.only).space
+
+    def seconds(s: dict[str, Any]) -> float:  # both are best, as far as trials can tell
+        fast = 0.01 if s["PRECISION"] == "autocast" else 0.02
+        return fast * (0.999 if s["RECOMPUTE"] == "recompute" else 1.0)
+
+    machine = Machine(space, seconds, start=0.0)
+    monkeypatch.setattr(RecipeSubject, "start", lambda self, point: machine.start(point))
+    monkeypatch.setattr(
+        api._Tuning, "_best_arm", lambda self, study, rows: _place_of_both(study, rows)
+    )
+    found = api.tune(given.recipe, 600, options)
+    winner = found.report["winner"]
+    assert winner["idle"] == ["recompute"]
+    assert winner["measured"]["RECOMPUTE"] == "recompute"
+    assert winner["changes"] == {"PRECISION": "autocast"}
+    assert "recompute did not act in the measured plan and is left out" in " ".join(
+        found.text.replace("# ", "").split()
+    )
+    plan = found.text.partition("plan:")[2]
+    assert "autocast" in plan
+    assert "recompute" not in plan
+
+
+def _place_of_both(study: Any, rows: Sequence[dict[str, Any]]) -> int | None:
+    for place, row in enumerate(rows):
+        settings = row.get("settings", {})
+        if settings.get("PRECISION") == "autocast" and settings.get("RECOMPUTE") == "recompute":
+            return place
+    return None
+
+
+def test_a_proof_that_can_not_be_made_refuses_the_winner_and_loses_no_study(
+    given: ExperimentSubject,
+) -> None:
+    def can_not(shown: ExperimentSubject, plan: Plan) -> Sequence[str]:
+        raise InputError("held_out: the guard needs held-out records")
+
+    found = RecipeSubject(given, TuneOptions(lossy=True), SilentProgress(), prove=can_not)
+    point = next(
+        p
+        for p in found.space.neighbours(found.space.start)
+        if any(t.fidelity is Fidelity.LOSSY for t in found._plans.plan(p))
+    )
+    assert "can't be proven here: held_out" in str(found.refusal(point))
+
+
+def test_on_ranks_turns_too_short_for_an_exchange_are_refused(given: ExperimentSubject) -> None:
+    ranks = dataclasses.replace(
+        given,
+        recipe=given.recipe.model_copy(update={"nproc": 2}),
+        known=dataclasses.replace(given.known, world=World(size=2)),
+    )
+    found = RecipeSubject(ranks, TuneOptions(lossy=True, only=("wire",)), SilentProgress())
+    assert found.together == 4 > subject(given).together  # no turn is cut within a round
+    names = {d.name for d in found.space.dimensions}
+    assert "local_steps.every" in names
+    for point in found.space.points():
+        settings = found.space.settings(point)
+        assert 4 % settings.get("local_steps.every", 1) == 0
+
+
+@pytest.mark.slow
+def test_a_plan_whose_environment_is_new_is_an_effort_until_it_was_started(
+    given: ExperimentSubject, tmp_path: Path
+) -> None:
+    found = subject(given)
+    likely = found.space.summit(found._plans.gain)
+    other = found.space.point({"THREADS": "threads", "threads.waiting": "spinning"})
+    assert found.known(0.02, None).effort(other) == 1.0  # nothing is forked yet
+    with found.opened(tmp_path):
+        effort = found.known(0.02, 1e9).effort
+        assert effort(likely) == 1.0
+        assert effort(other) == COLD_START
+        worker = found.start(other)
+        assert effort(other) == 1.0
+        worker.close(kill=True)
+        new = max(found.space.points(), key=effort)  # all are but two
+        assert effort(new) == COLD_START
+    assert (tmp_path / "recipe.yaml").is_file()
