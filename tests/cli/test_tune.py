@@ -42,7 +42,6 @@ def tuned(folder: Path, *options: str) -> BaseException | None:
         (("--only", "packt"), "neither a technique nor a slot"),
         (("--json", "/nowhere/study.json"), "name a file in an existing folder"),
         (("--output", "/nowhere/tuned.yaml"), "name a file in an existing folder"),
-        (("--objective", "money"), "give price in the recipe"),
         (("--budget", "1s"), "is too short"),
         (("--study", "learning", "nproc=2"), "set nproc: 1"),
         (("--study", "learning", "--lossy"), "--lossy is of the study of speed"),
