@@ -77,7 +77,7 @@ HOST = Host(
 )
 Theirs = TypeVar("Theirs", bound=Trainer)
 JOINED = "_hasten_techniques"  # the attribute of a trainer that has some
-TRL_SFT = "trl.trainer.sft_trainer"  # where dft_loss of TRL 1.0 is, a mean over labelled tokens
+TRL_DFT = ("trl.trainer.sft_trainer", "dft_loss")  # of TRL 1.0: a mean over labelled tokens
 
 
 def with_techniques(
@@ -188,7 +188,8 @@ def _needs_rows(trainer: Trainer) -> str:
     """Why the trainer needs one example a row; empty if documents may share one."""
     kind, args = type(trainer), trainer.args
     function = trainer.compute_loss_func
-    if function is not None and getattr(function, "__module__", "") != TRL_SFT:
+    source = tuple(getattr(function, name, "") for name in ("__module__", "__name__"))
+    if function is not None and source != TRL_DFT:
         return "compute_loss_func may need one example a row"
     if kind.compute_loss is not Trainer.compute_loss and not _is_sft(kind):
         return f"{kind.__name__} has a compute_loss of its own"
