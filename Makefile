@@ -14,7 +14,7 @@ help:
 	@echo "make demo     set up, then train a small model with and without hasten's techniques"
 	@echo "make test     set up, then run the tests: about eleven minutes on two cores"
 	@echo "make quick    only the tests that a change can break, in two minutes; SINCE=main~3"
-	@echo "make test-data  the tests of the real records (HASTEN_TEST_DATA) and of the articles' code (HASTEN_TEST_ARTICLES)"
+	@echo "make test-data  the tests of the real examples (HASTEN_TEST_DATA) and of the articles' code (HASTEN_TEST_ARTICLES)"
 	@echo "make test-long  all tests, with full counts of faults and shapes"
 	@echo "make test-versions  models, kernels and trainers with the oldest and the newest releases allowed; half an hour"
 	@echo "make lint     set up, then check style and types"

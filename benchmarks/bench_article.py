@@ -4,7 +4,7 @@
     python benchmarks/bench_article.py --folder /tmp/article --ranks 1 --dataset gsm8k_train.jsonl
 
 Each switch alone, and all together, against the baseline on the same ranks: an experiment as
-``hasten speedup --plan article --arms alone`` makes it, with its record, so that a second start
+``hasten speedup --plan article --variants alone`` makes it, with its example, so that a second start
 goes on. On one rank the row of gradient compression says why it is missing.
 
     python benchmarks/bench_article.py --folder /tmp/article --beside-auto --budget 6m
@@ -25,7 +25,7 @@ from typing import Any
 from smoke import arguments
 
 from hasten.core.plan import Plan
-from hasten.measure.ablation import Arm, Design, Kind
+from hasten.measure.ablation import Variant, Design, Kind
 from hasten.measure.choose import choose
 from hasten.measure.recipe_experiment import measured, prepared
 from hasten.progress import Display
@@ -49,8 +49,8 @@ def recipe_of(given: argparse.Namespace) -> Recipe:
     return Recipe(
         model=given.model,
         dataset=given.dataset,
-        held_out=32,
-        max_records=given.records,
+        eval_data=32,
+        max_examples=given.examples,
         cutoff_len=given.cutoff,
         vocabulary=2000,
         max_steps=100,
@@ -81,13 +81,13 @@ def three_plans(recipe: Recipe, design: Design, display: Display) -> None:
     kinds: dict[str, Kind] = {NONE: "baseline", ARTICLE: "other", AUTO: "other"}
     found = measured(subject, plans, kinds, replace(design, noise=False), False, display)
     assert subject.data is not None
-    records = subject.data.record_facts
-    known = {"epoch_tokens": records.tokens, "epoch_records": records.count}
-    base, *others = found.arms
-    columns = [_figures(subject, base, arm, found.design | known) for arm in others]
+    examples = subject.data.example_stats
+    known = {"epoch_tokens": examples.tokens, "epoch_examples": examples.count}
+    base, *others = found.variants
+    columns = [_figures(subject, base, variant, found.design | known) for variant in others]
     print(f"\n{choice.sentence}")
-    for arm in others:
-        print(f"{arm.name}: {arm.plan}; acted: {arm.acted}; failed: {arm.failed}")
+    for variant in others:
+        print(f"{variant.name}: {variant.plan}; acted: {variant.acted}; failed: {variant.failed}")
     print(f"\n| what the articles say | {ARTICLE} | | {AUTO} | |")
     print("|---|---|---|---|---|")
     for rows in zip(*columns, strict=True):
@@ -95,12 +95,12 @@ def three_plans(recipe: Recipe, design: Design, display: Display) -> None:
         print(f"| {rows[0]['claimed']} | {' | '.join(cells)} |")
 
 
-def _figures(subject: Any, base: Arm, arm: Arm, design: dict[str, Any]) -> Sequence[dict[str, str]]:
-    """The preset's rows on the whole plan, with this arm in the place of it."""
+def _figures(subject: Any, base: Variant, variant: Variant, design: dict[str, Any]) -> Sequence[dict[str, str]]:
+    """The preset's rows on the whole plan, with this variant in the place of it."""
     price, ranks = subject.recipe.price, subject.recipe.nproc
     report = report_of(
-        [base, arm],
-        title=arm.name,
+        [base, variant],
+        title=variant.name,
         command="benchmarks/bench_article.py",
         hardware={**asdict(subject.known.hardware), "device": subject.known.device},
         versions={},
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--model", default="deepseek-llm-tiny")
     parser.add_argument("--dataset", default="stdlib")
-    parser.add_argument("--records", type=int, default=2000)
+    parser.add_argument("--examples", type=int, default=2000)
     parser.add_argument("--builds", type=int, default=BUILDS)
     parser.add_argument("--cutoff", type=int, default=512)
     parser.add_argument("--batch", type=int, default=16)
@@ -135,7 +135,7 @@ def main() -> None:
         rounds=2,
         steps=1,
         builds=1,
-        records=80,
+        examples=80,
         cutoff=64,
         batch=4,
         auto_budget="1m",

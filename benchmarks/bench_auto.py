@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--change", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--planted", type=int, default=0, metavar="RUNS")
-    small = ["max_records=200", "cutoff_len=64", "global_batch_size=4"]
+    small = ["max_examples=200", "cutoff_len=64", "global_batch_size=4"]
     asked = arguments(parser, budget="30s", rounds=3, change=small)
     if asked.planted:
         _planted(asked)
@@ -121,16 +121,16 @@ def _row(name: str, recipe: Recipe, rounds: int, folder: Path) -> str:
     plan = subject.plan
     chosen = Plan.from_list(choice.entries, catalogue())
     design = Design(rounds=max(rounds // 2, 3), steps=3, warmup=2, longest_warmup=6, evaluations=0)
-    ladder = measured(subject, plan.ladder(), {}, design, True, silent).arms
+    ladder = measured(subject, plan.ladder(), {}, design, True, silent).variants
     best = max(
-        (arm for arm in ladder if arm.rounds),
-        key=lambda arm: paired_ratio(arm.beside, arm.rounds).median if arm.beside else 1.0,
+        (variant for variant in ladder if variant.rounds),
+        key=lambda variant: paired_ratio(variant.beside, variant.rounds).median if variant.beside else 1.0,
     )
     final = Design(rounds=rounds, steps=3, warmup=2, longest_warmup=6, evaluations=0)
     plans = {"none": Plan(), "best": best.plan, "chosen": chosen, "first plan": plan}
-    arms = {arm.name: arm for arm in measured(subject, plans, {}, final, True, silent).arms}
+    variants = {variant.name: variant for variant in measured(subject, plans, {}, final, True, silent).variants}
     ratios = [
-        _said(arms, *pair)
+        _said(variants, *pair)
         for pair in (
             ("best", "chosen"),
             ("first plan", "chosen"),
@@ -143,10 +143,10 @@ def _row(name: str, recipe: Recipe, rounds: int, folder: Path) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _said(arms: dict[str, Any], base: str, other: str) -> str:
-    if arms[base].plan == arms[other].plan:
+def _said(variants: dict[str, Any], base: str, other: str) -> str:
+    if variants[base].plan == variants[other].plan:
         return "the same plan"
-    ratio = paired_ratio(arms[base].rounds, arms[other].rounds)
+    ratio = paired_ratio(variants[base].rounds, variants[other].rounds)
     return f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
 
 

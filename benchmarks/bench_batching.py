@@ -1,7 +1,7 @@
 """What padding costs: padded, budgeted, length-grouped and packed batches of three data sets.
 
-One process per arm, taking turns, the same records in the same order (length_grouped: its own), a
-fresh model each, real tokens per second, held-out loss at equal tokens.
+One process per variant, taking turns, the same examples in the same order (length_grouped: its own), a
+fresh model each, real tokens per second, eval loss at equal tokens.
 
     HASTEN_TEST_DATA=FOLDER python benchmarks/bench_batching.py [--rounds 6] [--steps 3]
 
@@ -19,8 +19,8 @@ from smoke import arguments
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
-from hasten.measure.ablation import Arm, Design
-from hasten.measure.experiment import experiment_context, measure_arms
+from hasten.measure.ablation import Variant, Design
+from hasten.measure.experiment import experiment_context, measure_variants
 from hasten.measure.recipe_experiment import prepared, recipe_worker
 from hasten.measure.statistics import paired_ratio
 from hasten.measure.workers import WorkerPool
@@ -31,7 +31,7 @@ from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
 from hasten.techniques.sampler import LengthGrouped
 
-ARMS: dict[str, tuple[Technique, ...]] = {
+VARIANTS: dict[str, tuple[Technique, ...]] = {
     "padded": (),
     "budgeted": (Accumulate(micro_batch_tokens=2048),),
     "length_grouped": (LengthGrouped(),),
@@ -43,12 +43,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=32, help="records per step")
-    parser.add_argument("--cutoff", type=int, default=1024, help="tokens of a record, at most")
-    parser.add_argument("--records", type=int, help="of a data set, at most")
-    chosen = arguments(parser, rounds=2, steps=1, batch=8, cutoff=64, records=200)
+    parser.add_argument("--batch", type=int, default=32, help="examples per step")
+    parser.add_argument("--cutoff", type=int, default=1024, help="tokens of an example, at most")
+    parser.add_argument("--examples", type=int, help="of a data set, at most")
+    chosen = arguments(parser, rounds=2, steps=1, batch=8, cutoff=64, examples=200)
     design = Design(rounds=chosen.rounds, steps=chosen.steps, warmup=2, evaluations=1)
-    print("| data | batches | tokens/s | against padded | padding | held-out loss |")
+    print("| data | batches | tokens/s | against padded | padding | eval loss |")
     print("|---|---|---|---|---|---|")
     for name, dataset in datasets().items():
         with tempfile.TemporaryDirectory() as folder:
@@ -69,13 +69,13 @@ def datasets() -> dict[str, str]:
 def measured(
     name: str, dataset: str, folder: Path, design: Design, chosen: argparse.Namespace
 ) -> list[str]:
-    """A row of the table for each arm."""
+    """A row of the table for each variant."""
     recipe = Recipe(
         model="deepseek-llm-tiny",
         dataset=dataset,
-        held_out=48,
+        eval_data=48,
         cutoff_len=chosen.cutoff,
-        max_records=chosen.records,
+        max_examples=chosen.examples,
         max_steps=design.steps_in_all,
         global_batch_size=chosen.batch,
         learning_rate=2e-3,
@@ -83,26 +83,26 @@ def measured(
         output=str(folder),
     )
     subject = prepared(recipe, SilentProgress())
-    path = folder / "data" / "arms.yaml"
+    path = folder / "data" / "variants.yaml"
     path.write_text(recipe.to_yaml())
-    plans = {arm: Plan(techniques) for arm, techniques in ARMS.items()}
+    plans = {variant: Plan(techniques) for variant, techniques in VARIANTS.items()}
     with WorkerPool(folder / "data", subject.known.device) as pool:
         at = experiment_context(pool, lambda name: recipe_worker(subject, path, plans[name]))
-        arms = measure_arms(at, plans, design).arms
-    return [_row(name, arm, arms[0]) for arm in arms]
+        variants = measure_variants(at, plans, design).variants
+    return [_row(name, variant, variants[0]) for variant in variants]
 
 
-def _row(name: str, arm: Arm, padded: Arm) -> str:
-    if arm.failed:
-        return f"| {name} | {arm.name} | failed: {arm.failed} | | | |"
-    ratio = paired_ratio(padded.rounds, arm.rounds)
-    slots = sum(step["slots"] for step in arm.steps)
-    tokens = sum(step["tokens"] for step in arm.steps)
-    median = sorted(arm.rounds)[len(arm.rounds) // 2]
+def _row(name: str, variant: Variant, padded: Variant) -> str:
+    if variant.failed:
+        return f"| {name} | {variant.name} | failed: {variant.failed} | | | |"
+    ratio = paired_ratio(padded.rounds, variant.rounds)
+    slots = sum(step["slots"] for step in variant.steps)
+    tokens = sum(step["tokens"] for step in variant.steps)
+    median = sorted(variant.rounds)[len(variant.rounds) // 2]
     return (
-        f"| {name} | {arm.name} | {median:,.0f} | {ratio.median:.2f}x "
+        f"| {name} | {variant.name} | {median:,.0f} | {ratio.median:.2f}x "
         f"[{ratio.low:.2f}, {ratio.high:.2f}] | {1 - tokens / slots:.1%} | "
-        f"{arm.held_out[-1][1]:.4f} |"
+        f"{variant.eval_data[-1][1]:.4f} |"
     )
 
 

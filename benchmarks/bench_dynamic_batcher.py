@@ -1,6 +1,6 @@
 """Steps until the size rests, and how near to the largest that fits: a simulated allocator.
 
-Records of random length, memory in proportion to the slots of the largest micro-batch above a
+Examples of random length, memory in proportion to the slots of the largest micro-batch above a
 fixed part; prints a table. The last line is the cost of one batch and one reading of the memory.
 """
 

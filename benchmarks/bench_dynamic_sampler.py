@@ -13,21 +13,21 @@ from smoke import arguments
 
 from hasten.parts.data.dynamic_batch import DynamicBatchSampler
 
-RECORDS, BUDGET = 100_000, 8192
+EXAMPLES, BUDGET = 100_000, 8192
 
 
 def main() -> None:
-    arguments(argparse.ArgumentParser(description=__doc__), RECORDS=2000)
+    arguments(argparse.ArgumentParser(description=__doc__), EXAMPLES=2000)
     draw = np.random.default_rng(0)
-    lengths = np.clip(draw.lognormal(5, 0.8, RECORDS).astype(int), 1, 4096)
+    lengths = np.clip(draw.lognormal(5, 0.8, EXAMPLES).astype(int), 1, 4096)
     size = int(BUDGET / lengths.mean())
-    order = draw.permutation(RECORDS)
-    fixed = [order[i : i + size] for i in range(0, RECORDS, size)]
+    order = draw.permutation(EXAMPLES)
+    fixed = [order[i : i + size] for i in range(0, EXAMPLES, size)]
     slots = sum(int(lengths[b].max()) * len(b) for b in fixed)
     worst = max(int(lengths[b].max()) * len(b) for b in fixed)
-    print(f"{RECORDS} records, {lengths.sum()} tokens, budget {BUDGET}")
+    print(f"{EXAMPLES} examples, {lengths.sum()} tokens, budget {BUDGET}")
     print(f"{'batches':28} {'tokens/slots':>12} {'largest':>8} {'straggle':>9} {'plan s':>7}")
-    print(f"{f'{size} records, shuffled':28} {lengths.sum() / slots:12.4f} {worst:8} {'':9} {'':7}")
+    print(f"{f'{size} examples, shuffled':28} {lengths.sum() / slots:12.4f} {worst:8} {'':9} {'':7}")
     for world in (1, 2, 4):
         began = time.perf_counter()
         made = [

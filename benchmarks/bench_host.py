@@ -2,9 +2,9 @@
 
     python benchmarks/bench_host.py [--rounds 6]
 
-Every arm is a process of its own, started with its technique's variables, and trains the same small
-llama on the same rows. Arms take turns of a few steps, in an order that shifts from round to round;
-the others are stopped. Ratios are medians over rounds to the plain arm of the same round.
+Every variant is a process of its own, started with its technique's variables, and trains the same small
+llama on the same rows. Variants take turns of a few steps, in an order that shifts from round to round;
+the others are stopped. Ratios are medians over rounds to the plain variant of the same round.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 8,
     "vocab_size": 8192,
 }
-ARMS: dict[str, tuple[Technique, ...]] = {
+VARIANTS: dict[str, tuple[Technique, ...]] = {
     "plain": (),
     "threads": (Threads(),),
     "threads, collector as it is": (Threads(collect_every=0),),
@@ -59,28 +59,28 @@ def known() -> Facts:
     return Facts(host.hardware(), model=ModelFacts("llama", layers=SHAPE["num_hidden_layers"]))
 
 
-def arm(name: str) -> None:
+def variant(name: str) -> None:
     """Train in turns: a line on stdin is an order, a line on stdout its answer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from hasten.core.job import with_language_counts
-    from hasten.parts.data.collate import padded, token_record
+    from hasten.parts.data.collate import padded, tokenized_example
     from hasten.parts.nn.losses import LabelOnlyLoss
     from hasten.parts.optim.weight_average import decayed_groups
 
     draw = torch.Generator().manual_seed(0)
     rows = [torch.randint(3, 8192, (LENGTH,), generator=draw).numpy() for _ in range(BATCH * 8)]
-    records = [token_record(ids, [True] * LENGTH) for ids in rows]
+    examples = [tokenized_example(ids, [True] * LENGTH) for ids in rows]
     job = Job(
         model=lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attn_implementation="sdpa")),
         loss=lambda model: LabelOnlyLoss(model, chunk=512),
         optimizer=lambda named: torch.optim.AdamW(decayed_groups(named, 0.0), lr=1e-4, fused=True),
         stop=Stop(steps=10**6),
-        records=records,
-        lengths=[LENGTH] * len(records),
+        examples=examples,
+        lengths=[LENGTH] * len(examples),
         collate=with_language_counts(padded),
     )
-    session = assemble(prepare(job, Plan(ARMS[name]), known()))
+    session = assemble(prepare(job, Plan(VARIANTS[name]), known()))
     steps = training(session)
     for line in sys.stdin:
         before = minor_faults()
@@ -92,22 +92,22 @@ def arm(name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
-    few = {name: ARMS[name] for name in ("plain", "threads + glibc, huge pages")}
+    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    few = {name: VARIANTS[name] for name in ("plain", "threads + glibc, huge pages")}
     shape = {**SHAPE, "hidden_size": 32, "num_hidden_layers": 1}
-    asked = arguments(parser, rounds=2, STEPS=1, WARMUP=1, LENGTH=16, SHAPE=shape, ARMS=few)
-    if asked.arm:
-        arm(asked.arm)
+    asked = arguments(parser, rounds=2, STEPS=1, WARMUP=1, LENGTH=16, SHAPE=shape, VARIANTS=few)
+    if asked.variant:
+        variant(asked.variant)
         return
     here = known()
     processes: dict[str, subprocess.Popen[str]] = {}
-    for name, techniques in ARMS.items():
+    for name, techniques in VARIANTS.items():
         reasons = obstacles(Plan(techniques), here)
         if reasons:
             print(f"left out {name}: {reasons[0]}")
             continue
         processes[name] = subprocess.Popen(
-            [sys.executable, __file__, *sys.argv[1:], "--arm", name],
+            [sys.executable, __file__, *sys.argv[1:], "--variant", name],
             env=environment.child_environment(Plan(techniques).environ(here)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -6,9 +6,9 @@
 
 On 2 and 4 processes of this machine, and on two hosts of a lab with 1 Gbit/s and 100 Mbit/s between
 them (docs/netlab.md) where one can be made. Every process has one thread on a core of its own (or
-shares one, where there are more processes than cores) and four records of 128 tokens a step, of a
-Llama of 7 M parameters or a DeepSeek-V3 of about as many; a step's records are dealt out as the
-layout does it, so that all layouts train on the same. All arms are built in the same processes and
+shares one, where there are more processes than cores) and four examples of 128 tokens a step, of a
+Llama of 7 M parameters or a DeepSeek-V3 of about as many; a step's examples are dealt out as the
+layout does it, so that all layouts train on the same. All variants are built in the same processes and
 take turns, barrier to barrier, in another order each round. Ratios are within rounds:
 
     alone    one process trains by itself, the others sleep: a layout's throughput divided by the
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layouts.arms import Load, arms
+from layouts.variants import Load, variants
 from layouts.table import PLACES, Place, due, rows, together
 from smoke import arguments
 
@@ -50,24 +50,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0, help="of all places together")
     parser.add_argument("--places", default=",".join(PLACES), help=f"of {', '.join(PLACES)}")
-    parser.add_argument("--arms", help="comma-separated; all that the ranks allow if left out")
+    parser.add_argument("--variants", help="comma-separated; all that the ranks allow if left out")
     parser.add_argument("--size", default="7M", choices=("7M", "tiny"))
-    parser.add_argument("--records", type=int, default=4, help="of a process and step")
-    parser.add_argument("--tokens", type=int, default=128, help="of a record")
+    parser.add_argument("--examples", type=int, default=4, help="of a process and step")
+    parser.add_argument("--tokens", type=int, default=128, help="of an example")
     parser.add_argument("--rounds", type=int, default=1000, help="of a sitting, at most")
     parser.add_argument("--json", type=Path, default=Path("layouts.json"))
     parser.add_argument("--table", action="store_true", help="measure nothing more")
     given = arguments(
-        parser, minutes=0.1, places="2", size="tiny", records=2, tokens=16, rounds=2, STARTING=300.0
+        parser, minutes=0.1, places="2", size="tiny", examples=2, tokens=16, rounds=2, STARTING=300.0
     )
     places = given.places.split(",")
     if strange := [name for name in places if name not in PLACES]:
         parser.error(f"there is no place {strange[0]!r}; it is one of {', '.join(PLACES)}")
-    known = {name for place in places for name in arms(PLACES[place].world)}
-    asked = given.arms.split(",") if given.arms else []
+    known = {name for place in places for name in variants(PLACES[place].world)}
+    asked = given.variants.split(",") if given.variants else []
     if strange := [name for name in asked if name not in known]:
         parser.error(
-            f"there is no arm {strange[0]!r} here; it is one of {', '.join(sorted(known))}"
+            f"there is no variant {strange[0]!r} here; it is one of {', '.join(sorted(known))}"
         )
     sittings: list[dict[str, Any]] = (
         json.loads(given.json.read_text()) if given.json.exists() else []
@@ -81,7 +81,7 @@ def main() -> None:
 
 def measure(given: argparse.Namespace, places: list[str], sittings: list[dict[str, Any]]) -> None:
     """A sitting at each place that lacks time; each is in the file before the next begins."""
-    load = Load(given.size, given.records, given.tokens)
+    load = Load(given.size, given.examples, given.tokens)
     for name, seconds in due(sittings, places, given.minutes).items():
         print(f"{PLACES[name].said}: a sitting of {seconds:.0f} s", flush=True)
         began, before = time.monotonic(), os.getloadavg()[0]
@@ -109,8 +109,8 @@ def measure(given: argparse.Namespace, places: list[str], sittings: list[dict[st
 
 def sat(place: Place, given: argparse.Namespace, load: Load, seconds: float) -> dict[str, Any]:
     """What rank 0 found; its words and an end where a rank failed."""
-    names = given.arms.split(",") if given.arms else list(arms(place.world))
-    spec = {"arms": names, "load": vars(load), "seconds": seconds, "rounds": given.rounds}
+    names = given.variants.split(",") if given.variants else list(variants(place.world))
+    spec = {"variants": names, "load": vars(load), "seconds": seconds, "rounds": given.rounds}
     lab = Lab(place.hosts, place.ranks, place.rate, mode="auto" if place.rate else "loopback")
     with tempfile.TemporaryDirectory() as folder, lab:
         told = Path(folder) / "spec.json"
@@ -131,12 +131,12 @@ def show(name: str, sittings: list[dict[str, Any]]) -> None:
     last = [s for s in sittings if s["place"] == name][-1]
     each = last["of_a_process"]
     print(
-        f"\n{place.said}, {each['size']}, {each['records']} x {each['tokens']} tokens a process "
+        f"\n{place.said}, {each['size']}, {each['examples']} x {each['tokens']} tokens a process "
         f"and step, {last['cores']} cores, torch {last['torch']}, {last['at'][:10]}\n"
     )
     print("\n".join(rows(rounds, models, place.world)))
-    for arm, reason in last["found"]["skipped"].items():
-        print(f"{arm}: {reason}")
+    for variant, reason in last["found"]["skipped"].items():
+        print(f"{variant}: {reason}")
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM
 from hasten.core.facts import Facts, ModelFacts
 from hasten.machine import host
 from hasten.models.presets import build_config, preset
-from hasten.parts.data.collate import packed, token_record
+from hasten.parts.data.collate import packed, tokenized_example
 from hasten.parts.nn.losses import LabelOnlyLoss
 from hasten.parts.nn.multi_token import MultiToken, minimise_too
 from hasten.techniques.objective import MultiTokenPrediction
 
-VOCABULARY, RECORDS, LENGTH = 4096, 4, 256
+VOCABULARY, EXAMPLES, LENGTH = 4096, 4, 256
 DEPTHS = (0, 1, 2)
 
 
@@ -52,11 +52,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", default="v3-small")
-    given = arguments(parser, rounds=1, model="v3-tiny", VOCABULARY=64, RECORDS=2, LENGTH=16)
+    given = arguments(parser, rounds=1, model="v3-tiny", VOCABULARY=64, EXAMPLES=2, LENGTH=16)
     torch.set_num_threads(given.threads)
     draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(VOCABULARY, (RECORDS, LENGTH), generator=draw)
-    batch = packed([token_record(row.numpy()) for row in ids])
+    ids = torch.randint(VOCABULARY, (EXAMPLES, LENGTH), generator=draw)
+    batch = packed([tokenized_example(row.numpy()) for row in ids])
     losses = {depth: loss_of_depth(given.model, depth) for depth in DEPTHS}
     taken: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
     for turn in range(given.rounds + 1):
@@ -70,7 +70,7 @@ def main() -> None:
         *(config.model_type, size, config.hidden_size, config.num_hidden_layers, VOCABULARY)
     )
     known = Facts(host.hardware(), model=model)
-    print(f"{given.model}, {size / 1e6:.1f} M weights, {RECORDS} records of {LENGTH} tokens")
+    print(f"{given.model}, {size / 1e6:.1f} M weights, {EXAMPLES} examples of {LENGTH} tokens")
     print("| depth | ms | of depth 0 | expected |")
     print("|---|---|---|---|")
     for depth, found in taken.items():

@@ -4,13 +4,13 @@
     python benchmarks/bench_packing.py --trl       # where trl, datasets and transformers are there
 
 Prints tables. Packing: CPU seconds for all lengths (one thread, median of interleaved rounds), how
-full the rows are, and how full micro-batches of 16 records are when records are grouped by length;
+full the rows are, and how full micro-batches of 16 examples are when examples are grouped by length;
 then sets of few different lengths, and sets that have a perfect packing. Dealing: straggler loss
 (1 - mean / maximum of the ranks' costs) of a step of random rows dealt at random, of the same step
 dealt by cost, and of the steps that PackedOrder makes (stratified by cost).
 
-TRL's strategy ``bfd`` is measured as its ``pack_dataset`` runs it, on batches of 1,000 records (the
-default of ``datasets.map``), and once on all records in one batch.
+TRL's strategy ``bfd`` is measured as its ``pack_dataset`` runs it, on batches of 1,000 examples (the
+default of ``datasets.map``), and once on all examples in one batch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from hasten.parts.data.epoch_order import (
 from hasten.parts.data.packing import choose_method, pack_lengths, plan_rows
 
 RANKS, HIDDEN = 8, 4096
-TRL_RECORDS = 100_000  # one list of tokens for each of a million records would not fit
-FEW = 20_000  # records of few different lengths
+TRL_RECORDS = 100_000  # one list of tokens for each of a million examples would not fit
+FEW = 20_000  # examples of few different lengths
 PLANTED = (100, 1000, 4096, 32768)  # rows of perfect packings
 DEALT = 200_000  # lengths whose rows are dealt, the first hundred steps of them
 
@@ -65,7 +65,7 @@ def seconds_of_packing(lengths: dict[str, NDArray[np.int64]], row: int, rounds: 
 
 
 def trl_fullness(sizes: NDArray[np.int64], row: int, batch: int) -> float:
-    """Tokens / slots after TRL's pack_dataset, ``batch`` records at a time."""
+    """Tokens / slots after TRL's pack_dataset, ``batch`` examples at a time."""
     import pyarrow as pa
     from datasets import Dataset, disable_progress_bars
     from trl import pack_dataset
@@ -102,7 +102,7 @@ def packing(count: int, row: int, rounds: int, trl: bool) -> None:
 
 
 def few_values(row: int, sets: int) -> None:
-    print(f"\nfew different lengths: {FEW:,} records, rows of {row}, {sets} random sets a line")
+    print(f"\nfew different lengths: {FEW:,} examples, rows of {row}, {sets} random sets a line")
     print("| values | of a row | rows / bound, mean | worst | CPU seconds, worst |")
     print("|---|---|---|---|---|")
     for values, low, high in itertools.product((2, 5, 20, 48), (0.05, 0.3), (0.45,)):
@@ -122,7 +122,7 @@ def few_values(row: int, sets: int) -> None:
 def planted(sets: int) -> None:
     """Sets that fill rows to the last token, because full rows were cut to make them."""
     print(f"\nperfect packings: sets solved of {sets} with 5, 10, 20, 50, 100 and 200 rows each")
-    print("| rows of | up to 7 records | up to 4 records | CPU seconds, worst |")
+    print("| rows of | up to 7 examples | up to 4 examples | CPU seconds, worst |")
     print("|---|---|---|---|")
     for row in PLANTED:
         solved, worst = {7: 0, 4: 0}, 0.0

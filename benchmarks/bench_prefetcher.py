@@ -4,7 +4,7 @@
 
 Ways and orders take turns, pass by pass; medians over passes. The store sleeps, so it uses no
 processor, like a disk or an object store; the step is matrix products on one thread. ``--scale``
-makes both the step and the reading of its records longer by that factor.
+makes both the step and the reading of its examples longer by that factor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REQUEST_SECONDS, COLD_RECORDS = 0.005, 1024
 
 
 class SlowStore:
-    """Records of 512 tokens from a reader that is throttled and hangs now and then."""
+    """Examples of 512 tokens from a reader that is throttled and hangs now and then."""
 
     def __init__(self, steps: int, scale: int) -> None:
         self.steps, self.seconds = steps, scale * RECORD_SECONDS
@@ -45,7 +45,7 @@ class SlowStore:
 
 
 class ColdStore:
-    """A store with a price per request and none per record."""
+    """A store with a price per request and none per example."""
 
     def __len__(self) -> int:
         return COLD_RECORDS

@@ -41,11 +41,11 @@ def main() -> None:
     print("| row | deviation, whole turns | in slices | time in slices over whole turns |")
     print("|---|---|---|---|")
     shares = []
-    for row in range(1, len(found[True][0]["arms"])):
+    for row in range(1, len(found[True][0]["variants"])):
         whole, sliced = (_deviation(reports, row) for reports in (found[False], found[True]))
         share = (sliced / whole) ** 2 * _seconds(found[True]) / _seconds(found[False])
         shares.append(share)
-        name = found[True][0]["arms"][row]["name"]
+        name = found[True][0]["variants"][row]["name"]
         print(f"| {name} | {whole:.1%} | {sliced:.1%} | {share:.2f} |")
     print(f"| median | | | {statistics.median(shares):.2f} |")
 
@@ -54,9 +54,9 @@ def _deviation(reports: list[dict[str, Any]], row: int) -> float:
     """Of the logarithm of a row's speed over the baseline's, from round to round."""
     variances = []
     for report in reports:
-        base, arm = (report["arms"][i]["rounds"] for i in (0, row))
+        base, variant = (report["variants"][i]["rounds"] for i in (0, row))
         variances.append(
-            statistics.variance(math.log(a / b) for a, b in zip(arm, base, strict=True))
+            statistics.variance(math.log(a / b) for a, b in zip(variant, base, strict=True))
         )
     return math.sqrt(statistics.fmean(variances))
 

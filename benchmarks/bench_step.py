@@ -2,16 +2,16 @@
 
     python benchmarks/bench_step.py --rounds 5 --peers PYTHON --json step.json
     python benchmarks/bench_step.py --loss --rounds 3 --peers PYTHON --json loss.json
-    python benchmarks/bench_step.py --arms hasten --profile
+    python benchmarks/bench_step.py --variants hasten --profile
     python benchmarks/bench_step.py --workload fixed --architecture v3 --hidden 1024 ...
 
-Every run is a process of its own with the same weights, records, batch of 32, AdamW, clipping,
-threads, waiting and allocator; rounds go over all arms in random order. PYTHON is the interpreter
-of an environment with trl, datasets and lightning; without it these arms are "not installed".
+Every run is a process of its own with the same weights, examples, batch of 32, AdamW, clipping,
+threads, waiting and allocator; rounds go over all variants in random order. PYTHON is the interpreter
+of an environment with trl, datasets and lightning; without it these variants are "not installed".
 
 Tokens/s are sums over the steps after the warm-up, padding not counted: steps of grouped or packed
-records differ in length, and a median over unlike steps would be nobody's speed (it has a column of
-its own, as has the whole run from the model's loading on). Most arms take hasten's records step by
+examples differ in length, and a median over unlike steps would be nobody's speed (it has a column of
+its own, as has the whole run from the model's loading on). Most variants take hasten's examples step by
 step; grouping and packing choose their own, except under ``--loss``, where only packing does.
 A run whose tokens or first loss differ from hasten's is reported under the table.
 
@@ -38,16 +38,16 @@ from smoke import arguments as asked_of
 from step.given import Given, Settings
 
 WORKLOADS, ARCHITECTURES = ("ragged", "fixed", "lora"), ("llama", "qwen2", "v2_lite", "v3")
-TINY = {"hidden": 64, "layers": 2, "vocabulary": 1024, "longest": 256, "records": 256}
+TINY = {"hidden": 64, "layers": 2, "vocabulary": 1024, "longest": 256, "examples": 256}
 SWEEP_SECONDS = 10.0  # of matrix products, for the ceiling that MFU refers to
 
 
 def main() -> None:
     chosen = arguments()
-    if chosen.arm:
-        from step.arm import run
+    if chosen.variant:
+        from step.variant import run
 
-        run(chosen.arm, chosen.folder, chosen.out, chosen.profile)
+        run(chosen.variant, chosen.folder, chosen.out, chosen.profile)
     elif chosen.sweep:
         sweep(chosen.sweep, chosen.out)
     else:
@@ -56,14 +56,14 @@ def main() -> None:
 
 
 class Bench:
-    """One invocation: prepares, runs arms in rounds, keeps what it has, prints."""
+    """One invocation: prepares, runs variants in rounds, keeps what it has, prints."""
 
     def __init__(self, chosen: argparse.Namespace, place: Path) -> None:
         from step import machine
-        from step.arm import ARMS
+        from step.variant import VARIANTS
 
-        self.chosen, self.place, self.arms = chosen, place, ARMS
-        self.names = list(chosen.arms or ARMS)
+        self.chosen, self.place, self.variants = chosen, place, VARIANTS
+        self.names = list(chosen.variants or VARIANTS)
         self.env = machine.environment(chosen.allocator, chosen.threads)
         self.env["TORCHINDUCTOR_CACHE_DIR"] = str(place / "inductor")  # empty at the first round
         self.machine = machine
@@ -73,7 +73,7 @@ class Bench:
             "threads": chosen.threads,
             "machine": machine.description(),
             "versions": machine.versions(chosen.peers),
-            "arms": self.names,
+            "variants": self.names,
             "not_installed": {},
             "ceiling": None,
             "runs": [],
@@ -92,7 +92,7 @@ class Bench:
         self.found["flops_per_token"] = flops_per_token(given)
         print(describe(given), flush=True)
         for name in self.names:
-            lacking = self.machine.missing(self.python(name), self.arms[name].needs)
+            lacking = self.machine.missing(self.python(name), self.variants[name].needs)
             if lacking:
                 self.found["not_installed"][name] = lacking
         if self.chosen.sweep_seconds:
@@ -107,20 +107,20 @@ class Bench:
         self.show(given)
 
     def python(self, name: str) -> str:
-        """The peers' interpreter for arms that need its packages, this one for the others."""
-        return self.chosen.peers if self.arms[name].needs else sys.executable
+        """The peers' interpreter for variants that need its packages, this one for the others."""
+        return self.chosen.peers if self.variants[name].needs else sys.executable
 
     def one(self, name: str, number: int) -> dict[str, Any]:
-        """One run of one arm; an arm that fails is noted, and the others go on."""
+        """One run of one variant; a variant that fails is noted, and the others go on."""
         chosen, out = self.chosen, self.place / "out"
         shutil.rmtree(out, ignore_errors=True)
         busy = self.machine.wait_for_quiet(chosen.max_load, chosen.max_wait)
-        command = [self.python(name), __file__, "--arm", name, "--out", str(out)]
+        command = [self.python(name), __file__, "--variant", name, "--out", str(out)]
         command += ["--folder", str(self.place / "given")]
         if chosen.profile and name == "hasten":
             command.append("--profile")
-        note = {"arm": name, "round": number, **busy}
-        note["chose_records"] = self.arms[name].chooses(chosen.loss)
+        note = {"variant": name, "round": number, **busy}
+        note["chose_records"] = self.variants[name].chooses(chosen.loss)
         print(f"round {number + 1}, {name}, load {busy['load_before']:.2f}", flush=True)
         said = self.place / "said.txt"
         try:
@@ -136,7 +136,7 @@ class Bench:
         return {**note, **json.loads((out / "result.json").read_text())}
 
     def ceiling(self) -> float | None:
-        """FLOP/s of the best bf16 product of a short sweep, on as many threads as the arms have."""
+        """FLOP/s of the best bf16 product of a short sweep, on as many threads as the variants have."""
         out = self.place / "sweep"
         order = [sys.executable, __file__, "--sweep", str(self.chosen.sweep_seconds)]
         done = subprocess.run([*order, "--out", str(out)], env=self.env)
@@ -157,7 +157,7 @@ class Bench:
         from step import table
 
         found = self.found
-        print("\n" + "\n".join(table.arms_table(found)))
+        print("\n" + "\n".join(table.variants_table(found)))
         print("\n".join(table.remarks(found)))
         for run in found["runs"]:
             if run.get("profile"):
@@ -166,7 +166,7 @@ class Bench:
 
 
 def settings_of(chosen: argparse.Namespace) -> Settings:
-    sizes = dict(TINY) if chosen.smoke else {"hidden": chosen.hidden, "records": chosen.records}
+    sizes = dict(TINY) if chosen.smoke else {"hidden": chosen.hidden, "examples": chosen.examples}
     return Settings(
         workload=chosen.workload,
         architecture=chosen.architecture,
@@ -185,7 +185,7 @@ def describe(given: Given) -> str:
     marks = "/".join(f"{n:.0f}" for n in np.percentile(lengths, (10, 50, 90, 99, 100)))
     share = float(given.train.trained.mean())
     return (
-        f"{len(lengths):,} records of {given.settings.architecture}, lengths p10/50/90/99/max "
+        f"{len(lengths):,} examples of {given.settings.architecture}, lengths p10/50/90/99/max "
         f"{marks}, {share:.0%} of tokens trained, {given.budget():,} tokens in the run"
     )
 
@@ -200,7 +200,7 @@ def sweep(seconds: float, out: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    from step.arm import ARMS
+    from step.variant import VARIANTS
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -209,17 +209,17 @@ def arguments() -> argparse.Namespace:
     add("--workload", choices=WORKLOADS, default="ragged")
     add("--architecture", choices=ARCHITECTURES, default="llama")
     add("--hidden", type=int, default=384, help="width of the model")
-    add("--records", type=int, default=3840, help="records to train on, whole steps of 32")
-    add("--arms", nargs="+", choices=ARMS, help="all of them if left out")
+    add("--examples", type=int, default=3840, help="examples to train on, whole steps of 32")
+    add("--variants", nargs="+", choices=VARIANTS, help="all of them if left out")
     add("--steps", type=int, default=60)
     add("--warmup", type=int, default=10, help="steps before the steady figures begin")
     add("--rounds", type=int, default=3)
-    add("--loss", action="store_true", help="order-matched batches, for the held-out loss")
+    add("--loss", action="store_true", help="order-matched batches, for the eval loss")
     add("--profile", action="store_true", help="where hasten's time goes; slows its steps")
     add("--peers", default=sys.executable, help="Python of an environment with the peers")
     add("--allocator", choices=("glibc", "tcmalloc", "none"), default="glibc")
     cores = os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
-    add("--threads", type=int, default=int(cores), help="of every arm; usable cores")
+    add("--threads", type=int, default=int(cores), help="of every variant; usable cores")
     add("--max-load", type=float, help="before each run, wait for a load of at most this")
     add("--max-wait", type=float, default=600.0, help="seconds, then it runs all the same")
     add("--timeout", type=float, default=3600.0, help="seconds of one run")
@@ -227,14 +227,14 @@ def arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--json", type=Path, help="raw numbers, written after each run")
     add("--folder", type=Path, help="where to work; a temporary place if left out")
-    add("--arm", help=argparse.SUPPRESS)
+    add("--variant", help=argparse.SUPPRESS)
     add("--out", type=Path, help=argparse.SUPPRESS)
     add("--sweep", type=float, help=argparse.SUPPRESS)
     chosen = asked_of(parser, steps=3, warmup=1, rounds=1, sweep_seconds=1.0)
     if min(chosen.steps, chosen.rounds, chosen.threads) < 1:
         parser.error("steps, rounds and threads are at least 1")
-    if chosen.records < 32 or chosen.records % 32:
-        parser.error(f"--records {chosen.records}: give whole steps of 32")
+    if chosen.examples < 32 or chosen.examples % 32:
+        parser.error(f"--examples {chosen.examples}: give whole steps of 32")
     if chosen.hidden < 64 or chosen.hidden % 64:
         parser.error(f"--hidden {chosen.hidden}: give a multiple of 64")
     if shutil.which(chosen.peers) is None:

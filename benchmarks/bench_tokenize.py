@@ -1,17 +1,17 @@
-"""From a JSONL file to token records on disk: hasten beside the preprocessing of TRL's SFTTrainer.
+"""From a JSONL file to token examples on disk: hasten beside the preprocessing of TRL's SFTTrainer.
 
     export HASTEN_TEST_DATA=...  # a folder with gsm8k_train.jsonl and alpaca_en_demo.json
-    python benchmarks/bench_tokenize.py --records 20000
+    python benchmarks/bench_tokenize.py --examples 20000
     python benchmarks/bench_tokenize.py --trl PYTHON   # of an environment with trl and datasets
 
-Records are dialogues of one or two turns, their texts slices and joins of the two data sets'; the
-same file, tokenizer and chat template for all. Each arm is a process of its own; they take turns.
+Examples are dialogues of one or two turns, their texts slices and joins of the two data sets'; the
+same file, tokenizer and chat template for all. Each variant is a process of its own; they take turns.
 TRL's part is ``load_dataset`` and ``SFTTrainer._prepare_dataset`` (assistant-only loss), called
 without a model; hasten's is ``prepare_data``. Seconds are taken after the imports. The second start
-is a new process that finds everything prepared. CPU seconds count all processes of an arm and
+is a new process that finds everything prepared. CPU seconds count all processes of a variant and
 hardly depend on what else the machine does. Memory is the peak over the whole tree of processes,
 sampled: resident pages, and with shared ones divided by who shares them (PSS). The trained tokens
-must be the same in all arms, or nothing is printed.
+must be the same in all variants, or nothing is printed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def now() -> tuple[float, float]:
     return time.perf_counter(), sum(use.ru_utime + use.ru_stime for use in uses)
 
 
-def hasten_arm(folder: Path, out: Path, workers: int) -> dict[str, Any]:
+def hasten_variant(folder: Path, out: Path, workers: int) -> dict[str, Any]:
     from hasten.recipe.prepared_data import prepare_data
     from hasten.recipe.schema import Recipe
 
@@ -95,7 +95,7 @@ def hasten_arm(folder: Path, out: Path, workers: int) -> dict[str, Any]:
         dataset=str(folder / "records.jsonl"),
         data_workers=workers,
         cutoff_len=CUTOFF,
-        held_out=0,
+        eval_data=0,
         max_steps=1,
     )
     train = prepare_data(recipe, out).train
@@ -104,7 +104,7 @@ def hasten_arm(folder: Path, out: Path, workers: int) -> dict[str, Any]:
     return {"seconds": seconds, "cpu": cpu, "tokens": int(train.lengths.sum()), "marked": marked}
 
 
-def trl_arm(folder: Path, out: Path, workers: int) -> dict[str, Any]:
+def trl_variant(folder: Path, out: Path, workers: int) -> dict[str, Any]:
     from types import SimpleNamespace
 
     from datasets import disable_progress_bars, load_dataset
@@ -138,11 +138,11 @@ def trl_arm(folder: Path, out: Path, workers: int) -> dict[str, Any]:
     return {"seconds": seconds, "cpu": cpu, "tokens": tokens, "marked": marked}
 
 
-def run_arm(python: str, arm: str, workers: int, folder: Path, out: Path) -> dict[str, Any]:
-    """One arm in a process of its own, watched."""
+def run_variant(python: str, variant: str, workers: int, folder: Path, out: Path) -> dict[str, Any]:
+    """One variant in a process of its own, watched."""
     import psutil
 
-    order = [python, __file__, "--arm", arm, "--workers", str(workers)]
+    order = [python, __file__, "--variant", variant, "--workers", str(workers)]
     order += ["--folder", str(folder), "--out", str(out)]
     quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(out / "hf")}
     process = subprocess.Popen(order, stdout=subprocess.PIPE, env={**os.environ, **quiet})
@@ -160,12 +160,12 @@ def run_arm(python: str, arm: str, workers: int, folder: Path, out: Path) -> dic
     assert process.stdout is not None
     said = process.stdout.read().splitlines()
     if process.returncode:
-        raise SystemExit(f"{arm} failed with code {process.returncode}")
+        raise SystemExit(f"{variant} failed with code {process.returncode}")
     return {**json.loads(said[-1]), "rss": resident, "pss": shared}
 
 
 def compare(
-    records: int,
+    examples: int,
     rounds: int,
     trl: str | None,
     workers: list[int],
@@ -182,25 +182,25 @@ def compare(
     tokenizer.save_pretrained(place / "tokenizer")
     config = build_config(preset("deepseek-llm-tiny"), vocab_size=len(tokenizer))
     config.save_pretrained(place / "tokenizer")
-    write_records(known, place / "records.jsonl", records)
-    arms = [("hasten", sys.executable, n) for n in workers]
-    arms += [("trl", trl, n) for n in trl_workers] if trl else []
-    first: dict[Any, list[dict[str, Any]]] = {arm: [] for arm in arms}
-    second: dict[Any, list[float]] = {arm: [] for arm in arms}
+    write_records(known, place / "records.jsonl", examples)
+    variants = [("hasten", sys.executable, n) for n in workers]
+    variants += [("trl", trl, n) for n in trl_workers] if trl else []
+    first: dict[Any, list[dict[str, Any]]] = {variant: [] for variant in variants}
+    second: dict[Any, list[float]] = {variant: [] for variant in variants}
     for _ in range(rounds):
-        for arm in arms:
-            name, python, count = arm
+        for variant in variants:
+            name, python, count = variant
             out = place / f"{name}-{count}"
             shutil.rmtree(out, ignore_errors=True)
-            first[arm].append(run_arm(python, name, count, place, out))
-            second[arm].append(run_arm(python, name, count, place, out)["seconds"])
+            first[variant].append(run_variant(python, name, count, place, out))
+            second[variant].append(run_variant(python, name, count, place, out)["seconds"])
             shutil.rmtree(out)
     counts = {(one["tokens"], one["marked"]) for found in first.values() for one in found}
     if len(counts) > 1:
-        raise SystemExit(f"the arms disagree about the tokens: {first}")
+        raise SystemExit(f"the variants disagree about the tokens: {first}")
     ((tokens, _),) = counts
-    print(f"{records:,} records, {tokens:,} tokens, {rounds} rounds\n")
-    columns = "| arm | processes | seconds | tokens/s | CPU seconds | tokens/CPU second "
+    print(f"{examples:,} examples, {tokens:,} tokens, {rounds} rounds\n")
+    columns = "| variant | processes | seconds | tokens/s | CPU seconds | tokens/CPU second "
     print(columns + "| second start, s | peak RSS | peak PSS |")
     print("|---|---|---|---|---|---|---|---|---|")
     for (name, python, count), found in first.items():
@@ -217,23 +217,23 @@ def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--records", type=int, default=500_000)
+    parser.add_argument("--examples", type=int, default=500_000)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--trl", help="the Python of an environment with trl and datasets")
     parser.add_argument("--hasten-workers", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--trl-workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--arm", choices=("hasten", "trl"), help=argparse.SUPPRESS)
+    parser.add_argument("--variant", choices=("hasten", "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--workers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help="where to work; a temporary one if left out")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    chosen = arguments(parser, records=40, hasten_workers=[1], trl_workers=[1], VOCABULARY=300)
-    if chosen.arm:
-        arm = hasten_arm if chosen.arm == "hasten" else trl_arm
-        print(json.dumps(arm(chosen.folder, chosen.out, chosen.workers)))
+    chosen = arguments(parser, examples=40, hasten_workers=[1], trl_workers=[1], VOCABULARY=300)
+    if chosen.variant:
+        variant = hasten_variant if chosen.variant == "hasten" else trl_variant
+        print(json.dumps(variant(chosen.folder, chosen.out, chosen.workers)))
         return
     with tempfile.TemporaryDirectory(dir=chosen.folder) as place:
         compare(
-            chosen.records,
+            chosen.examples,
             chosen.rounds,
             chosen.trl,
             chosen.hasten_workers,

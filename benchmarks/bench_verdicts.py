@@ -6,9 +6,9 @@
     python benchmarks/bench_verdicts.py --spread 6 --rounds 4 --steps 12
     python benchmarks/bench_verdicts.py --record tests/measure/data/step_speeds.json --rounds 400
 
-Coverage: how often 95 % intervals hold a known ratio. Replays: seven arms of which the truth is
+Coverage: how often 95 % intervals hold a known ratio. Replays: seven variants of which the truth is
 known, beside a baseline and its second copy, in speeds that were recorded on a busy machine, by
-number of rounds. Real: the same arms as processes that take turns, so many experiments. Spread: how
+number of rounds. Real: the same variants as processes that take turns, so many experiments. Spread: how
 far fresh builds of one program lie apart, by default and with memory kept in huge pages, as the
 real experiments have it. Record: measures the speeds anew.
 """
@@ -94,7 +94,7 @@ def _cell(truth: Truth, words: Counter[str]) -> str:
 
 
 def print_real(experiments: int, rounds: int, steps: int, builds: int) -> None:
-    """Per truth: its word in each experiment; then the intervals of arms that are alike."""
+    """Per truth: its word in each experiment; then the intervals of variants that are alike."""
     from verdicts.real import real
 
     proofs, found = small_proofs(), []
@@ -141,7 +141,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--real", type=int, default=0, help="real experiments")
     parser.add_argument("--rounds", type=int, default=60, help="of a real one, or of a recording")
     parser.add_argument("--steps", type=int, default=12, help="of a turn in a real one")
-    parser.add_argument("--builds", type=int, default=2, help="of each arm in a real one")
+    parser.add_argument("--builds", type=int, default=2, help="of each variant in a real one")
     parser.add_argument("--spread", type=int, default=0, help="builds of copies of one program")
     parser.add_argument("--record", type=Path, help="where to write a recording")
     modes = {"coverage": True, "draws": 10, "replays": 1}

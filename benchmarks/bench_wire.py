@@ -16,7 +16,7 @@ rounds of the ratio within a round. ``table`` does so on all links of ``wire/lin
 sittings whose rounds are kept in the file: started again, it goes on until the minutes are used.
 
 ``loss`` trains each method whole on a link without a limit, since mathematics doesn't depend on it,
-and compares the held-out loss with DDP's of the same seed. ``again`` is DDP from weights that
+and compares the eval loss with DDP's of the same seed. ``again`` is DDP from weights that
 differ in the sixth digit: what two runs of the same method differ by. A line is written per run,
 and runs that are in the file already aren't repeated. After ``--minutes`` the run under way pauses
 and goes on the next time. DDP twice and what the table's links choose come first, over all seeds.
@@ -54,7 +54,7 @@ LOSS = (
     "topk_dense:0.05,stream:14,diloco:20,diloco:50"
 )
 FIRST = ("ddp", "again", "stream:4", "stream:3", "signs:4")  # what the links choose
-STARTS = 40.0  # seconds that a run takes beside its steps: imports, saving, the held-out loss
+STARTS = 40.0  # seconds that a run takes beside its steps: imports, saving, the eval loss
 SLOW = {"ddp": 3, "half": 3, "int8": 5}  # steps of a turn over a slow link
 
 
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--rate", default="100mbit", help="of the link, or none")
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--mtu", type=int, default=1500)
-    parser.add_argument("--rows", type=int, default=3, help="records of a rank's step")
+    parser.add_argument("--rows", type=int, default=3, help="examples of a rank's step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block", type=int, default=20, help="steps of a turn")
     parser.add_argument("--seeds", type=int, default=3)

@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("recipe", type=Path, nargs="?", default=EXAMPLE)
     parser.add_argument("overrides", nargs="*")
-    small = ["max_records=200", "cutoff_len=64", "global_batch_size=4"]
+    small = ["max_examples=200", "cutoff_len=64", "global_batch_size=4"]
     asked = arguments(parser, rounds=2, steps=3, overrides=small, ROUNDS_OF_TURNS=10)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -115,13 +115,13 @@ def overhead(folder: Path) -> dict[str, list[float]]:
     draw, load = random.Random(0), LoadMeter(host.hardware().usable_cores)
     spec = replace(loop_spec(f"{Path(__file__).resolve()}:next_to_nothing"), slices=True)
     with WorkerPool(folder) as pool:
-        arms = {place: ArmProcess(pool.start(spec, f"loop-{place}")) for place in range(2)}
-        for arm in arms.values():
-            arm.begin(2)
+        variants = {place: ArmProcess(pool.start(spec, f"loop-{place}")) for place in range(2)}
+        for variant in variants.values():
+            variant.begin(2)
         for _ in range(ROUNDS_OF_TURNS):
             for kind in draw.sample(list(found), 2):
                 began = time.perf_counter()
-                turns = list(run_round(arms, [1], draw, load, slices=kind == "slices"))
+                turns = list(run_round(variants, [1], draw, load, slices=kind == "slices"))
                 took = time.perf_counter() - began
                 done = [turn for _, turn in turns if isinstance(turn, Turn)]
                 steps = math.fsum(turn.steps[0]["step_seconds"] for turn in done)

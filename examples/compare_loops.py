@@ -13,14 +13,14 @@ def training(foreach: bool) -> Callable[[], tuple[int, float]]:
     layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(24)]
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
-    records = torch.randn(128, 64)
+    examples = torch.randn(128, 64)
 
     def step() -> tuple[int, float]:
-        loss = (model(records) - records).square().mean()
+        loss = (model(examples) - examples).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return len(records), loss.item()  # how many tokens or items, and the loss
+        return len(examples), loss.item()  # how many tokens or items, and the loss
 
     return step
 

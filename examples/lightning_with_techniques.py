@@ -47,11 +47,11 @@ class Counting(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-def counting(records: int) -> list[dict[str, list[int]]]:
+def counting(examples: int) -> list[dict[str, list[int]]]:
     """Rows of uneven lengths: 7, 8, 9, ..."""
     draw = torch.Generator().manual_seed(0)
     rows = []
-    for _ in range(records):
+    for _ in range(examples):
         start, length = torch.randint(3, 60, (2,), generator=draw).tolist()
         rows.append({"input_ids": list(range(start, start + length))})
     return rows
@@ -80,7 +80,7 @@ def main(steps: int = 20) -> list[float]:
             accelerator="cpu",
             devices=ranks,
             strategy="ddp" if ranks > 1 else "auto",
-            use_distributed_sampler=False,  # LengthGrouped deals the records out
+            use_distributed_sampler=False,  # LengthGrouped deals the examples out
             default_root_dir=folder,
             logger=False,
             enable_checkpointing=False,

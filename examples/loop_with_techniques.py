@@ -26,11 +26,11 @@ def main(steps: int = 20) -> list[float]:
             max_position_embeddings=128,
         )
     )
-    records = [{"input_ids": list(range(3 + i % 50, 60 + i % 60))} for i in range(256)]
+    examples = [{"input_ids": list(range(3 + i % 50, 60 + i % 60))} for i in range(256)]
     run = in_loop(
         model,
         [PackedEpoch(256), Packed(), DocumentAttention(), LabelledTokenLoss(), Muon()],
-        records=records,
+        examples=examples,
         batch=16,
         steps=steps,
     )

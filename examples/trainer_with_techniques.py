@@ -16,11 +16,11 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.sampler import LengthGrouped
 
 
-def counting(records: int) -> list[dict[str, list[int]]]:
+def counting(examples: int) -> list[dict[str, list[int]]]:
     """Rows of uneven lengths: 7, 8, 9, ..."""
     draw = torch.Generator().manual_seed(0)
     rows = []
-    for _ in range(records):
+    for _ in range(examples):
         start, length = torch.randint(3, 60, (2,), generator=draw).tolist()
         rows.append({"input_ids": list(range(start, start + length))})
     return rows

@@ -31,7 +31,7 @@ ARCHITECTURES = tuple(LISTS["architectures"])
 MEASURED = ("bf16_gain",)
 KEYED = ("bf16_gain", "source_digest")  # for items whose key counts the sources in
 Words = tuple[str, ...]
-Event = dict[str, Any]  # a line of an experiment's record
+Event = dict[str, Any]  # a line of an experiment's example
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def words_of(command: str, inputs: Path) -> Words:
 
 
 def write_inputs(folder: Path) -> None:
-    """Models without weights, each with a tokenizer, and records in the shapes hasten reads."""
+    """Models without weights, each with a tokenizer, and examples in the shapes hasten reads."""
     draw, words = random.Random(0), text().split()
     pairs = [
         [" ".join(draw.choices(words, k=draw.randint(2, most))) for most in (14, 10)]
@@ -93,7 +93,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def text() -> str:
-    """Words of records."""
+    """Words of examples."""
     return "how many apples does she have left if she gives two to her friend and eats one of them"
 
 
@@ -187,7 +187,7 @@ def _trained(
     return Item("training", name, TRAIN, files=files, compared=TRAINED, codes=codes)
 
 
-# Data: the order of records, packing, and what is prepared
+# Data: the order of examples, packing, and what is prepared
 
 
 def data(inputs: Path) -> Iterator[Item]:
@@ -272,7 +272,7 @@ def _record(folder: Path) -> Path:
 
 
 def _events(folder: Path) -> tuple[Event, list[Event]]:
-    """The record's first line, and its events."""
+    """The example's first line, and its events."""
     head, *events = [json.loads(line) for line in _record(folder).read_text().splitlines()]
     return head, events
 
@@ -283,7 +283,7 @@ def _forget_report(folder: Path) -> None:
 
 
 def experiment_view(folder: Path) -> dict[str, Any]:
-    """What doesn't depend on seconds: events, and losses by the step of an arm's process.
+    """What doesn't depend on seconds: events, and losses by the step of a variant's process.
 
     A warm-up takes more steps where their times differ more, so only the steps that every process
     takes are compared.
@@ -295,17 +295,17 @@ def experiment_view(folder: Path) -> dict[str, Any]:
     for event in events:
         for step in event.get("steps", ()):
             if step["step"] <= least:
-                arm = steps.setdefault(f"{event['arm']}, sitting {event['sitting']}", {})
-                arm[step["step"]] = [step["loss"], step["grad_norm"]]
+                variant = steps.setdefault(f"{event['variant']}, sitting {event['sitting']}", {})
+                variant[step["step"]] = [step["loss"], step["grad_norm"]]
         if event["event"] != "warmup":
-            name = f"{event['event']} {event.get('arm', '')}"
+            name = f"{event['event']} {event.get('variant', '')}"
             counts[name] = counts.get(name, 0) + 1
     report = json.loads((folder / "run" / "report.json").read_text())
     return {
         "key": [_record(folder).parent.name, head],
         "events": counts,
         "steps": steps,
-        "arms": [[arm["name"], arm["kind"], arm["techniques"]] for arm in report["arms"]],
+        "variants": [[variant["name"], variant["kind"], variant["techniques"]] for variant in report["variants"]],
         "report's keys": keys_of(report),
         "page": (folder / "run" / "report.html").is_file(),
     }
@@ -365,7 +365,7 @@ def foreign_files(keys: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]
     import foreign_configs as usual
     import zero_configs as zero
 
-    fill = {"model": "org/base", "folder": "data", "data": "data/records.json"}
+    fill = {"model": "org/base", "folder": "data", "data": "data/examples.json"}
     bases: dict[str, dict[str, Any]] = {
         "LLaMA-Factory": yaml.safe_load(usual.LLAMA_FACTORY.format(**fill)),
         "axolotl": yaml.safe_load(usual.AXOLOTL.format(**fill)),
@@ -390,7 +390,7 @@ def foreign_files(keys: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]
                 yield f"{tool}-{word}.json", text
 
 
-# Reports from stored records
+# Reports from stored examples
 
 
 def report(inputs: Path) -> Iterator[Item]:
@@ -426,12 +426,12 @@ def unchanged(events: list[Event]) -> list[Event]:
 
 
 def faster(events: list[Event]) -> list[Event]:
-    """The last arm takes half the time, and ends with a lower loss."""
+    """The last variant takes half the time, and ends with a lower loss."""
     for event in events:
-        if event.get("arm") == "all":
+        if event.get("variant") == "all":
             _slow_down(event, 0.5)
             if event["event"] == "evaluate":
-                event["held_out_loss"] *= 0.99
+                event["eval_loss"] *= 0.99
     return events
 
 
@@ -443,11 +443,11 @@ def unsteady(events: list[Event]) -> list[Event]:
 
 
 def with_failure(events: list[Event]) -> list[Event]:
-    """One arm fails in its second turn."""
-    mine = [event for event in events if event.get("arm") == "only packed"]
+    """One variant fails in its second turn."""
+    mine = [event for event in events if event.get("variant") == "only packed"]
     turns = [event for event in mine if event["event"] == "turn"]
     gone = mine[mine.index(turns[1]) :]
-    why = {"event": "failed", "at": 14.0, "sitting": 1, "arm": "only packed", "why": "no memory"}
+    why = {"event": "failed", "at": 14.0, "sitting": 1, "variant": "only packed", "why": "no memory"}
     kept = [event for event in events if event not in gone]
     return [*kept[:-1], why, kept[-1]]
 

@@ -46,7 +46,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "GlobalBatch": ("hasten.core.job:GlobalBatch", "hasten.core.order:GlobalBatch"),
     "Stop": ("hasten.core.job:Stop",),
     "Facts": ("hasten.core.facts:Facts",),
-    "RecordFacts": ("hasten.core.facts:RecordFacts",),
+    "ExampleStats": ("hasten.core.facts:ExampleStats",),
     "ModelFacts": ("hasten.core.facts:ModelFacts",),
     "hardware": ("hasten.machine.host:hardware", "hasten.core.facts:hardware"),
     "prepare": ("hasten.core.setup:prepare",),
@@ -55,7 +55,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "hasten.core.batch:with_language_counts",
     ),
     "padded": ("hasten.parts.data.collate:padded", "hasten.parts.collate:padded"),
-    "token_record": ("hasten.parts.data.collate:token_record", "hasten.parts.records:token_record"),
+    "tokenized_example": ("hasten.parts.data.collate:tokenized_example", "hasten.parts.examples:tokenized_example"),
     "pack_lengths": ("hasten.parts.data.packing:pack_lengths", "hasten.parts.packing:pack_lengths"),
     "FORMATS": ("hasten.recipe.importers:FORMATS", "hasten.recipe.importing:FORMATS"),
     "with_techniques": (
@@ -65,7 +65,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "in_loop": ("hasten.integrations.loop:in_loop", "hasten.hosts.plain:in_loop"),
     "source_digest": (
         "hasten.measure.record:source_digest",
-        "hasten.evidence.record:source_digest",
+        "hasten.evidence.example:source_digest",
     ),
     "bf16_gain": (
         "hasten.parts.nn.kernel_variants:bf16_gain",
@@ -223,7 +223,7 @@ def public_names() -> dict[str, Any]:
     return {
         "names": {name: _signature(getattr(hasten, name)) for name in hasten.__all__},
         "techniques": {kind.name(): _signature(kind) for kind in CATALOGUE},
-        "slots": {kind.name(): kind.slot.name for kind in CATALOGUE},
+        "positions": {kind.name(): kind.slot.name for kind in CATALOGUE},
         "fidelities": {kind.name(): kind().fidelity.name for kind in CATALOGUE},
     }
 
@@ -240,10 +240,10 @@ EPOCHS, RANKS = 3, (1, 2, 3)
 
 
 def orders() -> dict[str, Any]:
-    """Which records share a step, for some samplers, epochs and numbers of ranks."""
+    """Which examples share a step, for some samplers, epochs and numbers of ranks."""
     batches: dict[str, dict[str, Any]] = {
-        "records": {"records": 16},
-        "tokens": {"records": None, "tokens": 600},
+        "examples": {"examples": 16},
+        "tokens": {"examples": None, "tokens": 600},
     }
     plans: dict[str, list[Any]] = {
         "shuffled": [],
@@ -278,26 +278,26 @@ def _batch_sampler() -> Iterator[tuple[str, Any]]:
 
 
 def packing() -> dict[str, Any]:
-    """Rows of packed records, and the tensors of some micro-batches."""
+    """Rows of packed examples, and the tensors of some micro-batches."""
     rows = {f"rows of {n}": find("pack_lengths")(LENGTHS, n) for n in (64, 97, 128, 500)}
     digests: dict[str, Any] = {}
     for name, plan in {"padded": [], "packed": ["packed"]}.items():
-        setup = _setup(plan, {"records": 16})
+        setup = _setup(plan, {"examples": 16})
         for number, step in enumerate(setup.sampler.steps(0)):
-            made = setup.collate([setup.job.records[index] for index in step])
+            made = setup.collate([setup.job.examples[index] for index in step])
             digests[f"{name}, step {number}"] = {k: _digest(v) for k, v in made.inputs.items()}
     return {**rows, **digests}
 
 
 def _setup(plan: list[Any], batch: dict[str, Any]) -> Any:
-    """A job on records of LENGTHS, prepared; its model is never built."""
+    """A job on examples of LENGTHS, prepared; its model is never built."""
     import numpy as np
     import torch
 
     from hasten import Job, Plan
     from hasten.techniques import CATALOGUE
 
-    draw, make = np.random.default_rng(7), find("token_record")
+    draw, make = np.random.default_rng(7), find("tokenized_example")
     data = [make(draw.integers(3, 97, n), draw.random(n) < 0.6) for n in LENGTHS]
     job = Job(
         model=torch.nn.Module,
@@ -305,7 +305,7 @@ def _setup(plan: list[Any], batch: dict[str, Any]) -> Any:
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
         stop=find("Stop")(epochs=EPOCHS),
         collate=find("with_language_counts")(find("padded")),
-        records=data,
+        examples=data,
         lengths=LENGTHS,
         batch=find("GlobalBatch")(**batch),
         seed=11,
@@ -314,7 +314,7 @@ def _setup(plan: list[Any], batch: dict[str, Any]) -> Any:
     facts = find("Facts")(
         hardware=find("hardware")(),
         model=find("ModelFacts")("llama", 50_000, 32, 2, 97),
-        records=find("RecordFacts")(count, total, longest, 0.6),
+        examples=find("ExampleStats")(count, total, longest, 0.6),
     )
     return find("prepare")(job, Plan.from_list(plan, CATALOGUE), facts)
 
@@ -355,7 +355,7 @@ def host_loop() -> dict[str, Any]:
     import torch
 
     model, rows = _small_model(), [{"input_ids": list(range(3, 20 + i))} for i in range(40)]
-    run = find("in_loop")(model, _techniques(), records=rows, batch=8)
+    run = find("in_loop")(model, _techniques(), examples=rows, batch=8)
     optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     losses = []
     for batch in run.loader(epoch=0):

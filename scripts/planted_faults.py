@@ -807,7 +807,7 @@ CORE: tuple[Fault, ...] = (
 
 PARTS: tuple[Fault, ...] = (
     Fault(
-        name="rows-filled-with-other-records",
+        name="rows-filled-with-other-examples",
         kind="wrong index",
         file="parts/data/packing.py",
         old="order[_sorted_by(sizes[order])]",
@@ -818,8 +818,8 @@ PARTS: tuple[Fault, ...] = (
         name="loss-mask-shifted",
         kind="off-by-one",
         file="parts/data/collate.py",
-        old="np.where(record.trained[1:], record.input_ids[1:], IGNORED)",
-        new="np.where(record.trained[:-1], record.input_ids[1:], IGNORED)",
+        old="np.where(example.trained[1:], example.input_ids[1:], IGNORED)",
+        new="np.where(example.trained[:-1], example.input_ids[1:], IGNORED)",
         tests=("tests/parts/data/test_collate.py",),
     ),
     Fault(
@@ -1163,15 +1163,15 @@ PARTS: tuple[Fault, ...] = (
         name="rows-keep-their-company",
         kind="ignored seed",
         file="parts/data/epoch_order.py",
-        old="records = _generator(self.seed, epoch, RECORDS_DRAWN)",
-        new="records = _generator(self.seed, 0, RECORDS_DRAWN)",
+        old="examples = _generator(self.seed, epoch, RECORDS_DRAWN)",
+        new="examples = _generator(self.seed, 0, RECORDS_DRAWN)",
         tests=("tests/parts/data/test_row_order.py",),
     ),
     Fault(
         name="last-piece-weighs-too-much",
         kind="wrong reduction",
         file="parts/data/dynamic_batch.py",
-        old="step(piece, record_count(piece) / whole)",
+        old="step(piece, example_count(piece) / whole)",
         new="step(piece, size / whole)",
         tests=("tests/parts/data/test_dynamic_batcher.py",),
     ),
@@ -1277,8 +1277,8 @@ EVIDENCE: tuple[Fault, ...] = (
         name="turns-always-in-one-order",
         kind="ignored seed",
         file="measure/schedule.py",
-        old="order = draw.sample(list(arms), len(arms))",
-        new="order = list(arms)",
+        old="order = draw.sample(list(variants), len(variants))",
+        new="order = list(variants)",
         tests=("tests/measure/test_cohorts.py",),
     ),
     Fault(
@@ -1298,11 +1298,11 @@ EVIDENCE: tuple[Fault, ...] = (
         tests=("tests/tune/test_bench.py",),
     ),
     Fault(
-        name="a-slow-arm-has-the-slices-of-a-fast-one",
+        name="a-slow-variant-has-the-slices-of-a-fast-one",
         kind="wrong factor",
         file="measure/schedule.py",
-        old="{name: share * arm.pace for name, arm in arms.items()}",
-        new="dict.fromkeys(arms, SLICE_SECONDS)",
+        old="{name: share * variant.pace for name, variant in variants.items()}",
+        new="dict.fromkeys(variants, SLICE_SECONDS)",
         tests=("tests/measure/test_slices.py",),
     ),
     Fault(
@@ -1357,9 +1357,9 @@ EVIDENCE: tuple[Fault, ...] = (
         tests=("tests/measure/test_ledger.py",),
     ),
     Fault(
-        name="half-a-line-stays-in-the-record",
+        name="half-a-line-stays-in-the-example",
         kind="forgotten step",
-        file="measure/record.py",
+        file="measure/example.py",
         old=("    if len(whole) < len(content):\n        os.truncate(path, len(whole))\n"),
         new="",
         tests=("tests/measure/test_record.py",),
@@ -1464,7 +1464,7 @@ DATA: tuple[Fault, ...] = (
         tests=("tests/data/test_store.py",),
     ),
     Fault(
-        name="a-held-out-record-is-trained",
+        name="a-held-out-example-is-trained",
         kind="leak",
         file="data/token_store.py",
         old="return np.sort(order[count:]), np.sort(order[:count])",
@@ -1483,7 +1483,7 @@ DATA: tuple[Fault, ...] = (
         name="boundary-token-trained",
         kind="leak",
         file="data/packed_file.py",
-        old="        trained[0] = False  # nothing of the record stands before it\n",
+        old="        trained[0] = False  # nothing of the example stands before it\n",
         new="",
         tests=("tests/data/test_packed_file.py",),
     ),
@@ -1496,7 +1496,7 @@ DATA: tuple[Fault, ...] = (
         tests=("tests/data/test_store.py",),
     ),
     Fault(
-        name="steps-of-all-records-add-up",
+        name="steps-of-all-examples-add-up",
         kind="forgotten reset",
         file="data/template_sandbox.py",
         old="        environment.left = STEPS\n",
@@ -1574,8 +1574,8 @@ RECIPE: tuple[Fault, ...] = (
         name="copies-overlap-once",
         kind="wrong sum",
         file="recipe/prepared_data.py",
-        old="Overlap(sum(digest in found for digest in wanted), len(held_out))",
-        new="Overlap(len(found), len(held_out))",
+        old="Overlap(sum(digest in found for digest in wanted), len(eval_data))",
+        new="Overlap(len(found), len(eval_data))",
         tests=("tests/recipe/test_overlap.py",),
     ),
     Fault(
@@ -1627,7 +1627,7 @@ RECIPE: tuple[Fault, ...] = (
         tests=("tests/recipe/test_recipe.py",),
     ),
     Fault(
-        name="records-drawn-without-the-seed",
+        name="examples-drawn-without-the-seed",
         kind="ignored seed",
         file="recipe/prepared_data.py",
         old="np.random.default_rng(seed).choice(",

@@ -38,7 +38,7 @@ import pytest
 
 PLAN_VARIABLE = "HASTEN_QUICK_PLAN"  # names the plan's file to pytest's processes
 RECORDED = Path(".pytest_cache/v/hasten/seconds")  # written by tests/common/suite_report.py
-UNKNOWN_SECONDS = 0.3  # expected of a test without a record: the suite's mean
+UNKNOWN_SECONDS = 0.3  # expected of a test without an example: the suite's mean
 COLLECTING_SECONDS = 0.1  # expected of importing one test file
 FILE_SHARE = 1 / 6  # the most of the budget for one file, until every file has had its turn
 COMMON = "tests/conftest.py"  # part of every test

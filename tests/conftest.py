@@ -123,7 +123,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marks = ("waits", "slow")
     items.sort(key=lambda item: [item.get_closest_marker(mark) is None for mark in marks])
     for mark, variable, what in (
-        ("data", "HASTEN_TEST_DATA", "the real records"),
+        ("data", "HASTEN_TEST_DATA", "the real examples"),
         ("articles", "HASTEN_TEST_ARTICLES", "the articles' code"),
     ):
         if not os.environ.get(variable):

@@ -45,14 +45,14 @@ class Settings:
     Args:
         package: the package under test, imported first.
         mode: plain, usual, or a plan.
-        records: the file for a line per test.
+        examples: the file for a line per test.
         hub: the folder of a hub cache with stand-ins.
         trl: a checkout of TRL, for the tables of its data sets; empty without one.
     """
 
     package: str
     mode: str
-    records: str
+    examples: str
     hub: str
     trl: str
 
@@ -93,12 +93,12 @@ class TestRecord:
 class _Messages(logging.Handler):
     """Keeps what hasten logs during a test."""
 
-    def __init__(self, record: TestRecord) -> None:
+    def __init__(self, example: TestRecord) -> None:
         super().__init__()
-        self._record = record
+        self._record = example
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self._record.messages.append(record.getMessage()[:LONGEST_MESSAGE])
+    def emit(self, example: logging.LogRecord) -> None:
+        self._record.messages.append(example.getMessage()[:LONGEST_MESSAGE])
 
 
 class PeerPlugin:
@@ -126,7 +126,7 @@ class PeerPlugin:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
         yield
-        with Path(self._settings.records).open("a", encoding="utf-8") as file:
+        with Path(self._settings.examples).open("a", encoding="utf-8") as file:
             file.write(json.dumps(self._record.to_dict()) + "\n")
 
     def pytest_unconfigure(self) -> None:
@@ -216,11 +216,11 @@ def _application(package: str, mode: str) -> Application:
     return with_plan
 
 
-def _once(trainer: Any, models: Iterable[Any], apply: Application, record: TestRecord) -> None:
+def _once(trainer: Any, models: Iterable[Any], apply: Application, example: TestRecord) -> None:
     if "_techniques_applied" not in vars(trainer):
         trainer._techniques_applied = True
-        record.trainers.append(_described(trainer, models))
-        with record.counts.paused():  # kernels may be tried and timed here
+        example.trainers.append(_described(trainer, models))
+        with example.counts.paused():  # kernels may be tried and timed here
             apply(trainer)
 
 
@@ -234,37 +234,37 @@ def _described(trainer: Any, models: Iterable[Any]) -> str:
     return " ".join([type(trainer).__name__, *names[:1], *(["causal"] if causal else [])])
 
 
-def _train(usual: Callable[..., Any], apply: Application, record: TestRecord) -> Any:
+def _train(usual: Callable[..., Any], apply: Application, example: TestRecord) -> Any:
     """transformers' `Trainer.train`."""
 
     def train(self: Any, *arguments: Any, **named: Any) -> Any:
-        _once(self, [self.model], apply, record)
+        _once(self, [self.model], apply, example)
         try:
             return usual(self, *arguments, **named)
         finally:
             history = self.state.log_history
-            record.losses.append([line[k] for line in history for k in LOSSES if k in line])
+            example.losses.append([line[k] for line in history for k in LOSSES if k in line])
 
     return train
 
 
-def _fit(usual: Callable[..., Any], apply: Application, record: TestRecord) -> Any:
+def _fit(usual: Callable[..., Any], apply: Application, example: TestRecord) -> Any:
     """Lightning's `Trainer.fit`; `speed_up` binds another one to the instance."""
 
     def fit(self: Any, *arguments: Any, **named: Any) -> Any:
         if "_techniques_applied" in vars(self):
             return usual(self, *arguments, **named)
-        _once(self, [*arguments, *named.values()], apply, record)
+        _once(self, [*arguments, *named.values()], apply, example)
         return self.fit(*arguments, **named)
 
     return fit
 
 
-def _prepare(usual: Callable[..., Any], apply: Application, record: TestRecord) -> Any:
+def _prepare(usual: Callable[..., Any], apply: Application, example: TestRecord) -> Any:
     """accelerate's `Accelerator.prepare`."""
 
     def prepare(self: Any, *arguments: Any, **named: Any) -> Any:
-        _once(self, arguments, lambda accelerator: apply(arguments), record)
+        _once(self, arguments, lambda accelerator: apply(arguments), example)
         return usual(self, *arguments, **named)
 
     return prepare
@@ -293,7 +293,7 @@ def _edit_model(prepared: tuple[Any, ...]) -> None:
     edits = (ExpertsImplementation(), DocumentAttention(), FusedLayers(), LabelledTokenLoss())
     for technique in edits:
         try:
-            in_loop(models[0], [technique], records=loaders[0].dataset, batch=size)
+            in_loop(models[0], [technique], examples=loaders[0].dataset, batch=size)
         except InputError as error:
             logging.getLogger("hasten").warning("%s isn't carried: %s", technique.name(), error)
 

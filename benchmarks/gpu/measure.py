@@ -1,8 +1,8 @@
-"""One row, measured: arms are built once and take turns, five repeats each, until the time is up.
+"""One row, measured: variants are built once and take turns, five repeats each, until the time is up.
 
-  1. for each arm the first choice that fits on paper, and that gets through its warm-up in truth
+  1. for each variant the first choice that fits on paper, and that gets through its warm-up in truth
   2. one step in which the host's waits for the device are counted
-  3. turns of some steps, all arms in each repeat, the order shifted from repeat to repeat
+  3. turns of some steps, all variants in each repeat, the order shifted from repeat to repeat
   4. after every repeat the file is written
 
 A turn's speed is the tokens of its steps over its wall time, the device waited for at both ends;
@@ -26,8 +26,8 @@ from torch import nn
 from gpu.paper import paper_step
 from gpu.results import Found, summary, write
 from gpu.rows import Choice, Row
-from gpu.work import Arm, Work
-from hasten.core.facts import Facts, ModelFacts, RecordFacts
+from gpu.work import Variant, Work
+from hasten.core.facts import Facts, ModelFacts, ExampleStats
 from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
@@ -36,7 +36,7 @@ from hasten.core.step import training
 from hasten.core.timing import clock_on
 from hasten.machine import host
 from hasten.models.flops import ModelFlops, model_flops
-from hasten.parts.data.collate import TokenRecord, padded, token_record
+from hasten.parts.data.collate import TokenizedExample, padded, tokenized_example
 from hasten.parts.nn.causal_lm import routed_experts
 from hasten.parts.nn.head_form import plain_head_reason
 from hasten.parts.nn.losses import WholeLogitsLoss
@@ -58,8 +58,8 @@ def device_memory(device: str) -> int:
     return here.accelerators[0].memory_bytes if device != "cpu" else here.memory_limit_bytes
 
 
-def records_of(row: Row) -> list[TokenRecord]:
-    """The same for every arm: full rows, or lengths of a log-normal kind as dialogues have them."""
+def examples_of(row: Row) -> list[TokenizedExample]:
+    """The same for every variant: full rows, or lengths of a log-normal kind as dialogues have them."""
     draw = np.random.default_rng(0)
     count = row.batch * STEPS_OF_RECORDS
     lengths = np.full(count, row.length)
@@ -67,7 +67,7 @@ def records_of(row: Row) -> list[TokenRecord]:
         lengths = np.exp(draw.normal(np.log(row.length / 4), 0.8, count)).astype(int)
         lengths = lengths.clip(8, row.length)
     vocabulary = row.shape["vocab_size"]
-    return [token_record(draw.integers(3, vocabulary, n, dtype=np.int32)) for n in lengths]
+    return [tokenized_example(draw.integers(3, vocabulary, n, dtype=np.int32)) for n in lengths]
 
 
 def config_of(row: Row) -> Any:
@@ -112,16 +112,16 @@ def facts_of(row: Row, device: str, lengths: list[int]) -> Facts:
         host.hardware(),
         device,
         model=model,
-        records=RecordFacts(len(lengths), sum(lengths), max(lengths)),
+        examples=ExampleStats(len(lengths), sum(lengths), max(lengths)),
         versions=host.versions(),
     )
 
 
-class HastenArm:
+class HastenVariant:
     """A session of hasten, a few steps at a time."""
 
-    def __init__(self, row: Row, choice: Choice, device: str, records: list[TokenRecord]) -> None:
-        lengths = [r.length for r in records]
+    def __init__(self, row: Row, choice: Choice, device: str, examples: list[TokenizedExample]) -> None:
+        lengths = [r.length for r in examples]
         known = facts_of(row, device, lengths)
         asked = Plan(choice.techniques(row.batch))
         self.left_out = obstacles(asked, known)
@@ -134,10 +134,10 @@ class HastenArm:
                 decayed_groups(named, 0.0), lr=1e-5, fused=True
             ),
             stop=Stop(steps=10**9),
-            records=records,
+            examples=examples,
             lengths=lengths,
             collate=with_language_counts(padded),
-            batch=GlobalBatch(records=row.batch),
+            batch=GlobalBatch(examples=row.batch),
             device=device,
         )
         self.session: Session = assemble(prepare(job, self.plan, known))
@@ -163,9 +163,9 @@ class HastenArm:
 
 
 def first_that_fits(
-    row: Row, arm: str, device: str, records: list[TokenRecord], tried: list[Found]
-) -> tuple[HastenArm, Found]:
-    """The arm of the first choice that gets through its warm-up, and what is to be kept of it.
+    row: Row, variant: str, device: str, examples: list[TokenizedExample], tried: list[Found]
+) -> tuple[HastenVariant, Found]:
+    """The variant of the first choice that gets through its warm-up, and what is to be kept of it.
 
     ``tried`` gets a line for each choice that was passed over, with the reason.
 
@@ -173,10 +173,10 @@ def first_that_fits(
         MemoryError: none fits.
     """
     limit = device_memory(device)
-    for choice in row.arms[arm]:
+    for choice in row.variants[variant]:
         words = [str(t) for t in choice.techniques(row.batch)]
         paper = paper_step(row, choice)
-        line: Found = {"arm": arm, "plan": words, "paper": paper and paper.to_dict()}
+        line: Found = {"variant": variant, "plan": words, "paper": paper and paper.to_dict()}
         tried.append(line)
         if paper is not None and paper.needed_bytes > SHARE * limit:
             needed = paper.needed_bytes / 1e9
@@ -185,7 +185,7 @@ def first_that_fits(
         found = None
         host.reset_memory_peak(device)
         try:
-            found = HastenArm(row, choice, device, records)
+            found = HastenVariant(row, choice, device, examples)
             found.steps(WARMUP)
         except torch.OutOfMemoryError as error:
             line["outcome"] = f"ran out of memory: {str(error).splitlines()[0]:.200}"
@@ -207,11 +207,11 @@ def first_that_fits(
             torch.accelerator.memory.empty_cache()
     raise MemoryError(
         f"no choice of {row.name} fits {limit / 1e9:.0f} GB: "
-        + "; ".join(f"{t['plan'][-1]}: {t['outcome']}" for t in tried if t["arm"] == arm)
+        + "; ".join(f"{t['plan'][-1]}: {t['outcome']}" for t in tried if t["variant"] == variant)
     )
 
 
-def waits_of_step(arm: HastenArm, device: str) -> int | None:
+def waits_of_step(variant: HastenVariant, device: str) -> int | None:
     """Times that the host waits for the GPU in a step, as CUDA's debug mode counts them."""
     if device == "cpu":
         return None
@@ -219,7 +219,7 @@ def waits_of_step(arm: HastenArm, device: str) -> int | None:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            arm.steps(1)
+            variant.steps(1)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return sum("synchronizing CUDA operation" in str(one.message) for one in told)
@@ -229,57 +229,57 @@ def measure(row: Row, device: str, found: Found, path: Path | None, until: float
     """Fill ``found`` with the row's repeats; the file at ``path`` follows after each.
 
     Raises:
-        MemoryError: no choice of an arm fits.
+        MemoryError: no choice of a variant fits.
         OutOfTimeError: nothing could be measured before ``until`` (``time.monotonic``).
     """
-    records = records_of(row)
-    arms: dict[str, Arm] = {}
-    found |= {"status": "partial", "said": "", "arms": {}, "tried": [], "repeats": {}}
-    for name in row.arms:
-        made, found["arms"][name] = first_that_fits(row, name, device, records, found["tried"])
-        arms[name] = made
-        found["arms"][name]["syncs"] = waits_of_step(made, device)
-    found["left_out"] = sorted({r for a in found["arms"].values() for r in a["left_out"]})
-    found["peers"] = {peer: _add_peer(peer, row, device, records, arms) for peer in row.peers}
-    found["repeats"] = {name: [] for name in arms}
+    examples = examples_of(row)
+    variants: dict[str, Variant] = {}
+    found |= {"status": "partial", "said": "", "variants": {}, "tried": [], "repeats": {}}
+    for name in row.variants:
+        made, found["variants"][name] = first_that_fits(row, name, device, examples, found["tried"])
+        variants[name] = made
+        found["variants"][name]["syncs"] = waits_of_step(made, device)
+    found["left_out"] = sorted({r for a in found["variants"].values() for r in a["left_out"]})
+    found["peers"] = {peer: _add_peer(peer, row, device, examples, variants) for peer in row.peers}
+    found["repeats"] = {name: [] for name in variants}
     write(path, found)
-    each = {name: _seconds(arm, device) for name, arm in arms.items()}
+    each = {name: _seconds(variant, device) for name, variant in variants.items()}
     left = until - time.monotonic()
     count = int(0.85 * left / REPEATS / sum(each.values()))
     if left <= sum(each.values()):
-        raise OutOfTimeError(f"a step of every arm takes {sum(each.values()):.0f} s; give more")
+        raise OutOfTimeError(f"a step of every variant takes {sum(each.values()):.0f} s; give more")
     few = bool(found.get("rehearsal"))
     count = found["steps_per_turn"] = min(max(count, 1), 1 if few else MOST_STEPS)
-    for order in _orders(list(arms), REHEARSED if few else REPEATS):
+    for order in _orders(list(variants), REHEARSED if few else REPEATS):
         if time.monotonic() + count * sum(each.values()) > until:
             found["said"] = f"the time was up after {len(found['repeats'][order[0]])} repeats"
             break
         for name in order:
-            found["repeats"][name].append(turn(arms[name], device, count))
+            found["repeats"][name].append(turn(variants[name], device, count))
         _digest(found)
         write(path, found)
     else:
         found["status"] = "complete"
-    for name, arm in arms.items():
-        if isinstance(arm, HastenArm):
-            found["arms"][name] |= {"proofs": arm.proofs(), "parts": arm.parts()}
+    for name, variant in variants.items():
+        if isinstance(variant, HastenVariant):
+            found["variants"][name] |= {"proofs": variant.proofs(), "parts": variant.parts()}
     write(path, found)
     return found
 
 
 def _add_peer(
-    peer: str, row: Row, device: str, records: list[TokenRecord], arms: dict[str, Arm]
+    peer: str, row: Row, device: str, examples: list[TokenizedExample], variants: dict[str, Variant]
 ) -> str:
-    """Put it among the arms; why it isn't there, or nothing."""
-    from gpu.peer import TrainerArm, missing
+    """Put it among the variants; why it isn't there, or nothing."""
+    from gpu.peer import TrainerVariant, missing
 
     liger = peer.endswith("liger")
     reason = missing(liger)
     if not reason:
         try:
-            arm = TrainerArm(row, model_on(row, device, "float32"), records, liger)
-            arm.steps(WARMUP)
-            arms[peer] = arm
+            variant = TrainerVariant(row, model_on(row, device, "float32"), examples, liger)
+            variant.steps(WARMUP)
+            variants[peer] = variant
         except Exception as error:  # whatever stops a peer, the row's own figures go on
             lines = str(error).splitlines() or [""]
             reason = f"{type(error).__name__}: {lines[0]:.200}"
@@ -295,20 +295,20 @@ def _orders(names: list[str], repeats: int) -> Iterator[list[str]]:
         yield names[shift:] + names[:shift]
 
 
-def _seconds(arm: Arm, device: str) -> float:
+def _seconds(variant: Variant, device: str) -> float:
     """Of one step, after the warm-up."""
-    return float(turn(arm, device, 1)["seconds"])
+    return float(turn(variant, device, 1)["seconds"])
 
 
-def turn(arm: Arm, device: str, count: int) -> Found:
-    """Some steps of an arm on the clock, and the peak of memory in them."""
+def turn(variant: Variant, device: str, count: int) -> Found:
+    """Some steps of a variant on the clock, and the peak of memory in them."""
     wait: Callable[[], object] = (
         (lambda: None) if device == "cpu" else torch.accelerator.synchronize
     )
     wait()
     host.reset_memory_peak(device)
     began = time.perf_counter()
-    tokens, pairs, clocked = arm.steps(count)
+    tokens, pairs, clocked = variant.steps(count)
     wait()
     seconds = time.perf_counter() - began if clocked is None else clocked
     return {
@@ -317,7 +317,7 @@ def turn(arm: Arm, device: str, count: int) -> Found:
         "pairs": pairs,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "peak_memory_bytes": host.memory_peak(device),  # of all arms that live in this process
+        "peak_memory_bytes": host.memory_peak(device),  # of all variants that live in this process
     }
 
 
@@ -325,15 +325,15 @@ def _digest(found: Found) -> None:
     """Medians, intervals, MFU and peaks of what there is so far."""
     found["summary"] = summary(found["repeats"])
     machine = found["machine"]
-    for name, arm in found["arms"].items():
+    for name, variant in found["variants"].items():
         turns = found["repeats"][name]
-        arm["peak_memory_bytes"] = max(t["peak_memory_bytes"] for t in turns)
+        variant["peak_memory_bytes"] = max(t["peak_memory_bytes"] for t in turns)
         rates = [
-            (arm["flops_per_token"] * t["tokens"] + arm["flops_per_pair"] * t["pairs"])
+            (variant["flops_per_token"] * t["tokens"] + variant["flops_per_pair"] * t["pairs"])
             / t["seconds"]
             for t in turns
         ]
-        arm["model_flops_per_second"] = statistics.median(rates)
+        variant["model_flops_per_second"] = statistics.median(rates)
         for kind in ("datasheet", "measured"):
             ceiling = machine.get(f"{kind}_flops_per_second")
-            arm[f"mfu_{kind}"] = arm["model_flops_per_second"] / ceiling if ceiling else None
+            variant[f"mfu_{kind}"] = variant["model_flops_per_second"] / ceiling if ceiling else None

@@ -28,7 +28,7 @@ DEVICE, OTHERS = paper_device("h200"), (paper_device("h100"),)
 if __name__ == "__main__":
     pretend_devices(DEVICE)  # before torch is imported
 
-from gpu.measure import HastenArm, records_of  # noqa: E402
+from gpu.measure import HastenVariant, examples_of  # noqa: E402
 from gpu.paper import FILE, PaperStep, choice_key, kept_steps  # noqa: E402
 from gpu.rows import ROWS, Choice, Row  # noqa: E402
 from hasten.core.plan import Plan  # noqa: E402
@@ -43,15 +43,15 @@ def step_of(row: Row, choice: Choice) -> PaperStep:
 
     def at(layers: int, passes: int) -> Mapping[Key, float]:
         shape = {**row.shape, "num_hidden_layers": layers}
-        few = replace(row, shape=shape, batch=passes * choice.records)
-        records = records_of(few)
-        documents = [record.length for record in records[: choice.records]]
+        few = replace(row, shape=shape, batch=passes * choice.examples)
+        examples = examples_of(few)
+        documents = [example.length for example in examples[: choice.examples]]
         tracer = Tracer(DEVICE, documents, OTHERS)
-        return traced(lambda: HastenArm(few, choice, "cuda:0", records).session, tracer).counts
+        return traced(lambda: HastenVariant(few, choice, "cuda:0", examples).session, tracer).counts
 
     fewest = FEW + row.shape.get("first_k_dense_replace", 0)
     fewest = fewest if treats_alike(Plan(choice.plan)) else row.layers
-    counts = extrapolated(at, row.layers, row.batch // choice.records, fewest)
+    counts = extrapolated(at, row.layers, row.batch // choice.examples, fewest)
     seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     named = {"seconds": DEVICE.name, **{seconds_on(other): other.name for other in OTHERS}}
     for (quantity, part, _), count in counts.items():
@@ -69,7 +69,7 @@ def main() -> None:
     kept = {row: dict(steps) for row, steps in kept_steps().items()}
     for row in ROWS:
         steps = kept.setdefault(row.name, {})
-        for choice in (c for choices in row.arms.values() for c in choices):
+        for choice in (c for choices in row.variants.values() for c in choices):
             key = choice_key(row, choice)
             if (names and row.name not in names) or key in steps:
                 continue

@@ -47,7 +47,7 @@ class PaperStep:
 def choice_key(row: Row, choice: Choice) -> str:
     """Names a choice of a row in the file."""
     plan = ", ".join(str(technique) for technique in choice.techniques(row.batch))
-    return f"{plan}; {choice.weights}, {choice.records} x {row.length}"
+    return f"{plan}; {choice.weights}, {choice.examples} x {row.length}"
 
 
 @cache

@@ -1,8 +1,8 @@
-"""Transformers' Trainer as an arm: its own loop, collation by padding, bf16 autocast, fused AdamW.
+"""Transformers' Trainer as a variant: its own loop, collation by padding, bf16 autocast, fused AdamW.
 
 With Liger's kernels in its model, where asked.
 
-It gets the same records, the same number of them in a step, and the settings that its documentation
+It gets the same examples, the same number of them in a step, and the settings that its documentation
 advises for speed (bf16, fused optimizer, pinned memory); the model is given in float32, as its
 masters. A turn is a call of ``train``; its clock runs from the loop's beginning to its end, so that
 building the Trainer costs it nothing.
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gpu.rows import Row
 from gpu.work import Work
-from hasten.parts.data.collate import TokenRecord
+from hasten.parts.data.collate import TokenizedExample
 
 
 def missing(liger: bool = False) -> str:
@@ -33,26 +33,26 @@ def missing(liger: bool = False) -> str:
     return ""
 
 
-def padded(records: Sequence[TokenRecord]) -> dict[str, Tensor]:
+def padded(examples: Sequence[TokenizedExample]) -> dict[str, Tensor]:
     """Rows filled up to the longest, filler without a label; the model shifts labels itself."""
-    longest = max(r.length for r in records)
-    shape = (len(records), longest)
+    longest = max(r.length for r in examples)
+    shape = (len(examples), longest)
     ids, mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
     labels = torch.full(shape, -100)
-    for row, record in enumerate(records):
-        found = torch.from_numpy(record.input_ids).long()
-        ids[row, : record.length], mask[row, : record.length] = found, 1
-        labels[row, : record.length] = found
+    for row, example in enumerate(examples):
+        found = torch.from_numpy(example.input_ids).long()
+        ids[row, : example.length], mask[row, : example.length] = found, 1
+        labels[row, : example.length] = found
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-class TrainerArm:
+class TrainerVariant:
     """``steps`` runs the Trainer for so many; its model and data go on, its optimizer is kept."""
 
     def __init__(
-        self, row: Row, model: nn.Module, records: Sequence[TokenRecord], liger: bool = False
+        self, row: Row, model: nn.Module, examples: Sequence[TokenizedExample], liger: bool = False
     ) -> None:
-        self.row, self.model, self.records = row, model, records
+        self.row, self.model, self.examples = row, model, examples
         self.liger = liger
         self.at = 0
         self._folder = tempfile.TemporaryDirectory()
@@ -63,7 +63,7 @@ class TrainerArm:
 
         size = self.row.batch
         chosen = [
-            self.records[i % len(self.records)] for i in range(self.at, self.at + count * size)
+            self.examples[i % len(self.examples)] for i in range(self.at, self.at + count * size)
         ]
         self.at += count * size
         given: Any = TrainingArguments(

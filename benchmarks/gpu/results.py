@@ -32,17 +32,17 @@ def write(path: Path | None, found: Found) -> None:
     os.replace(beside, path)
 
 
-def summary(repeats: Mapping[str, list[Found]], goal_arm: str = "hasten") -> Found:
-    """Median and interval of each arm, and the ratio of ``hasten`` to each other within turns."""
-    rates = {arm: [r["tokens_per_second"] for r in turns] for arm, turns in repeats.items()}
+def summary(repeats: Mapping[str, list[Found]], goal_variant: str = "hasten") -> Found:
+    """Median and interval of each variant, and the ratio of ``hasten`` to each other within turns."""
+    rates = {variant: [r["tokens_per_second"] for r in turns] for variant, turns in repeats.items()}
     whole = min((len(v) for v in rates.values()), default=0)
     if not whole:
         return {}
-    found: Found = {arm: spread(values).summary() for arm, values in rates.items() if values}
-    for arm, values in rates.items():
-        if arm != goal_arm and goal_arm in rates:
-            ratio = paired_ratio(values[:whole], rates[goal_arm][:whole]).summary()
-            found[f"{goal_arm} / {arm}"] = ratio
+    found: Found = {variant: spread(values).summary() for variant, values in rates.items() if values}
+    for variant, values in rates.items():
+        if variant != goal_variant and goal_variant in rates:
+            ratio = paired_ratio(values[:whole], rates[goal_variant][:whole]).summary()
+            found[f"{goal_variant} / {variant}"] = ratio
     return found
 
 
@@ -81,11 +81,11 @@ def _kernels(found: Found | None) -> str:
 def said_of(found: Found) -> str:
     """A row's outcome in a few lines."""
     lines = [f"{found['row']}: {found['status']}" + (f", {found['said']}" if found["said"] else "")]
-    for arm, value in {} if found.get("rehearsal") else found.get("summary", {}).items():
-        lines.append(f"  {arm}: {_interval(value, ',.2f')}")
-    for name, arm in found.get("arms", {}).items():
-        lines.append(f"  {name}: {', '.join(arm['plan_words'])}")
-        lines += [f"    {line}" for line in (*_beside_paper(found, arm), *arm.get("proofs", []))]
+    for variant, value in {} if found.get("rehearsal") else found.get("summary", {}).items():
+        lines.append(f"  {variant}: {_interval(value, ',.2f')}")
+    for name, variant in found.get("variants", {}).items():
+        lines.append(f"  {name}: {', '.join(variant['plan_words'])}")
+        lines += [f"    {line}" for line in (*_beside_paper(found, variant), *variant.get("proofs", []))]
     lines += [f"  left out: {reason}" for reason in found.get("left_out", [])]
     peers = found.get("peers", {}).items()
     lines += [f"  {peer} left out: {reason}" for peer, reason in peers if reason]
@@ -94,17 +94,17 @@ def said_of(found: Found) -> str:
     return "\n".join(lines)
 
 
-def _beside_paper(found: Found, arm: Found) -> list[str]:
+def _beside_paper(found: Found, variant: Found) -> list[str]:
     """Waits, peak and parts of a step as they are, beside what they are on paper."""
-    paper, seconds = arm.get("paper"), paper_seconds(found, arm)
-    if paper is None or arm.get("syncs") is None:
+    paper, seconds = variant.get("paper"), paper_seconds(found, variant)
+    if paper is None or variant.get("syncs") is None:
         return []
-    peak = arm.get("peak_memory_bytes", 0)
+    peak = variant.get("peak_memory_bytes", 0)
     lines = [
-        f"waits {arm['syncs']}, on paper {paper['syncs']:.0f}; "
+        f"waits {variant['syncs']}, on paper {paper['syncs']:.0f}; "
         f"peak {peak / 1e9:.1f} GB, on paper {paper['peak_bytes'] / 1e9:.1f} GB"
     ]
-    parts = arm.get("parts")
+    parts = variant.get("parts")
     if parts and seconds:
         told = (
             f"{p} {1e3 * parts.get(p, 0.0):,.0f} ms ({seconds.get(p, 0.0) * 1e3:,.0f})"
@@ -114,9 +114,9 @@ def _beside_paper(found: Found, arm: Found) -> list[str]:
     return lines
 
 
-def paper_seconds(found: Found, arm: Found) -> Mapping[str, float]:
+def paper_seconds(found: Found, variant: Found) -> Mapping[str, float]:
     """Seconds of a step's parts on paper, on the device of the row; none where it wasn't traced."""
-    by_device = (arm.get("paper") or {}).get("seconds", {})
+    by_device = (variant.get("paper") or {}).get("seconds", {})
     name = found["machine"]["device_name"].lower()
     here = [device for device in by_device if device.partition("-")[0] in name]
     return by_device[here[0]] if here else {}
@@ -146,8 +146,8 @@ def _line(found: Found | None, row: Row) -> str:
     if found is None or not best:
         why = f" ({found['said']})" if found else ""
         return f"| {row.name} | | not measured{why} | {goal} | | | | | | |"
-    arm = found["arms"]["hasten"]
-    device, plan = found["machine"]["device_name"], ", ".join(arm["plan_words"])
+    variant = found["variants"]["hasten"]
+    device, plan = found["machine"]["device_name"], ", ".join(variant["plan_words"])
     if found.get("rehearsal"):
         return f"| {row.name} | {device} | rehearsed | {goal} | | | | | | {plan} |"
     ratios = [f"{k}: {_interval(v, '.2f')}" for k, v in found["summary"].items() if " / " in k]
@@ -156,20 +156,20 @@ def _line(found: Found | None, row: Row) -> str:
         device,
         _interval(best, ",.0f") + (" (partial)" if found["status"] == "partial" else ""),
         goal,
-        _share(_of_paper(found, arm, best["median"])),
-        _share(arm.get("mfu_datasheet")),
-        _share(arm.get("mfu_measured")),
-        f"{arm['peak_memory_bytes'] / 1e9:.1f} GB",
+        _share(_of_paper(found, variant, best["median"])),
+        _share(variant.get("mfu_datasheet")),
+        _share(variant.get("mfu_measured")),
+        f"{variant['peak_memory_bytes'] / 1e9:.1f} GB",
         "; ".join(ratios) or "; ".join(found.get("left_out", [])),
         plan,
     )
     return "| " + " | ".join(cells) + " |"
 
 
-def _of_paper(found: Found, arm: Found, rate: float) -> float | None:
+def _of_paper(found: Found, variant: Found, rate: float) -> float | None:
     """The measured speed as a share of the most that paper allows."""
-    seconds = sum(paper_seconds(found, arm).values())
-    return rate * seconds / arm["paper"]["tokens"] if seconds else None
+    seconds = sum(paper_seconds(found, variant).values())
+    return rate * seconds / variant["paper"]["tokens"] if seconds else None
 
 
 def _interval(value: Mapping[str, float | None], form: str) -> str:

@@ -103,29 +103,29 @@ MASTERS = (*ROWS_OF_TOKENS, BF16MasterWeights())
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run a row: techniques, records of a micro-batch, format the model is given in."""
+    """One way to run a row: techniques, examples of a micro-batch, format the model is given in."""
 
     plan: tuple[Technique, ...]
-    records: int
+    examples: int
     weights: str = "bfloat16"
 
     def techniques(self, batch: int) -> tuple[Technique, ...]:
-        """The whole plan, where a step has ``batch`` records."""
-        cut = (Accumulate(micro_batch_size=self.records),) if self.records < batch else ()
+        """The whole plan, where a step has ``batch`` examples."""
+        cut = (Accumulate(micro_batch_size=self.examples),) if self.examples < batch else ()
         return (*self.plan, *cut)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the page. ``lengths``: of all records, or the longest and uneven ones below."""
+    """One line of the page. ``lengths``: of all examples, or the longest and uneven ones below."""
 
     name: str
     what: str
     architecture: str
     shape: Shape
     length: int
-    batch: int  # records of a step
-    arms: Mapping[str, tuple[Choice, ...]]
+    batch: int  # examples of a step
+    variants: Mapping[str, tuple[Choice, ...]]
     goals: tuple[float, float, float] | None = None  # tokens/s on one H200: must, target, stretch
     uneven: bool = False
     peers: tuple[str, ...] = ()  # other trainers, in the same turns
@@ -138,8 +138,8 @@ class Row:
         return found
 
 
-def _sizes(plan: tuple[Technique, ...], *records: int, weights: str = "bfloat16") -> list[Choice]:
-    return [Choice(plan, size, weights) for size in records]
+def _sizes(plan: tuple[Technique, ...], *examples: int, weights: str = "bfloat16") -> list[Choice]:
+    return [Choice(plan, size, weights) for size in examples]
 
 
 _LORA = (LoRA(rank=16, targets="all-linear"), *MASTERS)
@@ -218,7 +218,7 @@ ROWS: tuple[Row, ...] = (  # by priority
     ),
     Row(
         "trainer-1b",
-        "all weights, uneven records up to 1,024 tokens, 16 a step, beside Transformers' Trainer",
+        "all weights, uneven examples up to 1,024 tokens, 16 a step, beside Transformers' Trainer",
         "llama",
         ONE_BILLION,
         1024,

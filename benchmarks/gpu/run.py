@@ -6,7 +6,7 @@
     python benchmarks/gpu/run.py --list
     python benchmarks/gpu/run.py --report FOLDER
 
-It needs the repository and no download: weights are random, of the published shapes, and records
+It needs the repository and no download: weights are random, of the published shapes, and examples
 are random tokens. What is given in minutes is the whole run's, the start and the models included.
 A rehearsal runs the same on a pretended GPU, with models of few layers; its times mean nothing.
 ``smoke`` runs anywhere.

@@ -6,14 +6,14 @@ from typing import NamedTuple, Protocol
 
 
 class Work(NamedTuple):
-    """What a turn did: tokens, their pairs, and seconds where the arm has a clock of its own."""
+    """What a turn did: tokens, their pairs, and seconds where the variant has a clock of its own."""
 
     tokens: int
     pairs: int
     seconds: float | None = None
 
 
-class Arm(Protocol):
+class Variant(Protocol):
     """What takes turns of some steps."""
 
     def steps(self, count: int) -> Work: ...

@@ -1,4 +1,4 @@
-"""One rank of bench_layouts.py: every arm in turns, barrier to barrier.
+"""One rank of bench_layouts.py: every variant in turns, barrier to barrier.
 
 python rank.py SPEC.json      the answer is a line of JSON on rank 0's output
 """
@@ -22,30 +22,30 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from layouts.arms import Arm, Load, arms, session
+from layouts.variants import Variant, Load, variants, session
 from layouts.table import ALONE, APART
 
 TURN_SECONDS, MOST = 1.5, 10  # a turn has as many steps as fit, this many at most
-WARM = 2  # steps before an arm's first turn
+WARM = 2  # steps before a variant's first turn
 
 
-class Arms:
+class Variants:
     """Sessions that take turns; those without a layout are one, alone on the first rank or apart
     on all of them."""
 
     def __init__(self, asked: list[str], load: Load, world: World) -> None:
         self.world, self.skipped = world, dict[str, str]()
-        known = arms(world.size)
+        known = variants(world.size)
         chosen = {name: known[name] for name in asked if name in known}
         self._steps: dict[str, Any] = {}
-        for name, arm in chosen.items():
+        for name, variant in chosen.items():
             try:
-                self._steps[name] = training(session(arm, load, world))
+                self._steps[name] = training(session(variant, load, world))
             except InputError as error:
                 self.skipped[name] = str(error)  # the same on every rank: facts are
         self.models = {name: chosen[name].model for name in self._steps}
         for kind in sorted(set(self.models.values())):
-            single = training(session(Arm(kind), load, World()))
+            single = training(session(Variant(kind), load, World()))
             for way in (ALONE, APART):
                 self._steps[f"{way} {kind}"] = single
 
@@ -64,9 +64,9 @@ class Arms:
 
 
 def turns(spec: dict[str, Any], world: World) -> dict[str, Any]:
-    """Tokens per second of each arm in each round, and bytes that this host sent a step."""
+    """Tokens per second of each variant in each round, and bytes that this host sent a step."""
     together = dist.new_group()
-    running = Arms(spec["arms"], Load(**spec["load"]), world)
+    running = Variants(spec["variants"], Load(**spec["load"]), world)
     found: dict[str, Any] = {n: {"rate": [], "bytes": [], "steps": 1} for n in running.names}
     end, longest = time.monotonic() + spec["seconds"], 0.0
     for number in range(spec["rounds"] + 1):  # the first one warms up
@@ -89,7 +89,7 @@ def turns(spec: dict[str, Any], world: World) -> dict[str, Any]:
         longest = max(longest, time.monotonic() - began)
         if first_says(float(time.monotonic() + longest > end), together):
             break
-    return {"arms": found, "models": running.models, "skipped": running.skipped}
+    return {"variants": found, "models": running.models, "skipped": running.skipped}
 
 
 def first_says(value: float, group: Any) -> float:

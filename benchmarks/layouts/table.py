@@ -5,7 +5,7 @@
     apart   as many processes train by themselves at the same time, and nothing travels: what is
             left after the machine's share is what the layout costs
 
-An arm's ratio is taken within a round; the table has the median over rounds, and the 95 % Student
+A variant's ratio is taken within a round; the table has the median over rounds, and the 95 % Student
 interval of the mean logarithm.
 """
 
@@ -25,7 +25,7 @@ LEAST = 60.0  # seconds of a sitting
 
 @dataclass(frozen=True)
 class Place:
-    """Where arms run: hosts with ranks, the rate between hosts (None: one host, no limit)."""
+    """Where variants run: hosts with ranks, the rate between hosts (None: one host, no limit)."""
 
     said: str
     hosts: int
@@ -64,16 +64,16 @@ def due(
 def together(
     sittings: Sequence[Mapping[str, Any]], place: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Rounds of all sittings at a place, by arm, and each layout's model.
+    """Rounds of all sittings at a place, by variant, and each layout's model.
 
-    Each sitting has its own denominators, so an arm is only set beside those of its own rounds:
-    sittings with other arms are left out, all but those like the last.
+    Each sitting has its own denominators, so a variant is only set beside those of its own rounds:
+    sittings with other variants are left out, all but those like the last.
     """
     here = [s["found"] for s in sittings if s["place"] == place]
     alike = [found for found in here if found["models"] == here[-1]["models"]]
     rounds: dict[str, Any] = {}
     for found in alike:
-        for name, row in found["arms"].items():
+        for name, row in found["variants"].items():
             into = rounds.setdefault(name, {"rate": [], "bytes": []})
             for key, values in into.items():
                 values.extend(row[key])

@@ -1,1 +1,1 @@
-"""The arms of ``bench_step.py``: hasten and its peers on one and the same data."""
+"""The variants of ``bench_step.py``: hasten and its peers on one and the same data."""

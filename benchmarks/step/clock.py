@@ -1,11 +1,11 @@
-"""What is measured of one run, in the same way in every arm: when each step ended, its tokens.
+"""What is measured of one run, in the same way in every variant: when each step ended, its tokens.
 
     began          the process started
-    opened()       records are read, libraries imported; the model comes next
+    opened()       examples are read, libraries imported; the model comes next
     started()      the first step comes next; the peak of memory is counted from here
     step(tokens)   a step is over; time since the last one is its own, waiting for data included
 
-Tokens are those of records: neither padding nor anything else counts.
+Tokens are those of examples: neither padding nor anything else counts.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def device() -> str:
 
 
 def adamw(given: Given, model: nn.Module) -> torch.optim.Optimizer:
-    """Matrices decay, norms and biases don't, as in every arm."""
+    """Matrices decay, norms and biases don't, as in every variant."""
     chosen = given.settings
     learns = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     matrices = [p for n, p in learns if p.ndim >= 2 and not n.endswith("bias")]

@@ -1,6 +1,6 @@
-"""What every arm of the step benchmark starts from: settings, token records, steps, weights.
+"""What every variant of the step benchmark starts from: settings, token examples, steps, weights.
 
-``prepare.py`` writes the folder once; each arm's process reads it. Nothing here imports hasten, so
+``prepare.py`` writes the folder once; each variant's process reads it. Nothing here imports hasten, so
 that a peer's process runs what its own user's would.
 """
 
@@ -20,7 +20,7 @@ Features = dict[str, list[int]]
 
 @dataclass(frozen=True)
 class Settings:
-    """One experiment; the same for all of its arms."""
+    """One experiment; the same for all of its variants."""
 
     workload: str = "ragged"  # ragged | fixed | lora
     architecture: str = "llama"  # llama | qwen2 | v2_lite | v3
@@ -28,12 +28,12 @@ class Settings:
     layers: int = 6
     vocabulary: int = 16_384
     longest: int = 1536  # tokens
-    records: int = 3840
-    held_out: int = 64
-    batch: int = 32  # records of a step
+    examples: int = 3840
+    eval_data: int = 64
+    batch: int = 32  # examples of a step
     steps: int = 60
     warmup: int = 10  # steps before the steady figures begin
-    matched: bool = False  # every arm that can takes hasten's records step by step
+    matched: bool = False  # every variant that can takes hasten's examples step by step
     learning_rate: float = 1e-3
     weight_decay: float = 0.1
     beta1: float = 0.9
@@ -46,15 +46,15 @@ class Settings:
         return self.workload == "lora"
 
 
-class Records:
-    """Token records end to end in three arrays."""
+class Examples:
+    """Token examples end to end in three arrays."""
 
     def __init__(self, ids: Any, trained: Any, starts: Any) -> None:
         self.ids, self.trained, self.starts = ids, trained, starts
         self.lengths = np.diff(starts)
 
     @classmethod
-    def read(cls, path: Path) -> Records:
+    def read(cls, path: Path) -> Examples:
         with np.load(path) as found:
             return cls(found["ids"], found["trained"], found["starts"])
 
@@ -65,7 +65,7 @@ class Records:
         return len(self.lengths)
 
     def features(self, index: int) -> Features:
-        """One record as Transformers' collators take it; nothing predicts the first token."""
+        """One example as Transformers' collators take it; nothing predicts the first token."""
         here = slice(int(self.starts[index]), int(self.starts[index + 1]))
         ids = self.ids[here].astype(np.int64)
         labels = np.where(self.trained[here], ids, IGNORED)
@@ -83,9 +83,9 @@ class Given:
 
     folder: Path
     settings: Settings
-    train: Records
-    held_out: Records
-    steps: list[list[int]]  # hasten's own: the records of each step
+    train: Examples
+    eval_data: Examples
+    steps: list[list[int]]  # hasten's own: the examples of each step
 
     @classmethod
     def read(cls, folder: Path) -> Given:
@@ -93,8 +93,8 @@ class Given:
         return cls(
             folder,
             Settings(**json.loads((folder / "settings.json").read_text())),
-            Records.read(folder / "train.npz"),
-            Records.read(folder / "held_out.npz"),
+            Examples.read(folder / "train.npz"),
+            Examples.read(folder / "eval_data.npz"),
             steps,
         )
 
@@ -109,21 +109,21 @@ class Given:
         return str(self.folder / "adapter")
 
     def in_order(self) -> list[Features]:
-        """All records of the run, step after step."""
+        """All examples of the run, step after step."""
         return [self.train.features(i) for step in self.steps for i in step]
 
     def all_records(self) -> list[Features]:
-        """The training set, for arms that choose by themselves."""
+        """The training set, for variants that choose by themselves."""
         return [self.train.features(i) for i in range(len(self.train))]
 
     def budget(self) -> int:
         """Tokens of the run in hasten's order."""
         return sum(int(self.train.lengths[i]) for step in self.steps for i in step)
 
-    def held_out_batches(self, size: int = 8) -> Iterator[list[Features]]:
-        order = np.argsort(self.held_out.lengths, kind="stable").tolist()
+    def eval_batches(self, size: int = 8) -> Iterator[list[Features]]:
+        order = np.argsort(self.eval_data.lengths, kind="stable").tolist()
         for start in range(0, len(order), size):
-            yield [self.held_out.features(i) for i in order[start : start + size]]
+            yield [self.eval_data.features(i) for i in order[start : start + size]]
 
 
 def write_settings(settings: Settings, folder: Path) -> None:

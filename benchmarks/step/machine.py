@@ -1,4 +1,4 @@
-"""The host as every arm gets it: threads, waiting, allocator; and how busy it is meanwhile."""
+"""The host as every variant gets it: threads, waiting, allocator; and how busy it is meanwhile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOOK_EVERY = 5.0  # seconds, while waiting for a quiet machine
 
 
 def environment(kind: str, threads: int) -> dict[str, str]:
-    """The environment of every arm's process; ``kind`` is glibc, tcmalloc or none."""
+    """The environment of every variant's process; ``kind`` is glibc, tcmalloc or none."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     env |= {
         "OMP_NUM_THREADS": str(threads),

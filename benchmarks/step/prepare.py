@@ -1,10 +1,10 @@
-"""The data of an experiment, made once: tokenizer, initial weights, records, hasten's steps.
+"""The data of an experiment, made once: tokenizer, initial weights, examples, hasten's steps.
 
     model/        config, weights drawn from the seed, tokenizer     adapter/   LoRA's first state
-    train.jsonl, held_out.jsonl   what the recipe reads              data/      tokenised by hasten
-    train.npz, held_out.npz, steps.json   the same records and hasten's order, for the peers
+    train.jsonl, eval_data.jsonl   what the recipe reads              data/      tokenised by hasten
+    train.npz, eval_data.npz, steps.json   the same examples and hasten's order, for the peers
 
-Records are functions of Python's standard library with their docstrings as questions (``ragged``,
+Examples are functions of Python's standard library with their docstrings as questions (``ragged``,
 ``lora``), or pieces of its modules of one length, trained throughout (``fixed``).
 """
 
@@ -29,7 +29,7 @@ from hasten.models.load import quiet
 from hasten.models.presets import PRESETS, build_config
 from hasten.recipe.prepared_data import prepare_data
 from hasten.recipe.schema import Recipe
-from step.given import Given, Records, Settings, write_settings
+from step.given import Given, Examples, Settings, write_settings
 
 PRESET = {
     "llama": "deepseek-llm-small",
@@ -37,7 +37,7 @@ PRESET = {
     "v2_lite": "v2-lite-small",
     "v3": "v3-small",
 }
-FIXED = 512  # tokens of every record of the workload ``fixed``
+FIXED = 512  # tokens of every example of the workload ``fixed``
 HEAD = 64  # width of a head
 
 
@@ -52,10 +52,10 @@ def prepare(settings: Settings, folder: Path) -> Given:
         _save_model(settings, tokenizer, folder)
     _write_records(settings, corpus, tokenizer, folder)
     data = prepare_data(recipe_of(settings, folder, folder, []), folder / "data")
-    for name, store in (("train", data.train), ("held_out", data.held_out)):
+    for name, store in (("train", data.train), ("eval_data", data.eval_data)):
         _flat(store).write(folder / f"{name}.npz")
-    if len(data.train) != settings.records:
-        raise SystemExit(f"{len(data.train)} records were made of {settings.records}")
+    if len(data.train) != settings.examples:
+        raise SystemExit(f"{len(data.train)} examples were made of {settings.examples}")
     steps = _steps(settings, data.train.lengths.tolist())
     (folder / "steps.json").write_text(json.dumps(steps))
     return Given.read(folder)
@@ -66,7 +66,7 @@ def recipe_of(settings: Settings, folder: Path, output: Path, plan: Sequence[Any
     return Recipe(
         model=str(folder / "model"),
         dataset=str(folder / "train.jsonl"),
-        held_out=str(folder / "held_out.jsonl"),
+        eval_data=str(folder / "eval_data.jsonl"),
         cutoff_len=settings.longest,
         finetuning_type="lora" if settings.lora else "full",
         max_steps=settings.steps,
@@ -130,15 +130,15 @@ def _save_model(settings: Settings, tokenizer: Any, folder: Path) -> None:
 
 def _write_records(settings: Settings, corpus: Corpus, tokenizer: Any, folder: Path) -> None:
     draw = np.random.default_rng(settings.seed)
-    parts = (("train", corpus.train, settings.records), ("held_out", corpus.held_out, 0))
+    parts = (("train", corpus.train, settings.examples), ("eval_data", corpus.eval_data, 0))
     for name, portion, wanted in parts:
-        wanted = wanted or settings.held_out
+        wanted = wanted or settings.eval_data
         if settings.workload == "fixed":
             lines = list(_pieces(portion, tokenizer, min(FIXED, settings.longest)))
         else:
             lines = list(_dialogues(portion, tokenizer, settings.longest))
         if len(lines) < wanted:
-            raise SystemExit(f"{name}: the corpus has {len(lines)} such records, not {wanted}")
+            raise SystemExit(f"{name}: the corpus has {len(lines)} such examples, not {wanted}")
         chosen = np.sort(draw.choice(len(lines), wanted, replace=False)).tolist()
         (folder / f"{name}.jsonl").write_text("".join(lines[i] for i in chosen))
 
@@ -148,7 +148,7 @@ def _dialogues(portion: SplitSide, tokenizer: Any, longest: int) -> Iterator[str
     pairs = [pair for pair in portion.pairs if not _of_a_class(pair)]
     encoded = encode_all(tokenizer, pairs, longest, "drop")
     for pair, found in zip(pairs, encoded, strict=True):
-        if found.records:
+        if found.examples:
             turns = [{"role": m.role, "content": m.content} for m in pair.messages]
             yield json.dumps({"messages": turns}) + "\n"
 
@@ -167,20 +167,20 @@ def _pieces(portion: SplitSide, tokenizer: Any, length: int) -> Iterator[str]:
             text = tokenizer.decode(ids[at : at + length - 2])  # bos and eos come to it
             drafts.append(Conversation((), text, whole.place))
     for draft, found in zip(drafts, encode_all(tokenizer, drafts, 2 * length), strict=True):
-        if len(found.records) == 1 and found.records[0].length == length:
+        if len(found.examples) == 1 and found.examples[0].length == length:
             yield json.dumps({"text": draft.text}) + "\n"
 
 
-def _flat(store: Any) -> Records:
+def _flat(store: Any) -> Examples:
     found = [store[i] for i in range(len(store))]
     starts = np.concatenate([[0], np.cumsum([r.length for r in found])])
     ids = np.concatenate([r.input_ids for r in found])
-    return Records(ids, np.concatenate([r.trained for r in found]), starts)
+    return Examples(ids, np.concatenate([r.trained for r in found]), starts)
 
 
 def _steps(settings: Settings, lengths: list[int]) -> list[list[int]]:
     """hasten's own order, epoch after epoch."""
-    order = ShuffledOrder(lengths, GlobalBatch(records=settings.batch), settings.seed)
+    order = ShuffledOrder(lengths, GlobalBatch(examples=settings.batch), settings.seed)
     steps: list[list[int]] = []
     epoch = 0
     while len(steps) < settings.steps:

@@ -1,4 +1,4 @@
-"""The printed tables: arms side by side with intervals, and where hasten's time goes."""
+"""The printed tables: variants side by side with intervals, and where hasten's time goes."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from hasten.measure.statistics import Interval, paired_ratio, spread
 
 REFERENCE = "hasten"
 COLUMNS = (
-    *("arm", "tokens/s [95 %]", "of hasten [95 %]", "median step", "whole run", "first step, s"),
-    *("compile, s", "peak MB", "MFU", "held-out loss", "tokens"),
+    *("variant", "tokens/s [95 %]", "of hasten [95 %]", "median step", "whole run", "first step, s"),
+    *("compile, s", "peak MB", "MFU", "eval loss", "tokens"),
 )
 
 
-def arms_table(found: dict[str, Any]) -> list[str]:
-    """A line per arm: steady tokens/s and its ratio to hasten's, paired by round."""
-    runs, chosen = found["runs"], found["arms"]
+def variants_table(found: dict[str, Any]) -> list[str]:
+    """A line per variant: steady tokens/s and its ratio to hasten's, paired by round."""
+    runs, chosen = found["runs"], found["variants"]
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-    for arm in chosen:
-        mine = {run["round"]: run for run in runs if run["arm"] == arm and "error" not in run}
-        if arm in found["not_installed"]:
-            lines.append(f"| {arm} | not installed: {', '.join(found['not_installed'][arm])} |")
+    for variant in chosen:
+        mine = {run["round"]: run for run in runs if run["variant"] == variant and "error" not in run}
+        if variant in found["not_installed"]:
+            lines.append(f"| {variant} | not installed: {', '.join(found['not_installed'][variant])} |")
         elif not mine:
-            errors = [run["error"] for run in runs if run["arm"] == arm]
-            lines.append(f"| {arm} | {'failed: ' + errors[-1] if errors else 'no run yet'} |")
+            errors = [run["error"] for run in runs if run["variant"] == variant]
+            lines.append(f"| {variant} | {'failed: ' + errors[-1] if errors else 'no run yet'} |")
         else:
-            lines.append(_row(arm, mine, _reference(runs), found))
+            lines.append(_row(variant, mine, _reference(runs), found))
     return lines
 
 
@@ -70,24 +70,24 @@ def circumstances(found: dict[str, Any]) -> list[str]:
 def mismatches(found: dict[str, Any]) -> list[str]:
     """What should be equal and isn't: token counts of steps, and the first loss where matched."""
     said = []
-    reference = next((r for r in found["runs"] if r["arm"] == REFERENCE and "error" not in r), None)
+    reference = next((r for r in found["runs"] if r["variant"] == REFERENCE and "error" not in r), None)
     for run in found["runs"]:
         if reference is None or "error" in run or run["chose_records"]:
             continue
         if run["step_tokens"] != found["step_tokens"]:
-            said.append(f"{run['arm']}, round {run['round']}: other tokens than hasten's order has")
+            said.append(f"{run['variant']}, round {run['round']}: other tokens than hasten's order has")
         first, theirs = run["losses"][0], reference["losses"][0]
         if abs(first - theirs) > 0.005 * theirs:
-            said.append(f"{run['arm']}: first loss {first:.4f}, hasten's {theirs:.4f}")
+            said.append(f"{run['variant']}: first loss {first:.4f}, hasten's {theirs:.4f}")
     return said
 
 
 def _reference(runs: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    return {r["round"]: r for r in runs if r["arm"] == REFERENCE and "error" not in r}
+    return {r["round"]: r for r in runs if r["variant"] == REFERENCE and "error" not in r}
 
 
 def _row(
-    arm: str, mine: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]], found: Any
+    variant: str, mine: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]], found: Any
 ) -> str:
     runs = list(mine.values())
     rate = spread([run["steady_tokens_per_second"] for run in runs])
@@ -98,9 +98,9 @@ def _row(
         ratio = _words(paired_ratio(pairs[0], pairs[1]), "{:.2f}")
     compiled = [r["compile_seconds"] for r in runs if r["compile_seconds"] is not None]
     flops, ceiling = found["flops_per_token"], found["ceiling"]
-    other = " (other records)" if runs[0]["chose_records"] else ""
+    other = " (other examples)" if runs[0]["chose_records"] else ""
     cells = (
-        arm,
+        variant,
         _words(rate, "{:,.0f}"),
         ratio,
         f"{_middle(runs, 'median_tokens_per_second'):,.0f}",
@@ -109,7 +109,7 @@ def _row(
         f"{max(compiled):.1f}" if compiled else "-",
         f"{max(_middle(runs, 'peak_bytes'), _middle(runs, 'device_peak_bytes')) / 1e6:,.0f}",
         f"{rate.median * flops / ceiling:.1%}" if ceiling else "-",
-        f"{_middle(runs, 'held_out_loss'):.4f}{other}",
+        f"{_middle(runs, 'eval_loss'):.4f}{other}",
         f"{_middle(runs, 'tokens'):,.0f}",
     )
     return "| " + " | ".join(cells) + " |"

@@ -111,7 +111,7 @@ def _sides(given: Given) -> set[int]:
 
 
 def flops_per_token(given: Given) -> float:
-    """Model FLOPs per token of these records, by hasten's convention for MFU."""
+    """Model FLOPs per token of these examples, by hasten's convention for MFU."""
     from transformers import AutoConfig
 
     from hasten.models.flops import config_flops

@@ -33,7 +33,7 @@ from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.machine import host
 from hasten.machine.files import write_atomic
-from hasten.measure.ablation import AGAIN, BASELINE, Arm, Design
+from hasten.measure.ablation import AGAIN, BASELINE, Variant, Design
 from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared, recipe_worker
 from hasten.measure.statistics import hodges_lehmann
 from hasten.measure.workers import Worker, WorkerError, WorkerPool
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> None:
             told.tell("doubling the micro-batch")
             _keep(kept, _doubled(subject, read_duration(asked.budget), told))
         found[DOUBLING] = json.loads(kept.read_text())
-        # First, since what a short --compare leaves out is never the last arm.
+        # First, since what a short --compare leaves out is never the last variant.
         plans = {DOUBLING: _cut(subject, found[DOUBLING]["micro_batch"]), **plans}
         _keep(asked.json, found)
     told.tell(f"{len(plans)} winners side by side, {asked.compare} at most")
@@ -161,9 +161,9 @@ def _row(result: StudyResult, seed: int) -> dict[str, Any]:
 def _doubled(subject: ExperimentSubject, budget: float, told: Told) -> dict[str, Any]:
     """Micro-batches of 1, 2, 4 ... records until the step is one, the time is up, or one fails."""
     recipe = subject.recipe
-    whole = batch_of(recipe).records
+    whole = batch_of(recipe).examples
     if whole is None:
-        raise SystemExit("give the recipe a global_batch_size: the doubling cuts it by records")
+        raise SystemExit("give the recipe a global_batch_size: the doubling cuts it by examples")
     began = time.monotonic()
     path = Path(recipe.output) / "doubling.yaml"
     path.write_text(recipe.model_copy(update={"max_steps": 1000}).to_yaml())
@@ -188,8 +188,8 @@ def _doubled(subject: ExperimentSubject, budget: float, told: Told) -> dict[str,
 
 
 def _cut(subject: ExperimentSubject, size: int | None) -> Plan:
-    """The plan with micro-batches of so many records; None, or the whole step: uncut."""
-    whole = batch_of(subject.recipe).records or 0
+    """The plan with micro-batches of so many examples; None, or the whole step: uncut."""
+    whole = batch_of(subject.recipe).examples or 0
     own = [] if size is None or size >= whole else [Accumulate(micro_batch_size=size)]
     return Plan([*(t for t in subject.plan if t.slot is not Slot.BATCH), *own])
 
@@ -210,18 +210,18 @@ def _profiled(worker: Worker, seconds: float) -> tuple[float | None, str | None]
 def _compared(
     subject: ExperimentSubject, winners: Mapping[str, Plan], seconds: float, told: Told
 ) -> dict[str, Any]:
-    """All plans in one interleaved run; a plan that several found has one arm."""
+    """All plans in one interleaved run; a plan that several found has one variant."""
     base = subject.plan
     plans: dict[str, Plan] = {BASELINE: base, AGAIN: base}
-    arm_of = _joined(plans, winners)
+    variant_of = _joined(plans, winners)
     kinds: dict[str, Any] = {BASELINE: "baseline", AGAIN: "again"}
     design = _design(40, seconds)
     kinds |= dict.fromkeys([n for n in plans if n not in kinds], "other")
     found = measured(subject, plans, kinds, design, False, told)
     return {
-        **duel_rows(found.arms),
+        **duel_rows(found.variants),
         "design": found.design,
-        "arm_of": arm_of,
+        "variant_of": variant_of,
         "plans": {name: plan.to_list() for name, plan in plans.items()},
     }
 
@@ -240,13 +240,13 @@ def _design(rounds: int, seconds: float) -> Design:
 
 
 def _joined(plans: dict[str, Plan], more: Mapping[str, Plan]) -> dict[str, str]:
-    """Add plans; the arm of each of them, since a plan that several found has one."""
-    arm_of: dict[str, str] = {}
+    """Add plans; the variant of each of them, since a plan that several found has one."""
+    variant_of: dict[str, str] = {}
     for name, plan in more.items():
         same = next((n for n, p in plans.items() if set(p) == set(plan)), None)
-        arm_of[name] = same or name
-        plans.setdefault(arm_of[name], plan)
-    return arm_of
+        variant_of[name] = same or name
+        plans.setdefault(variant_of[name], plan)
+    return variant_of
 
 
 def _apart(
@@ -255,35 +255,35 @@ def _apart(
     """How far the winners are from each other, with a copy of the first as a control."""
     first, *others = [name for name in winners if name != DOUBLING]
     plans = {first: winners[first]}
-    arm_of = _joined(plans, {name: winners[name] for name in (first, *others)})
+    variant_of = _joined(plans, {name: winners[name] for name in (first, *others)})
     if len(plans) == 1:
-        return {"arm_of": arm_of, "noise_floor": None, "pairs": []}
+        return {"variant_of": variant_of, "noise_floor": None, "pairs": []}
     plans = {first: plans[first], AGAIN: plans[first], **plans}
     kinds: dict[str, Any] = dict.fromkeys(plans, "other")
     kinds |= {first: "baseline", AGAIN: "again"}
     design = _design(400, seconds)
     found = measured(subject, plans, kinds, design, False, told)
-    arms = {arm.name: arm for arm in found.arms}
+    variants = {variant.name: variant for variant in found.variants}
     return {
-        "arm_of": arm_of,
+        "variant_of": variant_of,
         "design": found.design,
-        "noise_floor": floor_of(found.arms),
-        "rounds": {name: list(arm.rounds) for name, arm in arms.items()},
-        "control": _pairs([arms[n] for n in (AGAIN, first) if n in arms], arms[first]),
-        "pairs": _pairs([arm for name, arm in arms.items() if name != AGAIN], arms[first]),
+        "noise_floor": floor_of(found.variants),
+        "rounds": {name: list(variant.rounds) for name, variant in variants.items()},
+        "control": _pairs([variants[n] for n in (AGAIN, first) if n in variants], variants[first]),
+        "pairs": _pairs([variant for name, variant in variants.items() if name != AGAIN], variants[first]),
     }
 
 
-def _pairs(arms: Sequence[Arm], base: Arm) -> list[dict[str, Any]]:
+def _pairs(variants: Sequence[Variant], base: Variant) -> list[dict[str, Any]]:
     """Every two winners: the first's speed over the second's, its middle by Hodges and Lehmann."""
     rows = []
-    for place, arm in enumerate(arms):
-        for other in arms[place + 1 :]:
-            found = ratio_between(arm, other, base)
+    for place, variant in enumerate(variants):
+        for other in variants[place + 1 :]:
+            found = ratio_between(variant, other, base)
             if found is not None:
                 middle = math.exp(hodges_lehmann([math.log(r) for r in found[1]]))
-                names = [arm.name, other.name]
-                rows.append({"arms": names, "ratio": found[0].summary() | {"median": middle}})
+                names = [variant.name, other.name]
+                rows.append({"variants": names, "ratio": found[0].summary() | {"median": middle}})
     return rows
 
 
@@ -301,14 +301,14 @@ def table(found: Mapping[str, Any]) -> str:
         lines.append(f"doubling, {way['seconds']:.0f} s: {speeds} -> {way['micro_batch']}")
     both = found["comparison"]
     lines += ["", f"side by side, noise floor {both['noise_floor']:.1%}"]
-    for row in both["arms"]:
+    for row in both["variants"]:
         speed = statistics.median(row["rounds"]) if row["rounds"] else float("nan")
         lines.append(f"{row['name']:16}{speed:10,.0f}/s  {_span(row['ratio'])}  {row['verdict']}")
     apart = found["apart"]
-    lines += ["", f"the winners alone: {json.dumps(apart['arm_of'])}"]
+    lines += ["", f"the winners alone: {json.dumps(apart['variant_of'])}"]
     for row in (*apart.get("control", ()), *apart["pairs"]):
-        lines.append(f"{' / '.join(row['arms'])}: {_span(row['ratio'])}")
-    lines.append(_verdict(apart["pairs"], len(set(apart["arm_of"].values()))))
+        lines.append(f"{' / '.join(row['variants'])}: {_span(row['ratio'])}")
+    lines.append(_verdict(apart["pairs"], len(set(apart["variant_of"].values()))))
     return "\n".join(lines)
 
 

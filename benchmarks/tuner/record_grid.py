@@ -4,7 +4,7 @@
 
 A tiny job (two blocks of 128, batch 8, records of at most 96 tokens of Python's library) is built
 once for every plan. Plans sit in blocks of 24, each with a baseline of its own; in a round
-every plan of a block does STEPS steps on the same records, in an order drawn anew. What is kept of
+every plan of a block does STEPS steps on the same examples, in an order drawn anew. What is kept of
 a round is the ratio of tokens per second to the block's baseline, by this process's processor time:
 others used the machine meanwhile, and by the wall's clock rounds varied by 20 to 50 %. All of it
 runs in one process with one thread, so techniques that act on a whole process have no place here.
@@ -42,7 +42,7 @@ TUNED = (
 )
 BOUNDS = {
     "accumulate.micro_batch_size": (1, 8),
-    "accumulate.micro_batch_tokens": (1, 0),  # cut by records alone
+    "accumulate.micro_batch_tokens": (1, 0),  # cut by examples alone
     "labelled_token_loss.chunk": (1, 0),
 }
 ROUNDS, STEPS, WARMUP, BLOCK = 6, 2, 2, 24
@@ -74,9 +74,9 @@ def main(out: Path) -> None:
             {
                 "model": "deepseek-llm-tiny",
                 "dataset": "stdlib",
-                "held_out": 16,
+                "eval_data": 16,
                 "vocabulary": 1024,
-                "max_records": 300,
+                "max_examples": 300,
                 "cutoff_len": 96,
                 "max_steps": 1000,
                 "global_batch_size": 8,

@@ -23,7 +23,7 @@ def resolved_recipe(folder: Path, steps: int) -> Path:
     recipe = Recipe(
         model="deepseek-llm-tiny",
         dataset=str(data),
-        held_out=32,
+        eval_data=32,
         vocabulary=300,
         cutoff_len=64,
         global_batch_size=4,
@@ -32,6 +32,6 @@ def resolved_recipe(folder: Path, steps: int) -> Path:
         output=str(folder / "out"),
     )
     prepare_run(recipe, lambda text: None)
-    resolved = folder / "out" / "data" / "arms.yaml"
+    resolved = folder / "out" / "data" / "variants.yaml"
     resolved.write_text(recipe.to_yaml())
     return resolved

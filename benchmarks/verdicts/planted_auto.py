@@ -1,6 +1,6 @@
 """Techniques of known truth for ``plan: auto``: one slows, one does nothing, one gains.
 
-Every arm's job waits a tenth of each step unless `Gains` is in its plan: so a gain can be planted.
+Every variant's job waits a tenth of each step unless `Gains` is in its plan: so a gain can be planted.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Gains(PlantedTechnique):
 
 @dataclass(frozen=True)
 class Burden(PlantedTechnique):
-    """What an arm without `Gains` waits; no candidate."""
+    """What a variant without `Gains` waits; no candidate."""
 
     slot = Slot.AVERAGE
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Design, Kind
-from hasten.measure.experiment import experiment_context, measure_arms
+from hasten.measure.experiment import experiment_context, measure_variants
 from hasten.measure.workers import WorkerPool
 from measure.planted import BASELINE, TRUTHS, Proofs, rows_of
 from verdicts.job import WARM_UP, resolved_recipe
@@ -19,7 +19,7 @@ from verdicts.spread import STEADY
 def real(
     rounds: int, steps: int, builds: int, seed: int, proofs: Proofs
 ) -> dict[str, dict[str, Any]]:
-    """One experiment: each arm's row of the report."""
+    """One experiment: each variant's row of the report."""
     plans = {"baseline": Plan(BASELINE), "again": Plan(BASELINE)}
     plans |= {truth.name: truth.plan for truth in TRUTHS}
     kinds: dict[str, Kind] = {"baseline": "baseline", "again": "again"}
@@ -28,8 +28,8 @@ def real(
         recipe = resolved_recipe(Path(place), design.steps_in_all)
         with WorkerPool(Path(place)) as pool:
             at = experiment_context(pool, lambda name: worker(recipe, plans[name], STEADY))
-            arms = measure_arms(at, plans, design, kinds=kinds).arms
-    for arm in arms:
-        if arm.failed is not None:
-            raise RuntimeError(f"{arm.name}: {arm.failed}")
-    return {row["name"]: row for row in rows_of(arms, proofs[0])}
+            variants = measure_variants(at, plans, design, kinds=kinds).variants
+    for variant in variants:
+        if variant.failed is not None:
+            raise RuntimeError(f"{variant.name}: {variant.failed}")
+    return {row["name"]: row for row in rows_of(variants, proofs[0])}

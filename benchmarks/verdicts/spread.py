@@ -17,8 +17,8 @@ from pathlib import Path
 
 from hasten.core.plan import Plan
 from hasten.machine import memory
-from hasten.measure.ablation import Arm, Design, Kind
-from hasten.measure.experiment import experiment_context, measure_arms
+from hasten.measure.ablation import Variant, Design, Kind
+from hasten.measure.experiment import experiment_context, measure_variants
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.techniques.allocator import TUNABLE, Allocator
 from measure.planted import BASELINE
@@ -57,14 +57,14 @@ def spreads(builds: int, rounds: int, steps: int) -> dict[str, Spread]:
                 return worker(recipe, plans[name], environ)
 
             at = experiment_context(pool, spec)
-            arms = measure_arms(at, plans, design, kinds=roles).arms
-    for arm in arms:
-        if arm.failed is not None:
-            raise RuntimeError(f"{arm.name}: {arm.failed}")
-    return {kind: _spread([a for a in arms if a.name.startswith(kind)]) for kind in kinds}
+            variants = measure_variants(at, plans, design, kinds=roles).variants
+    for variant in variants:
+        if variant.failed is not None:
+            raise RuntimeError(f"{variant.name}: {variant.failed}")
+    return {kind: _spread([a for a in variants if a.name.startswith(kind)]) for kind in kinds}
 
 
-def _spread(copies: Sequence[Arm]) -> Spread:
+def _spread(copies: Sequence[Variant]) -> Spread:
     """What copies and builds (or rounds) don't explain, of means of builds and of single rounds."""
     means, left, degrees = [], 0.0, 0
     per_build = Counter(copies[0].builds)
@@ -80,7 +80,7 @@ def _spread(copies: Sequence[Arm]) -> Spread:
     return Spread(math.sqrt(process), math.sqrt(of_round), statistics.median(seconds))
 
 
-def _of_build(copy: Arm, build: int) -> list[float]:
+def _of_build(copy: Variant, build: int) -> list[float]:
     pairs = zip(copy.rounds, copy.builds, strict=True)
     return [math.log(speed) for speed, number in pairs if number == build]
 

@@ -153,7 +153,7 @@ class Method:
         return self._hidden + float(getattr(self.part, "hidden_seconds", 0.0) or 0.0)
 
     @torch.no_grad()
-    def held_out(self, text: Tensor) -> float:
+    def eval_data(self, text: Tensor) -> float:
         """Loss on the same 128 stretches of text that was never trained on."""
         draw = torch.Generator().manual_seed(7)
         self.net.eval()

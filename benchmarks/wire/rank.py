@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from wire.methods import Method
 
 WARM = {"stream": 12, "signs": 12}  # steps until what is found out has been found
-HELD_OUT = 200_000  # bytes at the end of the text
+EVAL_DATA = 200_000  # bytes at the end of the text
 LOOK = 10  # steps of a training between two looks at the clock
 
 
@@ -57,7 +57,7 @@ def main() -> None:
 def speed(spec: dict[str, Any], rank: int, text: Tensor) -> dict[str, Any]:  # noqa: C901  # a turn of every method
     """Seconds per step of each method in each round, barrier to barrier, and bytes sent."""
     together = dist.new_group()
-    given = (spec["size"], 0, rank, text[:-HELD_OUT], spec["rows"])
+    given = (spec["size"], 0, rank, text[:-EVAL_DATA], spec["rows"])
     methods = {n: Method(n, *given) for n in spec["methods"]}
     kept = ("seconds", "bytes", "waited", "hidden")
     found: dict[str, Any] = {n: {key: [] for key in kept} for n in methods}
@@ -118,12 +118,12 @@ class Limit:
 
 
 def loss(spec: dict[str, Any], rank: int, text: Tensor) -> dict[str, Any]:
-    """One training; the held-out loss of the one model that all ranks have at the end.
+    """One training; the eval loss of the one model that all ranks have at the end.
 
     When ``seconds`` are over it pauses: ranks that train apart are brought together, each rank's
     state lies beside ``paused``, and the answer says after which step.
     """
-    given = (spec["size"], spec["seed"], rank, text[:-HELD_OUT], spec["rows"])
+    given = (spec["size"], spec["seed"], rank, text[:-EVAL_DATA], spec["rows"])
     method = Method(spec["method"], *given)
     place, began = Path(f"{spec['paused']}-{rank}"), time.perf_counter()
     past = gone_on(method, place)
@@ -142,7 +142,7 @@ def loss(spec: dict[str, Any], rank: int, text: Tensor) -> dict[str, Any]:
     everyone = [torch.zeros_like(checksum) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, checksum)
     return {
-        "loss": method.held_out(text[-HELD_OUT:]),
+        "loss": method.eval_data(text[-EVAL_DATA:]),
         "seconds": past["seconds"] + time.perf_counter() - began,
         "pauses": past["pauses"],
         "same_on_all_ranks": all(bool(c == checksum) for c in everyone),

@@ -45,7 +45,7 @@ def classifier() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
 
 
-def records(count: int = 64, seed: int = 0) -> tuple[Tensor, Tensor]:
+def examples(count: int = 64, seed: int = 0) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 16, generator=draw)
     rule = torch.randn(16, 4, generator=torch.Generator().manual_seed(7))
@@ -53,13 +53,13 @@ def records(count: int = 64, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: nn.Module) -> float:
-    x, y = records()
+    x, y = examples()
     with torch.no_grad():
         return F.cross_entropy(model(x), y).item()
 
 
 def loader(size: int = 16) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(*records()), batch_size=size)
+    return DataLoader(TensorDataset(*examples()), batch_size=size)
 
 
 def language_model(layers: int = 4) -> Any:
@@ -88,7 +88,7 @@ def digest(model: nn.Module) -> str:
 
 
 def amp() -> None:
-    model, (x, y) = classifier(), records()
+    model, (x, y) = classifier(), examples()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     space = block("000_01_amp", criterion=nn.CrossEntropyLoss())
     losses = [space["train_step"](model, optimizer, x, y) for _ in range(20)]
@@ -96,7 +96,7 @@ def amp() -> None:
 
 
 def amp_of_globals() -> None:
-    model, (x, y) = classifier(), records()
+    model, (x, y) = classifier(), examples()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     before = loss_of(model)
     space = block("003_04_amp", model=model, criterion=nn.CrossEntropyLoss(), optimizer=optimizer)
@@ -127,7 +127,7 @@ def dynamic_batch() -> None:
     seen: list[Tensor] = []
     given = {"train_step": lambda model, optimizer, batch: seen.append(batch[0]) or 0.5}
     space = block("000_03_dynamic_batch", model=None, optimizer=None, **given)
-    x, y = records()
+    x, y = examples()
     space["train_loop"](DataLoader(TensorDataset(x, y), batch_size=16))
     assert torch.equal(torch.cat(seen), x)
 
@@ -146,7 +146,7 @@ def pipeline() -> None:
 
 
 def prefetch() -> None:
-    data = TensorDataset(*records())
+    data = TensorDataset(*examples())
     wrap = block("000_06_prefetch", DataLoader=DataLoader)["enhanced_dataloader"]
     found = list(wrap(data))
     assert torch.equal(torch.stack([x for x, _ in found]), data.tensors[0])
@@ -162,7 +162,7 @@ def checkpointer() -> None:
     """Its loop says what to protect and when; without that the error names the call."""
     model, states = classifier(), list[str]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, y = records()
+    x, y = examples()
 
     def train_loop() -> None:
         for step in range(1, 4):
@@ -289,10 +289,10 @@ OTHERS = (
 
 
 class Seen(Dataset[Any]):
-    """Notes which records were read."""
+    """Notes which examples were read."""
 
     def __init__(self) -> None:
-        self.x, self.y = records()
+        self.x, self.y = examples()
         self.read: list[int] = []
 
     def __len__(self) -> int:
@@ -316,7 +316,7 @@ def on_two_ranks(world: World) -> dict[str, Any]:
     dist.broadcast_object_list(place)
     with contextlib.chdir(place[0]):
         found["trainer"] = digest(trainer(DataLoader(data, batch_size=16)))
-    return {**found, "records": sorted(set(data.read))}
+    return {**found, "examples": sorted(set(data.read))}
 
 
 def begun(world: World) -> list[float]:
@@ -327,7 +327,7 @@ def begun(world: World) -> list[float]:
         init_process_group = staticmethod(lambda **named: None)
         all_reduce = collective.all_reduce
 
-    model, (x, y) = classifier(), records(seed=world.rank)
+    model, (x, y) = classifier(), examples(seed=world.rank)
     space = block("003_10_async_allreduce", dist=Dist, criterion=nn.CrossEntropyLoss())
     space["forward_backward"](model, x, y)
     return [p.grad.sum().item() for p in model.parameters() if p.grad is not None]

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hasten.machine.environment import World
 from hasten.parts.comm.gradient_compressor import GradientCompressor
 from hasten.parts.data.collate import padded
-from tiny import records, tiny_model
+from tiny import examples, tiny_model
 
 
 def hugging_face(world: World) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def hugging_face(world: World) -> dict[str, Any]:
                 use_cpu=True,
             ),
             data_collator=collate,
-            train_dataset=records(8, seed=1),
+            train_dataset=examples(8, seed=1),
             optimizers=(optimizer, LambdaLR(optimizer, lambda step: 1.0)),
             callbacks=[Compress()],
         )

@@ -12,9 +12,9 @@ from transformers import Trainer, TrainingArguments
 
 from hasten.parts.data.collate import padded
 from hasten.parts.data.dynamic_batch import DynamicBatchSampler
-from tiny import records, tiny_model
+from tiny import examples, tiny_model
 
-DATA = records(30, seed=1)
+DATA = examples(30, seed=1)
 BUDGET = 120
 
 
@@ -65,10 +65,10 @@ def test_lightning_trains_from_it(tmp_path: Path) -> None:
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
-            self.model, self.records = tiny_model(), 0
+            self.model, self.examples = tiny_model(), 0
 
         def training_step(self, batch: Any) -> Any:
-            self.records += len(batch["input_ids"])
+            self.examples += len(batch["input_ids"])
             return self.model(**batch).loss
 
         def configure_optimizers(self) -> Any:
@@ -80,4 +80,4 @@ def test_lightning_trains_from_it(tmp_path: Path) -> None:
     lightning.Trainer(max_epochs=1, default_root_dir=tmp_path, accelerator="cpu", logger=False).fit(
         module, loader
     )
-    assert module.records == len(DATA)
+    assert module.examples == len(DATA)

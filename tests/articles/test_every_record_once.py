@@ -1,4 +1,4 @@
-"""Sampling by budget, packing, adaptive cuts, worker processes and reading ahead lose no record."""
+"""Sampling by budget, packing, adaptive cuts, worker processes and reading ahead lose no example."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTHS = np.random.default_rng(0).integers(1, 513, COUNT)
 
 
 class Ids(Dataset[int]):
-    """Records that are their own number."""
+    """Examples that are their own number."""
 
     def __len__(self) -> int:
         return COUNT
@@ -37,7 +37,7 @@ def as_tensor(ids: Sequence[int]) -> torch.Tensor:
 
 
 def seen_by(rank: int, world: int, workers: int, epoch: int) -> torch.Tensor:
-    """A rank's records: budget sampler, workers, read ahead, cut to what the memory allows."""
+    """A rank's examples: budget sampler, workers, read ahead, cut to what the memory allows."""
     sampler = DynamicBatchSampler(
         Ids(), 65_536, lengths=LENGTHS.tolist(), rank=rank, world_size=world
     )

@@ -12,23 +12,23 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
 
-from hasten.parts.data.collate import TokenRecord, packed, padded
+from hasten.parts.data.collate import TokenizedExample, packed, padded
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.losses import WholeLogitsLoss
-from tiny import records, tiny_model
+from tiny import examples, tiny_model
 
-DATA = records(8, seed=1)
+DATA = examples(8, seed=1)
 STEPS, RATE = 3, 0.5
 
 
-def collate(given: Sequence[TokenRecord]) -> dict[str, Any]:
+def collate(given: Sequence[TokenizedExample]) -> dict[str, Any]:
     """Labels under the name that tells Transformers not to shift them once more."""
     batch = packed(given)
     return {**batch, "shift_labels": batch["labels"]}
 
 
 def by_hand() -> dict[str, torch.Tensor]:
-    """The same three steps over all records, padded, in a plain loop."""
+    """The same three steps over all examples, padded, in a plain loop."""
     model = tiny_model()
     loss, optimizer = WholeLogitsLoss(model), SGD(model.parameters(), lr=RATE)
     for _ in range(STEPS):

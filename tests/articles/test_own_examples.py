@@ -31,7 +31,7 @@ def test_the_appendix_example_runs_and_learns(
         "dynamic_batch": "adaptive_batch(grow=True)",
     }
     assert summary["acted"]["dynamic_batch"]["acted"]
-    assert summary["records_per_step"]["most"] > 32
+    assert summary["examples_per_step"]["most"] > 32
     assert not summary["acted"]["compress_gradients"]["acted"]
     assert summary["acted"]["mixed_precision"]["acted"] == here
     assert "quantised" not in [switch["technique"] for switch in summary["plan"]]

@@ -13,15 +13,15 @@ from torch.optim import AdamW, Optimizer
 
 from hasten.parts import checkpoint
 from hasten.parts.data import collate as cut
-from hasten.parts.data.collate import TokenRecord, packed, padded
+from hasten.parts.data.collate import TokenizedExample, packed, padded
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.parts.optim.weight_average import decayed_groups
-from tiny import records, tiny_model
+from tiny import examples, tiny_model
 
-STEPS = [records(8, seed=s) for s in range(6)]
-Collate = Callable[[Sequence[TokenRecord]], dict[str, Any]]
+STEPS = [examples(8, seed=s) for s in range(6)]
+Collate = Callable[[Sequence[TokenizedExample]], dict[str, Any]]
 
 
 def adamw(model: nn.Module) -> AdamW:
@@ -32,10 +32,10 @@ def train(
     loss: nn.Module,
     optimizer: Optimizer,
     collate: Collate = padded,
-    micro_batches: Callable[[Sequence[TokenRecord]], Iterable[Sequence[TokenRecord]]] = lambda r: [
+    micro_batches: Callable[[Sequence[TokenizedExample]], Iterable[Sequence[TokenizedExample]]] = lambda r: [
         r
     ],
-    steps: Iterable[Sequence[TokenRecord]] = STEPS,
+    steps: Iterable[Sequence[TokenizedExample]] = STEPS,
 ) -> list[float]:
     """The loop anybody would write; the mean loss of each step."""
     losses = []
@@ -56,7 +56,7 @@ def plain(dtype: torch.dtype) -> tuple[nn.Module, list[float]]:
     return model, train(WholeLogitsLoss(model), adamw(model))
 
 
-def at_most_60_tokens(step: Sequence[TokenRecord]) -> list[list[TokenRecord]]:
+def at_most_60_tokens(step: Sequence[TokenizedExample]) -> list[list[TokenizedExample]]:
     return cut.by_tokens(step, [r.length for r in step], 60)
 
 

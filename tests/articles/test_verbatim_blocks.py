@@ -34,8 +34,8 @@ def test_blocks_of_several_ranks_run_on_two(tmp_path: Path) -> None:
     one, two = on_ranks("articles.article_blocks:on_two_ranks", tmp_path)
     for name in ("compressor", "collective", "begun", "trainer"):
         assert one[name] == two[name], f"{name}: ranks differ"
-    assert not set(one["records"]) & set(two["records"])
-    assert len(one["records"]) + len(two["records"]) == 64
+    assert not set(one["examples"]) & set(two["examples"])
+    assert len(one["examples"]) + len(two["examples"]) == 64
 
 
 def test_every_block_of_the_folder_is_run_or_listed_as_one_that_cannot() -> None:

@@ -83,8 +83,8 @@ def test_bench_shows_what_kernels_gain_and_what_is_wrong_and_measures_again_when
 
 
 @pytest.mark.slow
-def test_speedup_measures_once_and_every_arm_has_its_mfu(tmp_path: Path, hasten: Hasten) -> None:
-    values = small(tmp_path, ceiling="measure", plan=["packed"], device="cpu", max_records=60)
+def test_speedup_measures_once_and_every_variant_has_its_mfu(tmp_path: Path, hasten: Hasten) -> None:
+    values = small(tmp_path, ceiling="measure", plan=["packed"], device="cpu", max_examples=60)
     path = written(tmp_path / "r.yaml", **values)
     code, out, err = hasten(
         "speedup", path, "--no-guard", "--rounds", 2, "--steps", 1, "--warmup", 1
@@ -92,9 +92,9 @@ def test_speedup_measures_once_and_every_arm_has_its_mfu(tmp_path: Path, hasten:
     assert code == 0, err
     assert err.count("measuring this machine") == 1
     report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert all(arm["mfu"] > 0 for arm in report["arms"])
+    assert all(variant["mfu"] > 0 for variant in report["variants"])
     assert report["mfu"].startswith("MFU of ")
-    assert f"plan {100 * report['arms'][1]['mfu']:.1f} %" in out
+    assert f"plan {100 * report['variants'][1]['mfu']:.1f} %" in out
     assert report["mfu"] in (tmp_path / "run" / "report.html").read_text().replace("&#39;", "'")
 
 

@@ -44,7 +44,7 @@ def test_help_imports_neither_torch_nor_transformers(words: list[str]) -> None:
 
 
 def alike(path: Path, count: int = 60) -> Path:
-    """Records of the same words in different orders, so that all have one length."""
+    """Examples of the same words in different orders, so that all have one length."""
     draw, first, rest = random.Random(0), WORDS[0], WORDS[1:]
     lines = []
     for _ in range(count):
@@ -74,7 +74,7 @@ def test_train_report_and_doctor_work_on_one_recipe(tmp_path: Path, hasten: Hast
     assert "step 4/4" in err
     code, out, err = hasten("report", tmp_path / "run")
     assert code == 0, err
-    assert "held-out loss" in out
+    assert "eval loss" in out
 
 
 def test_hardware_is_shown_as_text_and_json(hasten: Hasten) -> None:
@@ -132,19 +132,19 @@ BAD: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     ),
     "an unknown technique": (lambda f: {"plan": ["pcked"]}, "did you mean 'packed'"),
     "lora twice": (lambda f: {"finetuning_type": "lora", "plan": ["lora"]}, "keep one of them"),
-    "a batch too small for a record": (
+    "a batch too small for an example": (
         lambda f: {"global_batch_size": None, "global_batch_tokens": 20},
-        "can't hold the longest record",
+        "can't hold the longest example",
     ),
-    "a micro-batch too small for a record": (
+    "a micro-batch too small for an example": (
         lambda f: {"plan": [{"accumulate": {"micro_batch_tokens": 20}}]},
-        "can't hold the longest record",
+        "can't hold the longest example",
     ),
     "too many bad lines": (
-        lambda f: {"dataset": broken(f, 100, 4), "held_out": 0.1, "max_records": None},
+        lambda f: {"dataset": broken(f, 100, 4), "eval_data": 0.1, "max_examples": None},
         "broken.jsonl:6:",
     ),
-    "everything held out": (lambda f: {"held_out": 5000}, "held_out"),
+    "everything held out": (lambda f: {"eval_data": 5000}, "eval_data"),
     "an output that can't be": (lambda f: {"output": "/dev/null/run"}, "output"),
     "a GPU that isn't there": (lambda f: {"device": "cuda"}, "device"),
 }
@@ -182,7 +182,7 @@ def test_bad_lines_within_the_budget_are_listed_and_left_out(
     tmp_path: Path, hasten: Hasten
 ) -> None:
     data = broken(tmp_path, 100, 2)
-    path = recipe(tmp_path, dataset=data, held_out=0.1, max_records=None, max_rejected=2)
+    path = recipe(tmp_path, dataset=data, eval_data=0.1, max_examples=None, max_rejected=2)
     code, _, err = hasten("train", path)
     assert code == 0, err
     rejected = [

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hasten.cli.report import conclusion
-from hasten.measure.ablation import Arm, Design
+from hasten.measure.ablation import Variant, Design
 from hasten.measure.experiment import Measured, design_words
 from hasten.report.bundle import ArmChange, read_bundle
 from sample_data import small
@@ -62,15 +62,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gain: list[float]) -> None:
 
     def measured(at: Any, plans: Any, design: Design, *others: Any, **named: Any) -> Measured:
         base = [1000.0 + 10 * i for i in range(design.rounds)]
-        arms = []
+        variants = []
         for name, plan in plans.items():
             own = [v * (gain[0] + i / 1000) if len(plan) else v for i, v in enumerate(base)]
             acted = [{"technique": t.name(), "acted": True, "evidence": ""} for t in plan]
             kind = named["kinds"][name]
-            arms.append(Arm(name, plan, rounds=own, beside=base, acted=acted, kind=kind))
-        return Measured(arms, design_words([], next(iter(plans)), design))
+            variants.append(Variant(name, plan, rounds=own, beside=base, acted=acted, kind=kind))
+        return Measured(variants, design_words([], next(iter(plans)), design))
 
-    monkeypatch.setattr("hasten.measure.recipe_experiment.measure_arms", measured)
+    monkeypatch.setattr("hasten.measure.recipe_experiment.measure_variants", measured)
 
 
 def test_an_experiment_is_stored_done_again_and_a_planted_loss_is_exit_code_4(
@@ -81,7 +81,7 @@ def test_an_experiment_is_stored_done_again_and_a_planted_loss_is_exit_code_4(
     price = {"currency": "CNY", "per_device_hour": 0.6}
     path = recipe(tmp_path, plan=["packed", "autocast"], price=price)
     kept_there = tmp_path / "before"
-    code, _, err = hasten("speedup", path, "--arms", "all", "--bundle", kept_there)
+    code, _, err = hasten("speedup", path, "--variants", "all", "--bundle", kept_there)
     assert code == 0, err
     stored = read_bundle(kept_there)
     assert stored == read_bundle(tmp_path / "run")
@@ -117,7 +117,7 @@ def test_a_climb_that_keeps_nothing_says_that_there_is_no_report(
 ) -> None:
     pretend(monkeypatch, [1.0])
     path = recipe(tmp_path, plan=["packed"])
-    asked = ("--arms", "climb", "--no-guard", "--json", tmp_path / "found.json")
+    asked = ("--variants", "climb", "--no-guard", "--json", tmp_path / "found.json")
     code, out, err = hasten("speedup", path, *asked)
     assert code == 0, err
     assert "kept: nothing" in out
@@ -133,15 +133,15 @@ def test_a_report_may_be_asked_for_where_it_stands_anyway(
     place.parent.mkdir()
     code, out, err = hasten("speedup", path, "--no-guard", "--json", place)
     assert code == 0, out + err
-    assert json.loads(place.read_text())["arms"]
+    assert json.loads(place.read_text())["variants"]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--order", "gain"), "say --arms climb"),
+        (("--order", "gain"), "say --variants climb"),
         (("--no-guard", "--seeds", "3"), "leave --no-guard out"),
-        (("--arms", "climb", "--only", "packed"), "shorten the plan"),
+        (("--variants", "climb", "--only", "packed"), "shorten the plan"),
     ],
 )
 def test_an_option_that_nothing_would_read_is_refused(
@@ -165,7 +165,7 @@ def test_the_articles_plan_puts_their_promises_beside_what_was_measured(
     assert said["12.5 -> 18.4 it/s, +47 %"]["verdict"] == "fell short"
     assert any(c["verdict"].startswith("not comparable") for c in claims)
     assert {c["technique"].partition("(")[0] for c in claims} >= {"autocast", "fused_layers"}
-    two = ("--plan", "article", "nproc=2", "--no-guard", "--arms", "alone")
+    two = ("--plan", "article", "nproc=2", "--no-guard", "--variants", "alone")
     code, out, err = hasten("speedup", recipe(tmp_path), *two)
     assert code == 0, out + err
     report = json.loads((tmp_path / "run" / "report.json").read_text())
@@ -173,7 +173,7 @@ def test_the_articles_plan_puts_their_promises_beside_what_was_measured(
     assert (rows["topk"]["claimed"], rows["topk"]["verdict"]) == ("1.12×", "held")
     assert "the whole plan" in rows
     assert report["design"]["ranks"] == 2
-    assert "2 ranks in each arm" in out
+    assert "2 ranks in each variant" in out
     code, _, err = hasten("speedup", recipe(tmp_path), "--plan", "articel")
     assert code == 2
     assert "did you mean 'article'" in err

@@ -14,27 +14,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.cli import data
-from hasten.data.readers import read_records
+from hasten.data.readers import read_examples
 from hasten.data.statistics import layout_advice, layouts, padding_share, statistics_of
 from hasten.errors import InputError
-from hasten.parts.data.collate import TokenRecord, token_record
+from hasten.parts.data.collate import TokenizedExample, tokenized_example
 from hasten.report.data_page import page
 from sample_data import small
 
 
 class InMemory:
-    """Records as a store has them."""
+    """Examples as a store has them."""
 
-    def __init__(self, records: list[TokenRecord]) -> None:
-        self._records = records
-        self.lengths = np.array([r.length for r in records], np.int32)
-        self.trained_counts = np.array([r.trained_tokens for r in records], np.int32)
+    def __init__(self, examples: list[TokenizedExample]) -> None:
+        self._examples = examples
+        self.lengths = np.array([r.length for r in examples], np.int32)
+        self.trained_counts = np.array([r.trained_tokens for r in examples], np.int32)
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._examples)
 
-    def __getitem__(self, index: int) -> TokenRecord:
-        return self._records[index]
+    def __getitem__(self, index: int) -> TokenizedExample:
+        return self._examples[index]
 
 
 def recipe(folder: Path, **changes: Any) -> Path:
@@ -45,11 +45,11 @@ def recipe(folder: Path, **changes: Any) -> Path:
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=9), min_size=1, max_size=30))
 def test_statistics_are_those_of_a_plain_count(rows: list[list[int]]) -> None:
-    found = statistics_of(InMemory([token_record(row) for row in rows]))
+    found = statistics_of(InMemory([tokenized_example(row) for row in rows]))
     lengths = [len(row) for row in rows]
-    assert found.records == len(rows)
+    assert found.examples == len(rows)
     assert found.tokens == sum(lengths) == sum(b.tokens for b in found.bins)
-    assert sum(b.records for b in found.bins) == len(rows)
+    assert sum(b.examples for b in found.bins) == len(rows)
     assert found.trained_tokens == sum(n - 1 for n in lengths)
     assert (found.shortest, found.longest) == (min(lengths), max(lengths))
     assert found.duplicates == len(rows) - len({tuple(row) for row in rows})
@@ -80,7 +80,7 @@ def test_stats_are_printed_for_people_and_as_json(
     assert "█" in out
     data.stats(path, [], as_json=True)
     found = json.loads(capsys.readouterr().out)
-    assert found["records"] == sum(b["records"] for b in found["bins"])
+    assert found["examples"] == sum(b["examples"] for b in found["bins"])
     assert 0 < found["padding_share"] < 1
 
 
@@ -124,7 +124,7 @@ def test_the_page_loads_nothing_and_holds_both_drawings(
 
 
 def test_a_title_cannot_break_the_page(tmp_path: Path) -> None:
-    found = statistics_of(InMemory([token_record([1, 2, 3])]))
+    found = statistics_of(InMemory([tokenized_example([1, 2, 3])]))
     ways = layouts(np.array([3], np.int32), 1, 3)
     text = page("<script>alert(1)</script>", found, ways, "<b>")
     assert "<script" not in text
@@ -164,9 +164,9 @@ def test_converted_records_are_the_same_conversations(
     source.write_text(json.dumps(rows))
     target = tmp_path / "out" / "messages.jsonl"
     data.convert([source], target, 0.001)
-    assert "30 records" in capsys.readouterr().out
-    before = read_records([source]).conversations
-    after = read_records([target]).conversations
+    assert "30 examples" in capsys.readouterr().out
+    before = read_examples([source]).conversations
+    after = read_examples([target]).conversations
     assert [c.messages for c in before] == [c.messages for c in after]
     with pytest.raises(InputError, match="exists"):
         data.convert([source], target, 0.001)
@@ -191,7 +191,7 @@ def test_converted_tool_calls_are_the_same_conversations(tmp_path: Path) -> None
     (tmp_path / "a.json").write_text(json.dumps([{"conversations": turns, "tools": [function]}]))
     data.convert([tmp_path / "a.json"], tmp_path / "b.jsonl", 0)
     before, after = (
-        read_records([tmp_path / name]).conversations for name in ("a.json", "b.jsonl")
+        read_examples([tmp_path / name]).conversations for name in ("a.json", "b.jsonl")
     )
     assert [c.messages for c in before] == [c.messages for c in after]
 
@@ -208,7 +208,7 @@ def test_converted_answers_without_loss_and_thoughts_are_the_same_conversations(
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns, "id": 7}))
     data.convert([tmp_path / "a.jsonl"], tmp_path / "b.jsonl", 0)
     before, after = (
-        read_records([tmp_path / name]).conversations for name in ("a.jsonl", "b.jsonl")
+        read_examples([tmp_path / name]).conversations for name in ("a.jsonl", "b.jsonl")
     )
     assert [turn.trained for turn in before[0].messages] == [True, False, True, True]
     assert [c.messages for c in before] == [c.messages for c in after]

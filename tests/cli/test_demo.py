@@ -20,7 +20,7 @@ from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.machine import host, processes
 from hasten.machine.host import Accelerator
-from hasten.measure.ablation import Arm, plans_of
+from hasten.measure.ablation import Variant, plans_of
 from hasten.measure.budget import GRACE
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject
@@ -35,13 +35,13 @@ from hasten.training.chosen_plan import TrainingSpeed
 from measure.machines import Machine, MadeUpLoad, measured_on
 from tiny import job_facts, language_job
 
-FEWER = {"max_records": 300, "held_out": 8.0, "vocabulary": 800, "global_batch_size": 8}
+FEWER = {"max_examples": 300, "eval_data": 8.0, "vocabulary": 800, "global_batch_size": 8}
 PLAN = list(module.TECHNIQUES)
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few records, two techniques, two steps."""
+    """Few examples, two techniques, two steps."""
     whole = module.recipe_for
 
     def recipe_for(output: Path, gpu_bytes: float) -> Recipe:
@@ -66,14 +66,14 @@ def test_the_demo_measures_verifies_trains_and_says_one_figure(
     module.demo(tmp_path)
     out, err = capsys.readouterr()
     report = json.loads((tmp_path / "report.json").read_text())
-    assert [a["name"] for a in report["arms"]] == ["baseline", "+ packed", "+ document_attention"]
-    for arm in report["arms"]:
-        assert len(arm["rounds"]) == 2
-        assert arm["held_out_loss"] == pytest.approx(report["arms"][0]["held_out_loss"], rel=1e-4)
-        assert all(proof["acted"] for proof in arm["acted"])
-        assert not verdict_is_missing(arm)
-    assert report["arms"][0]["padding_share"] > 0.1
-    assert report["arms"][1]["padding_share"] == 0
+    assert [a["name"] for a in report["variants"]] == ["baseline", "+ packed", "+ document_attention"]
+    for variant in report["variants"]:
+        assert len(variant["rounds"]) == 2
+        assert variant["eval_loss"] == pytest.approx(report["variants"][0]["eval_loss"], rel=1e-4)
+        assert all(proof["acted"] for proof in variant["acted"])
+        assert not verdict_is_missing(variant)
+    assert report["variants"][0]["padding_share"] > 0.1
+    assert report["variants"][1]["padding_share"] == 0
     assert {row["technique"]: row["verdict"] for row in report["guard"]} == {
         "packed": "equal",
         "document_attention": "equal",
@@ -87,7 +87,7 @@ def test_the_demo_measures_verifies_trains_and_says_one_figure(
     assert table.count("|") == 9
     summary = json.loads((tmp_path / "summary.json").read_text())
     chosen = report["fastest"]
-    rows = [arm["name"] for arm in report["arms"]]
+    rows = [variant["name"] for variant in report["variants"]]
     trained = [entry["technique"] for entry in summary["plan"]]
     assert trained == PLAN[: rows.index(chosen)]
     assert f"training with {chosen}: 2 steps" in out
@@ -104,8 +104,8 @@ def test_the_demo_measures_verifies_trains_and_says_one_figure(
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
-def verdict_is_missing(arm: dict[str, Any]) -> bool:
-    return arm["verdict"].partition(":")[0] not in (
+def verdict_is_missing(variant: dict[str, Any]) -> bool:
+    return variant["verdict"].partition(":")[0] not in (
         *("baseline", "helped", "hurt", "no effect", "undecided"),
     )
 
@@ -141,7 +141,7 @@ def test_on_a_machine_too_busy_to_measure_one_sentence_says_so_and_the_choice_tr
 
 def nothing_measured(subject: ExperimentSubject, plans: Any, *rest: Any, **more: Any) -> Measured:
     text = "two rounds of the baseline and the whole plan take about 9 min more"
-    return Measured([Arm("baseline", Plan(), kind="baseline")], {"dropped": [text]})
+    return Measured([Variant("baseline", Plan(), kind="baseline")], {"dropped": [text]})
 
 
 @pytest.mark.parametrize(
@@ -199,20 +199,20 @@ def test_where_others_use_the_processor_variants_compute_with_the_cores_that_are
 
 def report_on(speeds: dict[str, float], rounds: int = 4, step: float = 0.2) -> dict[str, Any]:
     """A ladder of the demo's plan, of which these rows were measured."""
-    arms = []
+    variants = []
     for number, name in enumerate(["baseline", *(f"+ {n}" for n in PLAN)]):
         if name in speeds:
             plan = Plan.from_list(PLAN[:number], catalogue())
             kind: Any = "ladder" if 0 < number < len(PLAN) else "all" if number else "baseline"
-            found = Arm(name, plan, kind=kind)
+            found = Variant(name, plan, kind=kind)
             jitter = [1 + 0.001 * (-1) ** turn * number for turn in range(rounds)]
             found.rounds = [1000 * speeds[name] * share for share in jitter]
-            one = {"slots": 9, "tokens": 9}
+            one = {"positions": 9, "tokens": 9}
             found.steps = [{"step_seconds": s, **one} for s in (step, step, step)]
-            found.held_out = [(9, 2.0)]
-            arms.append(found)
+            found.eval_data = [(9, 2.0)]
+            variants.append(found)
     recipe = {"seed": 0, "plan": PLAN}
-    return report_of(arms, title="t", command="c", hardware={}, versions={}, recipe=recipe)
+    return report_of(variants, title="t", command="c", hardware={}, versions={}, recipe=recipe)
 
 
 SPEEDS = {"baseline": 1.0, "+ packed": 1.2, "+ document_attention": 2.4, "+ fused_layers": 2.38}
@@ -266,10 +266,10 @@ def test_where_nothing_was_measured_all_techniques_train_and_it_is_said() -> Non
 
 
 def test_without_a_quality_the_choice_says_so() -> None:
-    arms = report_on(SPEEDS)
-    for arm in arms["arms"]:
-        arm["held_out_loss"], arm["quality"] = None, arm["quality"] and "undecided"
-    assert plan_to_train(arms, PLAN).why.endswith("there was no time to compare quality")
+    variants = report_on(SPEEDS)
+    for variant in variants["variants"]:
+        variant["eval_loss"], variant["quality"] = None, variant["quality"] and "undecided"
+    assert plan_to_train(variants, PLAN).why.endswith("there was no time to compare quality")
 
 
 @pytest.mark.parametrize(("step", "steps"), [(0.01, 160), (1.0, 46), (500.0, 1)])
@@ -284,7 +284,7 @@ def test_the_whole_demo_chooses_on_a_made_up_machine_as_the_table_says() -> None
         found, _ = measured_on(machine, plans, kinds, module.DESIGN)
         recipe = {"seed": 0, "plan": PLAN}
         head = {"title": "t", "command": "c", "hardware": {}, "versions": {}}
-        report = report_of(found.arms, recipe=recipe, design=found.design, **head)
+        report = report_of(found.variants, recipe=recipe, design=found.design, **head)
         chosen = plan_to_train(report, PLAN)
         assert chosen.plan == PLAN
         assert chosen.tokens_per_second == pytest.approx(1000 * 1.3**6 / step, rel=0.05)
@@ -315,7 +315,7 @@ SUMMARY: dict[str, Any] = {
     "seconds_allowed": 70.0,
     "stopped": "time limit",
     "tokens": 190_000,
-    "held_out_loss": 5.1234,
+    "eval_loss": 5.1234,
     "tokens_per_second": 2523.0,
     "saved": "run/model",
     "samples": [{"prompt": "def f():", "answer": "\n".join("self" for _ in range(30))}],
@@ -350,7 +350,7 @@ def test_a_training_as_fast_as_measured_says_nothing_of_its_speed(
     speed = TrainingSpeed(3000.0, MadeUpLoad(Machine(lambda techniques: 1.0)))
     for _ in range(9):
         speed.note(SimpleNamespace(tokens=2523, step_seconds=1.0))  # type: ignore[arg-type]
-    done = {**SUMMARY, "stopped": "done", "held_out_loss": None, "tokens_per_second": None}
+    done = {**SUMMARY, "stopped": "done", "eval_loss": None, "tokens_per_second": None}
     plan = DemoPlan("+ packed", ["packed"], "")
     module._show_training({**done, "samples": []}, plan, speed, subject_on(tmp_path, ()))
     assert capsys.readouterr().out == (

@@ -72,7 +72,7 @@ def test_a_resumed_run_that_differs_in_one_bit_is_told_with_the_step(
 def test_a_job_that_cannot_train_fails_at_once_and_what_happened_stays(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert doctor_faults(recipe, ["max_records=4", "held_out=3", "cutoff_len=4"]) == FAILED
+    assert doctor_faults(recipe, ["max_examples=4", "eval_data=3", "cutoff_len=4"]) == FAILED
     said = capsys.readouterr().out
     assert "FAIL undisturbed" in said
     assert "exit code" in said

@@ -15,7 +15,7 @@ from hasten.parts.kernels import build
 def recipe(tmp_path: Path) -> Path:
     (tmp_path / "a.csv").write_text("question,answer\n" + "why,because of it\n" * 9)
     settings = {"model": "v3-tiny", "dataset": str(tmp_path / "a.csv"), "vocabulary": 300}
-    settings |= {"held_out": 0, "max_steps": 1, "output": str(tmp_path / "out")}
+    settings |= {"eval_data": 0, "max_steps": 1, "output": str(tmp_path / "out")}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hasten.cli.guard import beforehand
 from hasten.cli.main import app
-from hasten.core.facts import RecordFacts
+from hasten.core.facts import ExampleStats
 from hasten.core.plan import Plan
 from hasten.errors import FAILED, InputError
 from hasten.measure.quality import runner
@@ -45,13 +45,13 @@ def test_a_plan_is_proven_on_the_recipes_own_job(tmp_path: Path) -> None:
     assert words == {"packed": "equal", "prefetched": "equal", "compact_adamw": "not tested"}
     assert {"equal", "not tested"} == {row["verdict"] for row in report["invariance"]}
     left = list((tmp_path / "run" / "data" / "guard").iterdir())
-    assert not [p for p in left if p.suffix == ".pt" or p.name.startswith("arm-")]
+    assert not [p for p in left if p.suffix == ".pt" or p.name.startswith("variant-")]
 
 
 def test_a_failed_proof_is_exit_code_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(self: Any, orders: Any) -> list[dict[str, Any]]:
         good = {"error": 0.5, "worst": 0.5, "name": "w", "loss_error": 0.5, "micro_batches": 1}
-        rest = {"records": 4, "tokens": 9, "layers": 1, "change": 0.0, "documents": 4}
+        rest = {"examples": 4, "tokens": 9, "layers": 1, "change": 0.0, "documents": 4}
         return [{**good, **rest} for _ in orders]
 
     monkeypatch.setattr(runner.QualityRunner, "__call__", wrong)
@@ -109,7 +109,7 @@ def test_what_a_dead_process_left_open_is_tried_again(
     [
         ({"plan": []}, [], "nothing to prove"),
         ({"plan": ["packed"]}, ["--margin", 2], "--margin"),
-        ({"plan": ["muon"], "held_out": 0}, ["--seeds", 2], "held_out"),
+        ({"plan": ["muon"], "eval_data": 0}, ["--seeds", 2], "eval_data"),
     ],
 )
 def test_what_can_not_be_proven_is_said_at_once(
@@ -123,20 +123,20 @@ def test_what_can_not_be_proven_is_said_at_once(
 def test_a_training_with_a_seed_is_no_longer_than_the_recipe(tmp_path: Path) -> None:
     known = load_recipe(Path(recipe(tmp_path)))
     facts = facts_of(known)
-    records = RecordFacts(count=100, tokens=5000, longest=90)
-    facts = replace(facts, records=records)
+    examples = ExampleStats(count=100, tokens=5000, longest=90)
+    facts = replace(facts, examples=examples)
     assert tokens_of(known, facts) == 3 * 8 * 50
     longer = known.model_copy(update={"max_steps": 10_000})
     assert tokens_of(longer, facts) == 50 * 8 * 50
 
 
-def test_held_out_records_that_are_trained_on_are_counted(tmp_path: Path) -> None:
+def test_eval_data_records_that_are_trained_on_are_counted(tmp_path: Path) -> None:
     path = recipe(tmp_path)
     data = load_recipe(Path(path)).datasets[0].path
     lines = Path(data).read_text().splitlines()[:40]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     (tmp_path / "held.jsonl").write_text("\n".join(lines[:3]))
-    words = [f"dataset={tmp_path}/train.jsonl", f"held_out={tmp_path}/held.jsonl", "cutoff_len=512"]
+    words = [f"dataset={tmp_path}/train.jsonl", f"eval_data={tmp_path}/held.jsonl", "cutoff_len=512"]
     found = call("doctor", path, *words)
-    assert "3 of 3 held-out records stand in the training data too" in found.output
+    assert "3 of 3 eval examples stand in the training data too" in found.output
     assert found.exit_code == 0

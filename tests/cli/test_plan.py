@@ -180,7 +180,7 @@ def finished_run(folder: Path, batch: int, seconds: float) -> Path:
     folder.mkdir()
     recipe = "model: deepseek-llm-tiny\nvocabulary: 4096\ncutoff_len: 512\nplan: [autocast]\n"
     (folder / "recipe.yaml").write_text(recipe)
-    row = {"slots": 512 * batch, "step_seconds": seconds}
+    row = {"positions": 512 * batch, "step_seconds": seconds}
     (folder / "metrics.jsonl").write_text("\n".join([json.dumps(row)] * 20) + "\n")
     return folder
 
@@ -201,12 +201,12 @@ def test_runs_of_ones_own_fit_the_plan_to_the_machine(tmp_path: Path) -> None:
     assert step["middle"] == pytest.approx(2.1, rel=0.15)  # a batch that no run had
     said = run(*job, *words, *runs, "--measured", str(slow[0]))
     row = next(line for line in said.splitlines() if line.startswith("step  "))
-    assert "0.6 s" in row  # as it ran: four records a step
+    assert "0.6 s" in row  # as it ran: four examples a step
     assert "yes" in row
     assert "recipe.yaml" in complaint(*job, *words, "--calibrate", str(bare_run(tmp_path / "bare")))
 
 
 def bare_run(folder: Path) -> Path:
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text('{"step_seconds": 1.0, "slots": 512}\n')
+    (folder / "metrics.jsonl").write_text('{"step_seconds": 1.0, "positions": 512}\n')
     return folder

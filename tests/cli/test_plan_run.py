@@ -18,7 +18,7 @@ def a_run(folder: Path, *accelerators: str, world: int = 8, seconds: float = 2.0
     folder.mkdir()
     recipe = "model: deepseek-llm-7b\ncutoff_len: 4096\nnproc: 1\nplan: [autocast]\n"
     (folder / "recipe.yaml").write_text(recipe)
-    line = {"step_seconds": seconds, "slots": 4096 * world, "peak_memory_bytes": 60e9}
+    line = {"step_seconds": seconds, "positions": 4096 * world, "peak_memory_bytes": 60e9}
     parts = {"passes_seconds": 1.8, "optimizer_seconds": 0.1, "data_seconds": 0.0}
     (folder / "metrics.jsonl").write_text((json.dumps({**line, **parts}) + "\n") * 20)
     chips = [{"name": name, "memory_bytes": 80e9, "capability": "9.0"} for name in accelerators]
@@ -31,7 +31,7 @@ def a_run(folder: Path, *accelerators: str, world: int = 8, seconds: float = 2.0
         "tokens_per_second": 1.0,
         "step_seconds_median": 2.0,
         "peak_memory_bytes": 1,
-        "held_out_loss": None,
+        "eval_loss": None,
         "world_size": world,
         "saved": "x",
         "hardware": {"accelerators": chips, "memory_limit_bytes": 24e9},
@@ -119,9 +119,9 @@ def test_a_model_that_was_dealt_out_is_not_predicted_as_if_it_were_replicated(
 def test_an_experiment_s_page_has_the_run_of_its_folder_too(hasten: Hasten, tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", *["NVIDIA H100 80GB HBM3"] * 8)
     one = {"median": 1.0, "low": 1.0, "high": 1.0}
-    arm = {"name": "baseline", "techniques": [], "tokens_per_second": one, "ratio": one}
+    variant = {"name": "baseline", "techniques": [], "tokens_per_second": one, "ratio": one}
     report = {"schema": 2, "title": "t", "created": "2026-11-21T00:00:00+00:00", "command": "c"}
-    report |= {"arms": [{**arm, "verdict": "baseline"}], "recipe": {"model": "m"}, "seed": 0}
+    report |= {"variants": [{**variant, "verdict": "baseline"}], "recipe": {"model": "m"}, "seed": 0}
     report |= {"hardware": {}, "versions": {}}
     (run / "report.json").write_text(json.dumps(report))
     code, _, err = hasten("report", run)

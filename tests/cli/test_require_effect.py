@@ -23,7 +23,7 @@ def call(*words: Any) -> Any:
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
-IDLE = [{"accumulate": {"micro_batch_size": 64}}]  # a step of 8 records is never cut
+IDLE = [{"accumulate": {"micro_batch_size": 64}}]  # a step of 8 examples is never cut
 
 
 def test_a_technique_without_effect_is_a_warning(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_folder_where_another_run_trains_is_refused_before_anything_is_written
 def half_done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe of a run of two steps, with a checkpoint of the second."""
     folder = tmp_path_factory.mktemp("half")
-    values = small(folder, max_steps=2, checkpoint_every=2, lr_schedule="constant", held_out=0)
+    values = small(folder, max_steps=2, checkpoint_every=2, lr_schedule="constant", eval_data=0)
     run_training(Recipe(**values), tell=lambda text: None)
     lines = Path(values["dataset"]).read_text().splitlines()
     (folder / "turned.jsonl").write_text("\n".join(reversed(lines)))
@@ -115,7 +115,7 @@ def half_done(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("seed=7", "seed was 0 and is 7 now"),
         ("global_batch_size=4", "global_batch_size was 8 and is 4 now"),
         ("learning_rate=1", "learning_rate was 0.003 and is 1.0 now"),
-        ("dataset=turned.jsonl", r"data was records=80, .* and is records=80, .* now"),
+        ("dataset=turned.jsonl", r"data was examples=80, .* and is examples=80, .* now"),
         ("model=v3-tiny", "model was deepseek-llm-tiny and is v3-tiny now"),
     ],
 )

@@ -18,7 +18,7 @@ RECIPE = """
 model: deepseek-llm-tiny
 dataset: stdlib
 max_steps: 4
-max_records: 40
+max_examples: 40
 cutoff_len: 64
 vocabulary: 512
 """
@@ -49,7 +49,7 @@ def tuned(folder: Path, *options: str) -> BaseException | None:
         (("--study", "learning", "--seeds", "5"), "--seeds is of the study of speed"),
         (("--study", "learning", "--only", "precision"), "no 'precision' to learn"),
         (("--study", "learning", "--trials", "1"), "one other are 2"),
-        (("--study", "learning", "held_out=0"), "hold some records out"),
+        (("--study", "learning", "eval_data=0"), "hold some examples out"),
         (("--study", "learning", "max_steps=2"), "too few to study"),
     ],
 )

@@ -20,7 +20,7 @@ from hasten.techniques.batch import Accumulate, AdaptiveBatch
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.wire.compress import Half, PowerSGD, Quantised, TopK
-from tiny import job_facts, language_job, records, run, tiny_model
+from tiny import job_facts, language_job, examples, run, tiny_model
 
 WIRES: tuple[Technique, ...] = (
     Half(minimum=0, check_every=1),
@@ -34,7 +34,7 @@ INT8 = Quantised(minimum=0, check_every=1)
 def session(
     world: World, *techniques: Technique, architecture: str = "llama", steps: int = 8
 ) -> Session:
-    job = language_job(lambda: tiny_model(architecture), data=records(16), steps=steps)
+    job = language_job(lambda: tiny_model(architecture), data=examples(16), steps=steps)
     facts = job_facts(job, architecture, world)
     return assemble(prepare(job, Plan((DDP(), *techniques)), facts))
 

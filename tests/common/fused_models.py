@@ -16,10 +16,10 @@ from torch import Tensor
 from hasten.parts.data.collate import packed, padded
 from hasten.parts.nn.fused_layers import fuse_layers
 from hasten.parts.nn.losses import WholeLogitsLoss
-from tiny import COMMON, records, tiny_config
+from tiny import COMMON, examples, tiny_config
 
-RECORDS = records(6, seed=4)
-BATCHES = {"padded": padded(RECORDS), "packed": packed(RECORDS)}
+EXAMPLES = examples(6, seed=4)
+BATCHES = {"padded": padded(EXAMPLES), "packed": packed(EXAMPLES)}
 ROUNDING = 2e-5
 TOKENS = torch.arange(3, 67).view(2, 32)
 

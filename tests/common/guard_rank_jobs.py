@@ -24,7 +24,7 @@ from hasten.core.step import training
 from hasten.machine.environment import World
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.layout.ddp import DDP
-from tiny import job_facts, language_job, records
+from tiny import job_facts, language_job, examples
 
 STEPS = 6
 
@@ -43,7 +43,7 @@ class BreaksOn(nn.Module):
 
 
 def session_on(world: World, breaks: bool = False) -> Session:
-    job = language_job(steps=STEPS, data=records(40), loss=lambda m: BreaksOn(m, breaks))
+    job = language_job(steps=STEPS, data=examples(40), loss=lambda m: BreaksOn(m, breaks))
     return assemble(prepare(job, Plan([DDP()]), job_facts(job, world=world)))
 
 
@@ -69,7 +69,7 @@ def guarded(world: World) -> dict[str, Any]:
     steps = list(training(session))
     dist.barrier()
     job = session.setup.job
-    order = ShuffledOrder([r.length for r in job.records], GlobalBatch(8), job.seed).steps(0)
+    order = ShuffledOrder([r.length for r in job.examples], GlobalBatch(8), job.seed).steps(0)
     model: Any = session.model
     return {
         "skipped": [m.skipped for m in steps],

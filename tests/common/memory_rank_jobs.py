@@ -21,7 +21,7 @@ from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.precision import BF16MasterWeights
-from tiny import job_facts, language_job, records, tiny_config
+from tiny import job_facts, language_job, examples, tiny_config
 
 WIDTH, LAYERS, VOCABULARY = 128, 3, 1000
 ON_RANKS: dict[str, tuple[Technique, ...]] = {
@@ -53,7 +53,7 @@ def both(
     active = model_flops(whole).per_token / 6
     chosen = 2 if "v3" in architecture else 0
     size = ModelSize(count, active, WIDTH, LAYERS, VOCABULARY, chosen)
-    job = language_job(lambda: model(architecture), data=records(16, longest=90), steps=1)
+    job = language_job(lambda: model(architecture), data=examples(16, longest=90), steps=1)
     known = job_facts(job, architecture, world)
     shape = replace(
         known.model, parameters=count, hidden_size=WIDTH, layers=LAYERS, vocabulary=VOCABULARY

@@ -46,15 +46,15 @@ def paper_recipe(folder: Path, config: dict[str, Any], **keys: Any) -> Recipe:
     return recipe_from({"model": str(folder), **usual, **keys}, str(folder))
 
 
-def toy(folder: Path, records: int = 2, **keys: Any) -> Recipe:
-    """Two passes of ``records`` short records on each rank, all weights learn."""
+def toy(folder: Path, examples: int = 2, **keys: Any) -> Recipe:
+    """Two passes of ``examples`` short examples on each rank, all weights learn."""
     ranks = keys.get("nproc", 1)
-    cut = {"accumulate": {"micro_batch_size": records}}
+    cut = {"accumulate": {"micro_batch_size": examples}}
     config = keys.pop("config", TOY)
     layers = keys.pop("layers", config["num_hidden_layers"])
     passes = keys.pop("passes", 2)
     plan = [*keys.pop("plan", MASTERS), cut]
-    batch = ranks * passes * records
+    batch = ranks * passes * examples
     usual = {"cutoff_len": 48, "global_batch_size": batch, "plan": plan}
     return paper_recipe(folder, {**config, "num_hidden_layers": layers}, **{**usual, **keys})
 
@@ -76,7 +76,7 @@ class WholeModel:
 
     config: dict[str, Any]
     length: int
-    records: int  # of a pass
+    examples: int  # of a pass
     plan: tuple[Any, ...]
     bound: Budget
     goal: Budget
@@ -84,7 +84,7 @@ class WholeModel:
 
     def recipe(self, folder: Path) -> Recipe:
         """With steps of 32,768 tokens."""
-        plan = [*self.plan, {"accumulate": {"micro_batch_size": self.records}}]
+        plan = [*self.plan, {"accumulate": {"micro_batch_size": self.examples}}]
         batch = 32768 // self.length
         keys = {"cutoff_len": self.length, "global_batch_size": batch, **dict(self.keys)}
         return paper_recipe(folder, self.config, plan=plan, **keys)

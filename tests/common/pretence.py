@@ -1,4 +1,4 @@
-"""Experiments whose arms only pretend: real processes and pipes, made-up numbers."""
+"""Experiments whose variants only pretend: real processes and pipes, made-up numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Design, Kind
-from hasten.measure.experiment import ExperimentContext, Measured, measure_arms
+from hasten.measure.experiment import ExperimentContext, Measured, measure_variants
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.techniques.attention import DocumentAttention
@@ -44,24 +44,24 @@ NAMES = {
 def pretend(
     folder: Path,
     design: Design,
-    arms: Mapping[str, Any] | None = None,
+    variants: Mapping[str, Any] | None = None,
     *,
     plans: Mapping[str, Plan] | None = None,
     kinds: Mapping[str, Kind] | None = None,
     memory: int = 10_000,
-    record: ExperimentRecord | None = None,
+    example: ExperimentRecord | None = None,
     joules: Callable[[], float | None] = lambda: None,
     slices: bool = False,
     **more: Any,
 ) -> Measured:
-    """Measure; ``arms`` says by name of the arm how it behaves.
+    """Measure; ``variants`` says by name of the variant how it behaves.
 
     Turns are whole ones unless ``slices`` are asked for: then it is known whose turn it is.
     """
     design = dataclasses.replace(design, slices=slices)
-    told = {_name(plans or PLANS, name): how for name, how in (arms or {}).items()}
+    told = {_name(plans or PLANS, name): how for name, how in (variants or {}).items()}
     recipe = folder / "recipe.json"
-    recipe.write_text(json.dumps({"arms": told, "log": str(folder / "log")}))
+    recipe.write_text(json.dumps({"variants": told, "log": str(folder / "log")}))
 
     def spec(name: str) -> WorkerSpec:
         given = {"recipe": str(recipe), "plan": (plans or PLANS)[name].to_list()}
@@ -69,7 +69,7 @@ def pretend(
 
     with WorkerPool(folder) as pool:
         at = ExperimentContext(pool, spec, memory, 2, joules)
-        return measure_arms(at, plans or PLANS, design, kinds=kinds or KINDS, record=record, **more)
+        return measure_variants(at, plans or PLANS, design, kinds=kinds or KINDS, example=example, **more)
 
 
 def log(folder: Path) -> list[str]:
@@ -77,5 +77,5 @@ def log(folder: Path) -> list[str]:
     return (folder / "log").read_text().splitlines()
 
 
-def _name(plans: Mapping[str, Plan], arm: str) -> str:
-    return "+".join(t.name() for t in plans[arm]) or "baseline"
+def _name(plans: Mapping[str, Plan], variant: str) -> str:
+    return "+".join(t.name() for t in plans[variant]) or "baseline"

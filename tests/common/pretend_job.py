@@ -2,7 +2,7 @@
 arguments say.
 
     {"recipe": FILE, "plan": [...]}     FILE is JSON, see below; for experiments
-    {"arms": {PLAN: {"rate": 100, "fails": {"steps": "diverge"}, "after": 2}}, "log": FILE}
+    {"variants": {PLAN: {"rate": 100, "fails": {"steps": "diverge"}, "after": 2}}, "log": FILE}
 
 PLAN is the names of the plan's techniques with + between them. ``fails`` names the request and how
 it fails after ``after`` times: diverge (an error is reported), killed, hang, end.
@@ -34,13 +34,13 @@ class NotFiniteError(Exception):
 def pretend(arguments: Mapping[str, Any], serve: Serve) -> int:
     told = json.loads(Path(arguments["recipe"]).read_text())
     name = "+".join(entry["technique"] for entry in arguments["plan"]) or "baseline"
-    return serve(lambda: Pretended(name, told["arms"].get(name, {}), Path(told["log"])))
+    return serve(lambda: Pretended(name, told["variants"].get(name, {}), Path(told["log"])))
 
 
 class Pretended:
-    def __init__(self, name: str, arm: Mapping[str, Any], log: Path) -> None:
+    def __init__(self, name: str, variant: Mapping[str, Any], log: Path) -> None:
         self.name, self.path, self.step = name, log, 0
-        self.arm = {"rate": 100.0, "fails": {}, "after": 0, "tokens": 10, **arm}
+        self.variant = {"rate": 100.0, "fails": {}, "after": 0, "tokens": 10, **variant}
         self.seen: dict[str, int] = {}
         self.log(f"start {name}")
         self.fail("start")
@@ -52,18 +52,18 @@ class Pretended:
         self.fail(op)
         if op == "steps":
             found = [self.a_step() for _ in range(arguments["count"])]
-            time.sleep(self.arm.get("sleep", 0.0) * arguments["count"])
+            time.sleep(self.variant.get("sleep", 0.0) * arguments["count"])
             self.log(f"steps {self.name} {self.step}")
-            graphs = min(self.step, self.arm.get("compiles_until", 0))
+            graphs = min(self.step, self.variant.get("compiles_until", 0))
             return {"steps": found, "compiled": {"graphs": graphs, "seconds": 0.5}}
         if op == "evaluate":
-            return {"held_out_loss": 2.0, "tokens": self.step * self.arm["tokens"]}
+            return {"eval_loss": 2.0, "tokens": self.step * self.variant["tokens"]}
         return {"acted": [], "samples": [], "ledger": {"step": None}}
 
     def fail(self, what: str) -> None:
         self.seen[what] = self.seen.get(what, 0) + 1
-        how = self.arm["fails"].get(what)
-        if how is None or self.seen[what] <= self.arm["after"]:
+        how = self.variant["fails"].get(what)
+        if how is None or self.seen[what] <= self.variant["after"]:
             return
         if how == "diverge":
             raise NotFiniteError("the gradients were not finite")
@@ -76,16 +76,16 @@ class Pretended:
 
     def a_step(self) -> dict[str, Any]:
         self.step += 1
-        arm = self.arm
-        seconds = arm["tokens"] / arm["rate"]
+        variant = self.variant
+        seconds = variant["tokens"] / variant["rate"]
         return {
             "step": self.step,
-            "tokens": arm["tokens"],
-            "slots": arm["tokens"],
+            "tokens": variant["tokens"],
+            "positions": variant["tokens"],
             "loss": 2.0,
-            "step_seconds": seconds * (1 + arm.get("settles", 0.0) / self.step),
-            "tokens_per_second": arm["rate"],
-            "peak_memory_bytes": arm.get("peak", 100),
+            "step_seconds": seconds * (1 + variant.get("settles", 0.0) / self.step),
+            "tokens_per_second": variant["rate"],
+            "peak_memory_bytes": variant.get("peak", 100),
         }
 
     def log(self, line: str) -> None:
@@ -174,7 +174,7 @@ class Member:
         if how == "memory":
             raise MemoryError("can't allocate memory")
         if how == "refuses":
-            raise InputError("the data has too few records")
+            raise InputError("the data has too few examples")
         if how == "complains":
             raise RuntimeError("connection closed by peer")
         if how == "ends":

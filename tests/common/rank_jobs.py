@@ -22,7 +22,7 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
-from tiny import job_facts, language_job, records, tiny_model
+from tiny import job_facts, language_job, examples, tiny_model
 
 CASES: dict[str, tuple[Technique, ...]] = {
     "plain": (),
@@ -36,10 +36,10 @@ CASES: dict[str, tuple[Technique, ...]] = {
 
 
 def job(case: str) -> Job:
-    """Nine records in fours: the last step of an epoch has one, fewer than there are ranks."""
+    """Nine examples in fours: the last step of an epoch has one, fewer than there are ranks."""
     dtype = torch.float32 if "masters" in case else torch.float64
     return language_job(
-        lambda: tiny_model(dtype=dtype), data=records(9), batch=4, stop=Stop(epochs=2)
+        lambda: tiny_model(dtype=dtype), data=examples(9), batch=4, stop=Stop(epochs=2)
     )
 
 
@@ -50,12 +50,12 @@ def session_on(world: World, case: str) -> Session:
 
 
 def train_all(world: World) -> dict[str, Any]:
-    """Losses, norms, counts, held-out loss and a weight of every case."""
+    """Losses, norms, counts, eval loss and a weight of every case."""
     found = {}
     for case in CASES:
         session = session_on(world, case)
         steps = list(training(session))
-        held_out = evaluate(session).held_out_loss
+        eval_data = evaluate(session).eval_loss
         acted = DDP().probe(session).acted
         sends_buffers = getattr(session.module, "broadcast_buffers", None)
         model: Any = session.finish()
@@ -64,7 +64,7 @@ def train_all(world: World) -> dict[str, Any]:
             "norms": [m.grad_norm for m in steps],
             "tokens": [m.tokens for m in steps],
             "trained": [m.trained_tokens for m in steps],
-            "held_out": held_out,
+            "eval_data": eval_data,
             "weights": model.lm_head.weight[:2, :4].detach().double().flatten().tolist(),
             "replicated": acted,
             "sends buffers": sends_buffers,

@@ -1,4 +1,4 @@
-"""Records for tests of whole runs, generated in the shape of well-known files."""
+"""Examples for tests of whole runs, generated in the shape of well-known files."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ WORDS = TEXT.split()
 STDLIB: dict[str, Any] = {  # a recipe on Python's own modules, without steps and batch
     "model": "deepseek-llm-tiny",
     "dataset": "stdlib",
-    "held_out": 4,
+    "eval_data": 4,
     "vocabulary": 512,
-    "max_records": 40,
+    "max_examples": 40,
     "cutoff_len": 64,
 }
 
@@ -62,8 +62,8 @@ def small(folder: Path, **changes: Any) -> dict[str, Any]:
     return {
         "model": "deepseek-llm-tiny",
         "dataset": dataset("gsm8k_train.jsonl", folder),
-        "held_out": 8,
-        "max_records": 80,
+        "eval_data": 8,
+        "max_examples": 80,
         "cutoff_len": 64,
         "vocabulary": 400,
         "max_steps": 3,

@@ -1,4 +1,4 @@
-"""Small jobs for tests: real architectures at toy size, records of uneven lengths, no downloads."""
+"""Small jobs for tests: real architectures at toy size, examples of uneven lengths, no downloads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hasten.core.facts import Facts, ModelFacts, RecordFacts
+from hasten.core.facts import Facts, ModelFacts, ExampleStats
 from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
@@ -21,7 +21,7 @@ from hasten.core.timing import StepMetrics
 from hasten.machine import host
 from hasten.machine.environment import World
 from hasten.models.load import take_own_attention
-from hasten.parts.data.collate import TokenRecord, padded, token_record
+from hasten.parts.data.collate import TokenizedExample, padded, tokenized_example
 from hasten.parts.nn.causal_lm import freeze_indexers
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.optim.weight_average import decayed_groups
@@ -111,39 +111,39 @@ def tiny_model(architecture: str = "llama", seed: int = 0, dtype: Any = torch.fl
     return built
 
 
-def records(count: int = 24, seed: int = 0, longest: int = 40) -> list[TokenRecord]:
-    """Records of uneven lengths with uneven loss masks, each with at least one trained token."""
+def examples(count: int = 24, seed: int = 0, longest: int = 40) -> list[TokenizedExample]:
+    """Examples of uneven lengths with uneven loss masks, each with at least one trained token."""
     draw = np.random.default_rng(seed)
     found = []
     for _ in range(count):
         length = int(draw.integers(3, longest + 1))
         trained = draw.random(length) < 0.6
         trained[-1] = True
-        found.append(token_record(draw.integers(3, VOCABULARY, length), trained))
+        found.append(tokenized_example(draw.integers(3, VOCABULARY, length), trained))
     return found
 
 
 def language_job(
     model: Callable[[], nn.Module] = tiny_model,
     *,
-    data: Sequence[TokenRecord] | None = None,
+    data: Sequence[TokenizedExample] | None = None,
     steps: int = 3,
     batch: int = 8,
     lr: float = 1e-2,
     optimizer: Any = torch.optim.AdamW,
     **changes: Any,
 ) -> Job:
-    data = records() if data is None else data
+    data = examples() if data is None else data
     settings: dict[str, Any] = {
         "model": model,
         "loss": WholeLogitsLoss,
         "optimizer": lambda named: optimizer(decayed_groups(named, 0.0), lr=lr),
         "stop": Stop(steps=steps),
-        "records": data,
+        "examples": data,
         "lengths": [r.length for r in data],
         "collate": with_language_counts(padded),
-        "batch": GlobalBatch(records=batch),
-        "held_out": records(6, seed=9),
+        "batch": GlobalBatch(examples=batch),
+        "eval_data": examples(6, seed=9),
         "seed": 3,
     }
     return Job(**{**settings, **changes})
@@ -159,7 +159,7 @@ def job_facts(job: Job, architecture: str = "llama", world: World | None = None)
             experts=MLA["n_routed_experts"] if "deepseek_v" in architecture else 0,
             head_reason="",
         ),
-        records=RecordFacts(len(lengths), sum(lengths), max(lengths, default=0), 0.6),
+        examples=ExampleStats(len(lengths), sum(lengths), max(lengths, default=0), 0.6),
     )
 
 

@@ -62,7 +62,7 @@ def write_run(folder: Path, steps: int = 20, finished: bool = False, **start: An
     (folder / "run.json").write_text(json.dumps(told))
     lines = (json.dumps(step_line(step)) + "\n" for step in range(1, steps + 1))
     (folder / "metrics.jsonl").write_text("".join(lines))
-    append(folder / "evaluations.jsonl", {"step": steps, "tokens": 1, "held_out_loss": 4.5})
+    append(folder / "evaluations.jsonl", {"step": steps, "tokens": 1, "eval_loss": 4.5})
     if finished:
         summary = {"stopped": "done", "tokens": 1000 * steps, "steps": steps}
         (folder / "summary.json").write_text(json.dumps(summary))

@@ -1,7 +1,7 @@
 """Signatures of what exists on CUDA alone, at both ends of the ranges in pyproject.toml.
 
 They are read out of wheels, for no GPU and no second torch is at hand. A wheel of any system will
-do: ``pip download torch==2.11.0 --no-deps --only-binary=:all: --platform macosx_11_0_arm64``.
+do: ``pip download torch==2.11.0 --no-deps --only-binary=:all: --platform macosx_11_0_variant64``.
 
     python tests/contract/cuda_signatures.py WHEEL...   # writes cuda_signatures.json anew
 """

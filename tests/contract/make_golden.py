@@ -26,7 +26,7 @@ LONGEST = 64
 RECIPE: dict[str, Any] = {
     "model": "model",
     "dataset": "records.jsonl",
-    "held_out": 4,
+    "eval_data": 4,
     "cutoff_len": LONGEST,
     "max_steps": 4,
     "eval_every": 2,
@@ -43,7 +43,7 @@ def main(target: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         here = Path(name) / "golden"  # a checkpoint names its model by the last two folders
         here.mkdir()
-        _records(here / "records.jsonl")
+        _examples(here / "records.jsonl")
         _model(here / "model")
         (here / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
         _hasten(here, "train", "recipe.yaml")
@@ -67,13 +67,13 @@ def main(target: Path) -> None:
             _keep(here / kept, target / kept)
         _keep(here / "run", target / "run", LEFT_OUT)
         _without_this_machine(target / "run")
-        [record] = (here / "measured").glob("experiments/*/record.jsonl")
-        _keep(record, target / "record.jsonl")
+        [example] = (here / "measured").glob("experiments/*/record.jsonl")
+        _keep(example, target / "record.jsonl")
         [study] = (here / "tuned").rglob("study.json")
         _keep(study, target / "study.json")
 
 
-def _records(path: Path) -> None:
+def _examples(path: Path) -> None:
     draw = random.Random(0)
     rows = []
     for _ in range(40):

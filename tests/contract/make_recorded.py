@@ -3,7 +3,7 @@
     python tests/contract/make_recorded.py tests/contract/recorded
 
 The files were made on 2026-11-24, before the measuring engines were replaced;
-tests/contract/test_recorded.py asks for the same numbers from the same records.
+tests/contract/test_recorded.py asks for the same numbers from the same examples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hasten.report.judgement import floor_of, noise_of, ratio_to
 RECIPE: dict[str, Any] = {
     "model": "model",
     "dataset": "records.jsonl",
-    "held_out": 4,
+    "eval_data": 4,
     "cutoff_len": 64,
     "max_steps": 4,
     "global_batch_size": 4,
@@ -32,7 +32,7 @@ RECIPE: dict[str, Any] = {
 }
 ONE: dict[str, Any] = {"rounds": 5, "steps": 2, "warmup": 1, "evaluations": 2}
 EXPERIMENTS: list[tuple[list[Any], str, dict[str, Any], dict[str, Any]]] = [
-    # the plan, which arms, of the recipe, of the design
+    # the plan, which variants, of the recipe, of the design
     (["packed"], "plan", {}, {}),
     (["packed"], "plan", {"seed": 1}, {"seed": 1}),
     (["packed"], "plan", {"global_batch_size": 2}, {"steps": 3}),
@@ -66,31 +66,31 @@ class Silent:
     def begin(self, after: float = 0.0) -> None: ...
 
 
-def numbers(arms: list[Any]) -> dict[str, Any]:
-    """What the code that is imported makes of an experiment's arms; floats as they are."""
+def numbers(variants: list[Any]) -> dict[str, Any]:
+    """What the code that is imported makes of an experiment's variants; floats as they are."""
     rows = []
-    for arm in arms:
-        ratio = ratio_to(arm, arms[0]) if arm.rounds else None
+    for variant in variants:
+        ratio = ratio_to(variant, variants[0]) if variant.rounds else None
         rows.append(
             {
-                "name": arm.name,
-                "rounds": arm.rounds,
-                "beside": arm.beside,
-                "builds": arm.builds,
-                "losses": arm.losses,
-                "held_out": arm.held_out,
-                "warmup": arm.warmup,
-                "foreign_load": arm.foreign_load,
-                "peak_memory_bytes": arm.peak_memory_bytes,
-                "joules_per_token": arm.joules_per_token,
-                "failed": arm.failed,
-                "luck": None if arm.luck is None else asdict(arm.luck),
+                "name": variant.name,
+                "rounds": variant.rounds,
+                "beside": variant.beside,
+                "builds": variant.builds,
+                "losses": variant.losses,
+                "eval_data": variant.eval_data,
+                "warmup": variant.warmup,
+                "foreign_load": variant.foreign_load,
+                "peak_memory_bytes": variant.peak_memory_bytes,
+                "joules_per_token": variant.joules_per_token,
+                "failed": variant.failed,
+                "luck": None if variant.luck is None else asdict(variant.luck),
                 "ratio": None if ratio is None else asdict(ratio),
             }
         )
-    told: dict[str, Any] = {"arms": rows}
-    if all(arm.rounds for arm in arms):
-        told |= {"floor": floor_of(arms), "noise": noise_of(arms)}
+    told: dict[str, Any] = {"variants": rows}
+    if all(variant.rounds for variant in variants):
+        told |= {"floor": floor_of(variants), "noise": noise_of(variants)}
     return json.loads(json.dumps(told))  # type: ignore[no-any-return]
 
 
@@ -114,7 +114,7 @@ def main(target: Path, wanted: list[int]) -> None:
             design = Design(**{**ONE, **designed})
             if design.noise:
                 plans, kinds = with_second_baseline(plans, kinds)
-            arms = measured(subject, plans, kinds, design, True, silent).arms
+            variants = measured(subject, plans, kinds, design, True, silent).variants
             [record] = (here / "out").glob("experiments/*/record.jsonl")
             head, *events = [json.loads(line) for line in record.read_text().splitlines()]
             for event in events:
@@ -127,14 +127,14 @@ def main(target: Path, wanted: list[int]) -> None:
                 "design": asdict(design),
                 "kinds": kinds,
                 "plans": {name: plan.to_list() for name, plan in plans.items()},
-                "expected": numbers(arms),
+                "expected": numbers(variants),
                 "events": events,
             }
             path = target / f"{number:02}.json"
             lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in kept.items() if k != "events"]
             rows = ",\n".join(json.dumps(event) for event in events)
             path.write_text("{" + ",\n".join(lines) + ',\n"events": [\n' + rows + "\n]}\n")
-            print(path.name, which, plan, [arm.failed for arm in arms], flush=True)
+            print(path.name, which, plan, [variant.failed for variant in variants], flush=True)
 
 
 if __name__ == "__main__":

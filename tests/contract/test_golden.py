@@ -20,7 +20,7 @@ from hasten.core.plan import Plan
 from hasten.data.token_store import TokenStore
 from hasten.measure.ablation import Design
 from hasten.measure.record import ExperimentRecord
-from hasten.measure.rounds import arms_of
+from hasten.measure.rounds import variants_of
 from hasten.monitor.run import Run, run_numbers
 from hasten.parts.checkpoint import checkpoints, load, verify
 from hasten.recipe.schema import Recipe, load_recipe
@@ -54,9 +54,9 @@ def test_a_finished_run_is_shown_with_its_last_numbers() -> None:
     found = run_numbers(run, now=time.time())
     assert (found["status"], found["step"], found["loss"]) == ("done", STEPS, last["loss"])
     [facts] = read_runs(RUN)
-    assert (facts.steps, facts.held_out_loss) == (
+    assert (facts.steps, facts.eval_loss) == (
         STEPS,
-        lines("evaluations.jsonl")[-1]["held_out_loss"],
+        lines("evaluations.jsonl")[-1]["eval_loss"],
     )
     assert facts.plan == ("packed", "checkpoints")
 
@@ -77,7 +77,7 @@ def test_an_old_run_goes_on_from_its_checkpoint_to_the_losses_that_it_had(
     train(load_recipe(Path("recipe.yaml"), [f"resume={halfway}"]), tell=lambda text: None)
     went_on = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     before = lines("metrics.jsonl")[2:]
-    for name in ("step", "tokens", "records"):
+    for name in ("step", "tokens", "examples"):
         assert [line[name] for line in went_on] == [line[name] for line in before]
     for name in ("loss", "grad_norm"):  # another processor sums in another order
         expected = [line[name] for line in before]
@@ -88,22 +88,22 @@ def test_prepared_data_holds_the_tokens_of_the_records() -> None:
     index = json.loads((RUN / "data" / "index.json").read_text())
     store = TokenStore(RUN / "data" / index["train"])
     assert len(store) == len((GOLDEN / "records.jsonl").read_text().splitlines())
-    record = store[0]
-    assert len(record.input_ids) == len(record.trained)
-    assert record.trained.any()
+    example = store[0]
+    assert len(example.input_ids) == len(example.trained)
+    assert example.trained.any()
 
 
 def test_a_record_gives_the_figures_of_its_report() -> None:
     key = json.loads((GOLDEN / "record.jsonl").read_text().splitlines()[0])["key"]
-    with ExperimentRecord(GOLDEN / "record.jsonl", key) as record:
-        assert record.done
+    with ExperimentRecord(GOLDEN / "record.jsonl", key) as example:
+        assert example.done
         report = read_report(read_object(GOLDEN / "report.json"))
         design = Design(rounds=3, steps=2, warmup=1)
         plans = {"baseline": Plan(), "plan": Plan()}
-        arms = {arm.name: arm for arm in arms_of(record.events, plans, {}, design)}
-    for row in report["arms"]:
+        variants = {variant.name: variant for variant in variants_of(example.events, plans, {}, design)}
+    for row in report["variants"]:
         if row["tokens_per_second"]["median"] is not None:
-            assert row["rounds"] == pytest.approx(arms[row["name"]].rounds)
+            assert row["rounds"] == pytest.approx(variants[row["name"]].rounds)
     assert "| plan " in render_markdown(report)
 
 
@@ -116,7 +116,7 @@ def test_a_stored_report_is_printed_alike_in_each_form(
     shutil.copy(GOLDEN / "report_ladder.json", tmp_path / "report.json")
     report([tmp_path], as_json=True)
     printed = json.loads(capsys.readouterr().out)
-    assert [arm["verdict"] for arm in printed["arms"]][:2] == ["baseline", "helped"]
+    assert [variant["verdict"] for variant in printed["variants"]][:2] == ["baseline", "helped"]
     assert printed == read_object(tmp_path / "report.json")
 
 
@@ -127,14 +127,14 @@ def test_a_training_after_it_says_which_rows_hurt(tmp_path: Path) -> None:
     slower, worse = measured_to_hurt(recipe)
     assert slower.startswith("bf16_master_weights (0.47× [0.45, 0.49] of + fused_layers; hurt")
     assert worse.startswith("fused_adamw (1.02× ")
-    assert "worse: held-out loss 2.5000 → 2.6000" in worse
+    assert "worse: eval loss 2.5000 → 2.6000" in worse
     assert measured_to_hurt(recipe.model_copy(update={"plan": plan[:3]})) == []
 
 
 def test_a_bundle_has_its_reports_rounds() -> None:
     report = read_report(read_object(GOLDEN / "report.json"))
     bundle = read_bundle(GOLDEN / "bundle.json")
-    for row in report["arms"]:
+    for row in report["variants"]:
         assert list(bundle.measured[row["name"]].rounds) == row["rounds"]
 
 

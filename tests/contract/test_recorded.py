@@ -14,7 +14,7 @@ import pytest
 from contract.make_recorded import EXPERIMENTS, numbers
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Design
-from hasten.measure.rounds import arms_of
+from hasten.measure.rounds import variants_of
 
 RECORDED = sorted(Path(__file__).with_name("recorded").glob("*.json"))
 
@@ -28,6 +28,6 @@ def test_a_record_gives_the_numbers_that_it_gave(path: Path) -> None:
     kept: dict[str, Any] = json.loads(path.read_text())
     plans = dict.fromkeys(kept["plans"], Plan())
     design = Design(**kept["design"])
-    arms = arms_of(kept["events"], plans, kept["kinds"], design)
-    assert numbers(arms) == kept["expected"]
-    assert any(row["ratio"] for row in kept["expected"]["arms"])
+    variants = variants_of(kept["events"], plans, kept["kinds"], design)
+    assert numbers(variants) == kept["expected"]
+    assert any(row["ratio"] for row in kept["expected"]["variants"])

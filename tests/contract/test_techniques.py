@@ -42,7 +42,7 @@ from tiny import (
     NEWER,
     job_facts,
     language_job,
-    records,
+    examples,
     run,
     session_of,
     tiny_model,
@@ -89,7 +89,7 @@ BF16_BOUND, FLOAT32_BOUND = 4e-2, 2e-5
 
 kinds = pytest.mark.parametrize("kind", CATALOGUE, ids=lambda k: k.name())
 instances = pytest.mark.parametrize("technique", INSTANCES, ids=str)
-# Techniques of these slots look into the model; others see parameters, records, or the machine, and
+# Techniques of these slots look into the model; others see parameters, examples, or the machine, and
 # one dense architecture and one of experts stand for all.
 INSIDE = {
     *(Slot.ADAPTER, Slot.ROUTING, Slot.ATTENTION, Slot.LAYERS, Slot.EXPERTS, Slot.LOSS),
@@ -129,7 +129,7 @@ class GradientOnly(torch.optim.SGD):
 
 
 def job(architecture: str, dtype: Any = torch.float32, **changes: Any) -> Job:
-    return language_job(lambda: tiny_model(architecture, dtype=dtype), data=records(8), **changes)
+    return language_job(lambda: tiny_model(architecture, dtype=dtype), data=examples(8), **changes)
 
 
 def leave_out_what_cannot_run_here(technique: Technique, architecture: str) -> None:

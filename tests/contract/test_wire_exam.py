@@ -46,7 +46,7 @@ def test_replicas_are_the_same_and_learn(
     for rank in seen:
         assert rank["acted"], rank["said"]
         assert all(map(math.isfinite, rank["losses"]))
-    # An epoch is two steps, each of other records.
+    # An epoch is two steps, each of other examples.
     assert sum(sum(s["losses"][-2:]) for s in seen) < sum(sum(s["losses"][:2]) for s in seen)
 
 

@@ -25,7 +25,7 @@ from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.wire.compress import Half, PowerSGD, Quantised, TopK
 from hasten.techniques.wire.local import LocalSteps, Stream
 from hasten.techniques.wire.topology import Hierarchical
-from tiny import job_facts, language_job, records, run, tiny_config, tiny_model
+from tiny import job_facts, language_job, examples, run, tiny_config, tiny_model
 
 WIRES: dict[str, Technique] = {
     "half": Half(minimum=0, check_every=1),
@@ -97,7 +97,7 @@ def exam(world: World, wires: tuple[str, ...]) -> dict[str, Any]:
 
 def session(world: World, wire: Technique, case: Case, steps: int | None = None) -> Session:
     job = language_job(
-        lambda: case.model(case.architecture), data=records(16), steps=steps or case.steps
+        lambda: case.model(case.architecture), data=examples(16), steps=steps or case.steps
     )
     facts = job_facts(job, case.architecture, world)
     return assemble(prepare(job, Plan((DDP(), wire, *case.beside)), facts))

@@ -24,7 +24,7 @@ class ThreeAlike:
 
 def test_by_default_counts_and_the_wish_to_stop_are_summed_in_one_go() -> None:
     agreement = SumsEachStep(ThreeAlike())
-    mine = WorkCounts(records=1, tokens=5, slots=8, trained_tokens=4, pairs=25)
+    mine = WorkCounts(examples=1, tokens=5, positions=8, trained_tokens=4, pairs=25)
     assert agreement.counts(mine, stop=False) == (WorkCounts(3, 15, 24, 12, 75), False)
     assert agreement.counts(mine, stop=True)[1]
     assert agreement.sum(torch.ones(2)).tolist() == [3.0, 3.0]

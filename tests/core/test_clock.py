@@ -111,11 +111,11 @@ def after_a_nap(act: Callable[..., Any]) -> Callable[..., Any]:
     return acting
 
 
-def napping_collate(records: Sequence[Any]) -> Any:
+def napping_collate(examples: Sequence[Any]) -> Any:
     PLANTED.sleep(NAP)
     from hasten.core.job import with_language_counts
 
-    return with_language_counts(padded)(records)
+    return with_language_counts(padded)(examples)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from hasten.core.job import GlobalBatch, ShuffledOrder
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from ranks import on_ranks
-from tiny import language_job, records, run, session_of
+from tiny import language_job, examples, run, session_of
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -39,7 +39,7 @@ def test_a_loss_that_is_not_finite_moves_nothing_even_where_gradients_are(
     tmp_path: Path, planted: float
 ) -> None:
     """A constant has no gradient: the gradients of this step are finite, the loss isn't."""
-    data = records(24)
+    data = examples(24)
     job = language_job(steps=5, data=data, loss=lambda m: PlantedLoss(m, {2: planted}))
     session = session_of(job)
     session.setup.guards = Guards(quarantine=tmp_path / "quarantined.jsonl")
@@ -48,7 +48,7 @@ def test_a_loss_that_is_not_finite_moves_nothing_even_where_gradients_are(
     assert math.isfinite(found[1].grad_norm)
     (line,) = lines(tmp_path / "quarantined.jsonl")
     steps = list(ShuffledOrder([r.length for r in data], GlobalBatch(8), job.seed).steps(0))
-    assert line["records"] == steps[1]
+    assert line["examples"] == steps[1]
     assert (line["step"], line["epoch"], line["own_loss_finite"]) == (2, 0, False)
 
 
@@ -132,7 +132,7 @@ def test_nan_on_one_rank_skips_the_step_on_all_and_names_that_rank(planted: list
     of_rank = {line["rank"]: line for line in planted[0]["quarantined"]}
     assert {rank: line["own_loss_finite"] for rank, line in of_rank.items()} == {0: True, 1: False}
     assert {line["step"] for line in of_rank.values()} == {3}
-    together = sorted(of_rank[0]["records"] + of_rank[1]["records"])
+    together = sorted(of_rank[0]["examples"] + of_rank[1]["examples"])
     assert together == planted[0]["step three"]
 
 

@@ -34,7 +34,7 @@ def test_a_scheduler_s_signal_stops_without_evaluating_however_often_it_comes(
     outcome = fit(session, Watch(on_step=ask))
     assert (outcome.stopped, session.progress.step, outcome.evaluations) == ("left", 3, [])
     assert signal.getsignal(number) is before
-    assert outcome.summary(session)["held_out_loss"] is None
+    assert outcome.summary(session)["eval_loss"] is None
 
 
 def test_a_second_interrupt_ends_at_once(session: Session) -> None:

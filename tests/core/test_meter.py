@@ -22,14 +22,14 @@ from hasten.models.flops import config_flops, model_flops
 from hasten.parts.data.collate import packed, padded
 from hasten.techniques import CATALOGUE
 from hasten.techniques.batch import Accumulate
-from tiny import job_facts, language_job, records, session_of, tiny_config, tiny_model
+from tiny import job_facts, language_job, examples, session_of, tiny_config, tiny_model
 
 EDITS = {Slot.ROUTING, Slot.ATTENTION, Slot.LAYERS, Slot.LOSS, Slot.RECOMPUTE, Slot.COMPILE}
 EDITS |= {Slot.PRECISION, Slot.LAYOUT}
 
 
 def test_pairs_are_the_sum_of_squared_lengths_however_records_are_laid_out() -> None:
-    data = records(6)
+    data = examples(6)
     pairs = sum(r.length**2 for r in data)
     for lay_out in (padded, packed):
         assert with_language_counts(lay_out)(data).counts.pairs == pairs
@@ -42,7 +42,7 @@ def test_a_step_s_model_flops_are_those_of_its_records_and_mfu_follows() -> None
     flops = model_flops(session.model)
     session.meter = Meter(flops.per_token, flops.per_pair, ceiling=1e9)
     for step in training(session):
-        assert step.model_flops == flops.of(job.lengths)  # every record is in each step
+        assert step.model_flops == flops.of(job.lengths)  # every example is in each step
         assert step.mfu == pytest.approx(step.model_flops / step.step_seconds / 1e9)
 
 

@@ -87,12 +87,12 @@ def test_the_key_changes_with_a_setting_and_not_with_the_order_given() -> None:
     assert one.key != Plan([Small(share=0.06), FP8Loss()]).key
 
 
-def test_arms_are_nothing_each_alone_each_left_out_and_all() -> None:
+def test_variants_are_nothing_each_alone_each_left_out_and_all() -> None:
     third = TwoLevels()
     plan = Plan([FP8Loss(), third])
-    assert list(plan.arms()) == ["baseline", "only fp8_loss", "only two_levels", "all"]
-    assert plan.arms()["only two_levels"] == Plan([third])
-    assert list(Plan([third]).arms()) == ["baseline", "all"]
+    assert list(plan.variants()) == ["baseline", "only fp8_loss", "only two_levels", "all"]
+    assert plan.variants()["only two_levels"] == Plan([third])
+    assert list(Plan([third]).variants()) == ["baseline", "all"]
 
 
 def test_the_ladder_adds_one_technique_at_a_time() -> None:

@@ -67,7 +67,7 @@ def test_every_record_comes_once_per_epoch_within_the_token_budget(
     steps = list(ShuffledOrder(sizes, GlobalBatch(None, budget), seed).steps(1))
     assert sorted(i for step in steps for i in step) == list(range(len(sizes)))
     assert all(sum(sizes[i] for i in step) <= budget for step in steps)
-    for one, two in itertools.pairwise(steps):  # no step had room for the next record
+    for one, two in itertools.pairwise(steps):  # no step had room for the next example
         assert sum(sizes[i] for i in one) + sizes[two[0]] > budget
 
 
@@ -84,13 +84,13 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
 
 @given(st.integers(1, 50), st.integers(1, 8))
 def test_ranks_share_a_step_without_loss_and_evenly(count: int, world: int) -> None:
-    order = ShuffledOrder([1] * count, GlobalBatch(records=count))
+    order = ShuffledOrder([1] * count, GlobalBatch(examples=count))
     shares = [next(order.local_steps(0, rank, world))[0] for rank in range(world)]
     assert sorted(i for s in shares for i in s) == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-@pytest.mark.parametrize("settings", [{"records": None}, {"tokens": 5}, {"records": 0}])
+@pytest.mark.parametrize("settings", [{"examples": None}, {"tokens": 5}, {"examples": 0}])
 def test_a_global_batch_is_records_or_tokens(settings: dict[str, int | None]) -> None:
     with pytest.raises(InputError):
         GlobalBatch(**settings)

@@ -15,7 +15,7 @@ from hasten.core.session import Session
 from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.techniques.checkpoint import Checkpoints
-from tiny import language_job, records, run, session_of
+from tiny import language_job, examples, run, session_of
 
 POLICY = SpikePolicy(sigmas=4, window=8, in_a_row=2, lower=0.5, at_most=2)
 
@@ -28,7 +28,7 @@ def spoil(session: Session) -> None:
 
 
 def watched(folder: Path, policy: SpikePolicy = POLICY, steps: int = 30) -> Session:
-    job = language_job(steps=steps, data=records(80), lr=1e-3)
+    job = language_job(steps=steps, data=examples(80), lr=1e-3)
     session = session_of(job, Checkpoints(interval=3), folder=folder / "checkpoints")
     session.setup.spikes = SpikeWatch(policy, folder / "spikes.jsonl")
     return session
@@ -79,7 +79,7 @@ def test_no_checkpoint_is_written_while_losses_are_high(tmp_path: Path) -> None:
 
 
 def test_a_spike_before_the_first_checkpoint_lowers_the_rate_alone(tmp_path: Path) -> None:
-    job = language_job(steps=14, data=records(80), lr=1e-3)
+    job = language_job(steps=14, data=examples(80), lr=1e-3)
     session = session_of(job, Checkpoints(interval=100), folder=tmp_path / "checkpoints")
     session.setup.spikes = SpikeWatch(POLICY, tmp_path / "spikes.jsonl")
     rates = []

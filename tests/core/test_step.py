@@ -18,11 +18,11 @@ from hasten.core.step import NotFiniteError, batches, train_step, training
 from hasten.errors import InputError
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
-from tiny import job_facts, language_job, records, run, session_of, tiny_model
+from tiny import job_facts, language_job, examples, run, session_of, tiny_model
 
 
 def reference(data: Any, step: list[int]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of a step, record by record, without batches, padding or micro-batches."""
+    """Loss and gradients of a step, example by example, without batches, padding or micro-batches."""
     model = tiny_model(dtype=torch.float64)
     trained = sum(data[i].trained_tokens for i in step)
     total = torch.zeros((), dtype=torch.float64)
@@ -52,10 +52,10 @@ class KeepGradients(torch.optim.SGD):
         (Accumulate(micro_batch_tokens=45),),
         (Accumulate(micro_batch_size=1), Packed()),
     ],
-    ids=["one batch", "by records", "by tokens", "packed, one by one"],
+    ids=["one batch", "by examples", "by tokens", "packed, one by one"],
 )
 def test_loss_and_gradients_equal_a_float64_loop_over_records(techniques: Any) -> None:
-    data = records(11)  # eleven records in threes: the last micro-batch has two
+    data = examples(11)  # eleven examples in threes: the last micro-batch has two
     step = next(ShuffledOrder([r.length for r in data], GlobalBatch(11), 3).steps(0))
     loss, gradients = reference(data, step)
     job = language_job(
@@ -80,13 +80,13 @@ def test_loss_and_gradients_equal_a_float64_loop_over_records(techniques: Any) -
 
 
 def test_counts_are_those_of_the_records() -> None:
-    data = records(8)
+    data = examples(8)
     session = session_of(language_job(data=data, steps=1))
     (metrics,) = run(session)
     assert metrics.tokens == sum(r.length for r in data)
     assert metrics.trained_tokens == sum(r.trained_tokens for r in data)
-    assert metrics.slots == 8 * max(r.length for r in data)
-    assert metrics.padding_share == pytest.approx(1 - metrics.tokens / metrics.slots)
+    assert metrics.positions == 8 * max(r.length for r in data)
+    assert metrics.padding_share == pytest.approx(1 - metrics.tokens / metrics.positions)
 
 
 def test_clipping_limits_the_update_and_reports_the_norm_before_it() -> None:
@@ -154,7 +154,7 @@ def test_the_same_seed_gives_the_same_bits() -> None:
 
 
 def test_a_run_ends_by_steps_by_epochs_or_by_tokens() -> None:
-    data = records(10)
+    data = examples(10)
     per_epoch = sum(r.length for r in data)
     assert len(run(session_of(language_job(data=data, batch=4, steps=5)))) == 5
     by_epochs = language_job(data=data, batch=4, stop=Stop(epochs=2))
@@ -174,9 +174,9 @@ def test_a_stop_must_say_when() -> None:
 
 
 def test_records_without_a_trained_token_are_refused_in_the_step() -> None:
-    from hasten.parts.data.collate import token_record
+    from hasten.parts.data.collate import tokenized_example
 
-    mute = [token_record([5, 6, 7], [False] * 3)] * 4
+    mute = [tokenized_example([5, 6, 7], [False] * 3)] * 4
     with pytest.raises(InputError, match="no trained token"):
         run(session_of(language_job(data=mute, batch=4)))
 

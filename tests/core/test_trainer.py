@@ -27,18 +27,18 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
-from tiny import language_job, records, run, session_of, tiny_model
+from tiny import language_job, examples, run, session_of, tiny_model
 
 
-def test_held_out_loss_is_the_mean_over_trained_tokens_of_all_records() -> None:
-    held_out = records(19, seed=5)
-    job = language_job(lambda: tiny_model(dtype=torch.float64), held_out=held_out)
-    found = evaluate(session_of(job)).held_out_loss
+def test_eval_loss_is_the_mean_over_trained_tokens_of_all_records() -> None:
+    eval_data = examples(19, seed=5)
+    job = language_job(lambda: tiny_model(dtype=torch.float64), eval_data=eval_data)
+    found = evaluate(session_of(job)).eval_loss
     model = tiny_model(dtype=torch.float64).eval()
     total, count = 0.0, 0
-    for record in held_out:
-        ids = torch.tensor(record.input_ids.astype("int64"))[None]
-        kept = torch.tensor(record.trained[1:])
+    for example in eval_data:
+        ids = torch.tensor(example.input_ids.astype("int64"))[None]
+        kept = torch.tensor(example.trained[1:])
         with torch.no_grad():
             logits = model(input_ids=ids).logits[0, :-1][kept]
         total += float(F.cross_entropy(logits, ids[0, 1:][kept], reduction="sum"))
@@ -68,8 +68,8 @@ def test_metrics_of_the_user_are_measured_at_every_evaluation() -> None:
     assert norms[0] != norms[1]
 
 
-def test_training_stops_early_when_the_held_out_loss_stops_falling() -> None:
-    job = language_job(steps=200, lr=1.0)  # far too high: the held-out loss can only rise
+def test_training_stops_early_when_the_eval_loss_stops_falling() -> None:
+    job = language_job(steps=200, lr=1.0)  # far too high: the eval loss can only rise
     best: list[int] = []
     watch = Watch(every_steps=2, patience=3, on_best=lambda e: best.append(e.step))
     session = session_of(job)
@@ -117,8 +117,8 @@ def test_rates_are_of_this_process_alone_after_a_resume() -> None:
     assert summary["steps"] == 30
     assert summary["tokens"] == second.progress.tokens
     assert summary["tokens_per_second"] == pytest.approx(new / trained)
-    assert summary["records_per_second"] * trained == pytest.approx(
-        second.progress.records - first.progress.records
+    assert summary["examples_per_second"] * trained == pytest.approx(
+        second.progress.examples - first.progress.examples
     )
     assert outcome.tokens(second) == new
 
@@ -161,11 +161,11 @@ def test_an_interrupt_ends_the_run_between_two_steps() -> None:
 
 
 def test_the_summary_says_what_was_done() -> None:
-    data = records(10)
+    data = examples(10)
     session = session_of(language_job(data=data, batch=4, stop=Stop(epochs=2)))
     summary = fit(session).summary(session)
     assert summary["steps"] == 6
-    assert summary["records"] == 20
+    assert summary["examples"] == 20
     assert summary["tokens"] == 2 * sum(r.length for r in data)
     assert len(summary["epoch_seconds"]) == 2
     assert summary["perplexity"] > 1
@@ -183,7 +183,7 @@ PLANS = {
 @pytest.mark.parametrize("techniques", PLANS.values(), ids=PLANS.keys())
 def test_a_resumed_run_continues_with_the_same_bits(tmp_path: Path, techniques: Any) -> None:
     def job() -> Any:
-        return language_job(data=records(20), batch=6, stop=Stop(epochs=2))
+        return language_job(data=examples(20), batch=6, stop=Stop(epochs=2))
 
     whole = [m.loss for m in run(session_of(job(), *techniques))]
     first = session_of(job(), *techniques)
@@ -205,7 +205,7 @@ def test_a_resumed_run_continues_with_the_same_bits(tmp_path: Path, techniques: 
 def test_who_moves_the_progress_has_the_next_step_from_there(
     tmp_path: Path, techniques: Any
 ) -> None:
-    session = session_of(language_job(data=records(64), steps=12), *techniques, folder=tmp_path)
+    session = session_of(language_job(data=examples(64), steps=12), *techniques, folder=tmp_path)
     found, before = [], set(threading.enumerate())
     for metrics in training(session):
         found.append(metrics)

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.data.conversation import SHAPES, ColumnNames, columns_of, conversation
-from hasten.data.readers import read_records, read_sources
+from hasten.data.readers import read_examples, read_sources
 from hasten.data.sources import Source, source_of, weighted
 from hasten.errors import InputError
 
 
-def read(folder: Path, record: Any, columns: dict[str, str]) -> tuple[str, list[tuple[str, ...]]]:
+def read(folder: Path, example: Any, columns: dict[str, str]) -> tuple[str, list[tuple[str, ...]]]:
     path = folder / "data.jsonl"
-    path.write_text(json.dumps(record) + "\n")
+    path.write_text(json.dumps(example) + "\n")
     (reading,) = read_sources([Source(path, columns_of(columns))])
     return reading.shapes[str(path)], [m[:2] for m in reading.conversations[0].messages]
 
@@ -26,8 +26,8 @@ def read(folder: Path, record: Any, columns: dict[str, str]) -> tuple[str, list[
 def test_a_users_names_stand_for_a_shapes_columns(tmp_path: Path) -> None:
     columns = {"question": "prompt_text", "answer": "reply"}
     # "instruction" and "output" would make it alpaca; the columns say what it is
-    record = {"prompt_text": "q", "reply": "a", "instruction": "x", "output": "y"}
-    assert read(tmp_path, record, columns) == ("question", [("user", "q"), ("assistant", "a")])
+    example = {"prompt_text": "q", "reply": "a", "instruction": "x", "output": "y"}
+    assert read(tmp_path, example, columns) == ("question", [("user", "q"), ("assistant", "a")])
     swapped = {"question": "answer", "answer": "question"}
     assert read(tmp_path, {"question": "a", "answer": "q"}, swapped)[1][0] == ("user", "q")
 
@@ -72,7 +72,7 @@ def test_columns_that_fit_nothing_are_named(
 ALPACA = {"goal": "g", "more": "m", "plan": "p", "sys": "s", "history": [["a", "b"]]}
 TURNS = [{"r": "U", "c": "q"}, {"r": "B", "c": "a"}]
 TAGS = {"role_tag": "r", "content_tag": "c", "user_tag": "U", "assistant_tag": "B"}
-# entry (without its file), a record, the messages that LLaMA-Factory's documentation makes of it
+# entry (without its file), an example, the messages that LLaMA-Factory's documentation makes of it
 ENTRIES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "plain": ({}, {"instruction": "i", "input": "n", "output": "o"}, ["i\nn", "o"]),
     "mapped": (
@@ -101,8 +101,8 @@ ENTRIES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_an_entry_is_read_as_llama_factory_reads_it(tmp_path: Path, name: str) -> None:
-    entry, record, expected = ENTRIES[name]
-    (tmp_path / "a.json").write_text(json.dumps([record]))
+    entry, example, expected = ENTRIES[name]
+    (tmp_path / "a.json").write_text(json.dumps([example]))
     listing = tmp_path / "dataset_info.json"
     listing.write_text(json.dumps({name: {"file_name": "a.json", **entry}}))
     for place in (listing, tmp_path):
@@ -111,7 +111,7 @@ def test_an_entry_is_read_as_llama_factory_reads_it(tmp_path: Path, name: str) -
         assert [message.content for message in found.messages] == expected
         assert (found.text == "A tale.") == (not expected)
     with pytest.raises(InputError, match="add one's name"):
-        read_records([tmp_path])
+        read_examples([tmp_path])
 
 
 @pytest.mark.parametrize(
@@ -163,6 +163,6 @@ def test_a_weight_is_how_often_each_record_is_seen(
     found: list[Any] = list(weighted(groups, weights, seed))
     assert found == list(weighted(groups, weights, seed))
     for group, times in zip(groups, weights, strict=True):
-        counts = [found.count(record) for record in group]
+        counts = [found.count(example) for example in group]
         assert {*counts} <= {int(times), int(times) + 1}
         assert abs(sum(counts) - times * len(group)) <= 0.5 + 1e-9

@@ -1,4 +1,4 @@
-"""Containers: the same records out of each, every damage with its place, nothing unbounded."""
+"""Containers: the same examples out of each, every damage with its place, nothing unbounded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hasten.data import containers, json_reader
 from hasten.data.conversation import NoConversationError, conversation, shape_of
 from hasten.data.json_reader import scan_lines
-from hasten.data.readers import ReadRecords, read_records
+from hasten.data.readers import ReadRecords, read_examples
 from hasten.errors import InputError
 
 Rows = list[dict[str, str]]
@@ -104,7 +104,7 @@ def pairs(reading: ReadRecords) -> list[tuple[str, ...]]:
 def test_any_texts_come_back_from_every_container(name: str, rows: Rows, tmp_path: Path) -> None:
     write, told, first = WRITERS[name]
     path = put(tmp_path, name, write(rows))
-    reading = read_records([path])
+    reading = read_examples([path])
     assert pairs(reading) == [(row["question"], row["answer"]) for row in rows]
     assert reading.containers == {str(path): told}
     if not name.endswith("json.gz"):
@@ -124,7 +124,7 @@ def test_a_damaged_file_is_read_or_refused_in_words(
     cut = data.draw(st.integers(0, len(whole)))
     path = put(tmp_path, name, bytes(whole[: len(whole) - cut]))
     try:
-        reading = read_records([path], max_rejected=1000)
+        reading = read_examples([path], max_rejected=1000)
     except InputError as error:
         if str(path) not in str(error):
             raise AssertionError(f"no place in {error}") from error
@@ -150,7 +150,7 @@ def test_a_cut_stream_is_refused_with_its_place_whatever_may_be_rejected(
     suffix = "gz" if pack is gzip.compress else "zst"
     path = put(tmp_path, f"a.{kind}.{suffix}", whole[: int(len(whole) * share)])
     with pytest.raises(InputError, match=rf"a\.{kind}\.{suffix}:\d+: .*lost, whatever max_rej"):
-        read_records([path], max_rejected=10**6)
+        read_examples([path], max_rejected=10**6)
 
 
 CSV_ROWS = [f'"q{n}","a{n}"' for n in range(3000)]
@@ -170,7 +170,7 @@ def test_a_quote_that_takes_rows_that_follow_is_refused_with_its_line(
     rows[1501] = row
     path = put(tmp_path, "a.csv", "\n".join(rows).encode())
     with pytest.raises(InputError, match=f"a.csv:1502: .*{said}"):
-        read_records([path], max_rejected=10**6)
+        read_examples([path], max_rejected=10**6)
 
 
 def test_a_quote_that_is_never_closed_is_refused_and_a_cell_of_many_lines_is_not(
@@ -179,11 +179,11 @@ def test_a_quote_that_is_never_closed_is_refused_and_a_cell_of_many_lines_is_not
     unquoted = [f"q{n},a{n}" for n in range(3000)]
     rows = ["question,answer", 'q,"one\ntwo\n\nthree"', *unquoted]
     path = put(tmp_path, "a.csv", "\n".join(rows).encode())
-    assert len(read_records([path]).conversations) == 3001
+    assert len(read_examples([path]).conversations) == 3001
     rows[1500] = 'q,"never closed'
     path = put(tmp_path, "b.csv", "\n".join(rows).encode())
     with pytest.raises(InputError, match=r"b\.csv:1501: .*a quote of line 1504 isn't closed"):
-        read_records([path], max_rejected=10**6)
+        read_examples([path], max_rejected=10**6)
 
 
 def test_an_arrow_stream_that_is_cut_is_refused_with_its_row(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_an_arrow_stream_that_is_cut_is_refused_with_its_row(tmp_path: Path) -> 
         file.write_table(table, max_chunksize=500)
     place.write_bytes(place.read_bytes()[: place.stat().st_size * 2 // 3])
     with pytest.raises(InputError, match=r"a\.arrow:\d+: .*damaged here"):
-        read_records([place], max_rejected=10**6)
+        read_examples([place], max_rejected=10**6)
 
 
 @pytest.mark.parametrize(("pack", "suffix"), [(gzip.compress, "gz"), (zstd, "zst")])
@@ -203,13 +203,13 @@ def test_a_decompression_bomb_is_refused_before_it_has_grown(
     monkeypatch.setattr(containers, "FLOOR", 1 << 20)
     for kind, data in (("jsonl", b" " * (1 << 26)), ("json", b"[" + b" " * (1 << 26))):
         with pytest.raises(InputError, match="200 times the file"):
-            read_records([put(tmp_path, f"a.{kind}.{suffix}", pack(data))])
+            read_examples([put(tmp_path, f"a.{kind}.{suffix}", pack(data))])
 
 
 def test_a_line_without_end_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_reader, "LONGEST_LINE", 1 << 10)
     path = put(tmp_path, "a.jsonl", lines(GOOD[:1]) + b"x" * 5000 + b"\n" + lines(GOOD[1:3]))
-    reading = read_records([path], max_rejected=1)
+    reading = read_examples([path], max_rejected=1)
     assert len(reading.conversations) == 3
     assert [(row.line, row.reason[:18]) for row in reading.rejected] == [(2, "a line longer than")]
 
@@ -230,14 +230,14 @@ def test_names_and_first_bytes_must_agree(tmp_path: Path) -> None:
         ("a.gz", packed, "is none of"),
     ):
         with pytest.raises(InputError, match=words):
-            read_records([put(tmp_path, name, data)])
+            read_examples([put(tmp_path, name, data)])
 
 
 def test_a_folder_stands_for_its_files_of_every_container(tmp_path: Path) -> None:
     for name, (write, _, _) in WRITERS.items():
         put(tmp_path, name, write(GOOD))
     put(tmp_path, "notes.txt", b"x")
-    reading = read_records([tmp_path])
+    reading = read_examples([tmp_path])
     assert len(reading.conversations) == len(WRITERS) * len(GOOD)
     assert {Path(file).name for file in reading.containers} == {*WRITERS}
 
@@ -245,7 +245,7 @@ def test_a_folder_stands_for_its_files_of_every_container(tmp_path: Path) -> Non
 def test_texts_of_a_folder_count_where_it_has_nothing_else(tmp_path: Path) -> None:
     put(tmp_path, "a.txt", b"one\n\ntwo\n")
     put(tmp_path, "b.txt.gz", gzip.compress(b"three"))
-    assert [found.text for found in read_records([tmp_path]).conversations] == [
+    assert [found.text for found in read_examples([tmp_path]).conversations] == [
         "one",
         "two",
         "three",
@@ -268,7 +268,7 @@ def test_texts_of_a_folder_count_where_it_has_nothing_else(tmp_path: Path) -> No
 def test_a_bad_row_is_rejected_with_its_number(tmp_path: Path, row: bytes, reason: str) -> None:
     good = b'"two\r\nlines, one row",a\r\n'
     path = put(tmp_path, "a.csv", b"question,answer\r\n" + good + row + b"\r\n" + good + b"\r\n")
-    reading = read_records([path], max_rejected=1)
+    reading = read_examples([path], max_rejected=1)
     assert pairs(reading) == [("two\r\nlines, one row", "a")] * 2
     ((_, line, why),) = reading.rejected
     assert line == 3
@@ -289,7 +289,7 @@ def test_a_header_that_names_no_columns_is_refused(
     tmp_path: Path, header: bytes, words: str
 ) -> None:
     with pytest.raises(InputError, match=words):
-        read_records([put(tmp_path, "a.csv", header + b"\nq,a\n")])
+        read_examples([put(tmp_path, "a.csv", header + b"\nq,a\n")])
 
 
 def test_a_bad_row_of_a_table_costs_itself_alone(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_bad_row_of_a_table_costs_itself_alone(tmp_path: Path) -> None:
     texts = pa.Array.from_buffers(pa.string(), 3, buffers)
     table = pa.table({"question": ["x", "y", "z"], "answer": texts})
     pq.write_table(table, tmp_path / "a.parquet")
-    reading = read_records([tmp_path / "a.parquet"], max_rejected=1)
+    reading = read_examples([tmp_path / "a.parquet"], max_rejected=1)
     assert pairs(reading) == [("x", "a"), ("z", "c")]
     ((_, row, reason),) = reading.rejected
     assert (row, reason) == (2, "a byte that isn't UTF-8 (0xff)")
@@ -307,7 +307,7 @@ def test_a_bad_row_of_a_table_costs_itself_alone(tmp_path: Path) -> None:
 def test_nested_turns_come_out_of_a_table(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     pq.write_table(pa.Table.from_pylist([{"messages": turns}] * 3), tmp_path / "a.parquet")
-    reading = read_records([tmp_path])
+    reading = read_examples([tmp_path])
     assert pairs(reading) == [("q", "a")] * 3
 
 
@@ -323,7 +323,7 @@ SHAPED: list[dict[str, Any]] = [
 
 def test_a_hundred_thousand_fuzzed_lines_are_each_a_record_or_a_reason() -> None:
     draw = random.Random(0)
-    goods = [json.dumps(record).encode() for record in SHAPED]
+    goods = [json.dumps(example).encode() for example in SHAPED]
     data = bytearray()
     for number in range(100_000):
         line = bytearray(goods[number % len(goods)])
@@ -332,14 +332,14 @@ def test_a_hundred_thousand_fuzzed_lines_are_each_a_record_or_a_reason() -> None
         data += line[: draw.randrange(1, len(line) + 1)] if draw.random() < 0.2 else line
         data += draw.choice((b"\n", b"\r\n"))
     found = list(scan_lines(io.BytesIO(bytes(data))))
-    assert [record.line for record in found] == list(range(1, 100_001))
+    assert [example.line for example in found] == list(range(1, 100_001))
     usable = dict.fromkeys(map(shape_of, SHAPED), 0)
-    for record, line in zip(found, bytes(data).split(b"\n"), strict=False):
-        if record.reason is None:
-            assert json.loads(line) == record.value
-            shape = shape_of(SHAPED[(record.line - 1) % len(SHAPED)])
+    for example, line in zip(found, bytes(data).split(b"\n"), strict=False):
+        if example.reason is None:
+            assert json.loads(line) == example.value
+            shape = shape_of(SHAPED[(example.line - 1) % len(SHAPED)])
             try:
-                conversation(record.value, str(shape), f"a:{record.line}")
+                conversation(example.value, str(shape), f"a:{example.line}")
             except NoConversationError as unfit:
                 reason = str(unfit)
             else:
@@ -348,21 +348,21 @@ def test_a_hundred_thousand_fuzzed_lines_are_each_a_record_or_a_reason() -> None
             assert reason
     assert len(usable) == len(SHAPED)
     assert min(usable.values()) > 3000
-    assert 20_000 < sum(record.reason is None for record in found) < 80_000
+    assert 20_000 < sum(example.reason is None for example in found) < 80_000
 
 
 def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.parquet"):
         (tmp_path / name).mkdir()
         with pytest.raises(InputError, match=f"the folder .*{name} has no file"):
-            read_records([tmp_path / name])
+            read_examples([tmp_path / name])
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "latin-1", "cp1252", "gb18030"])
 def test_lines_of_another_encoding_cost_themselves_alone(tmp_path: Path, encoding: str) -> None:
     other = json.dumps({"question": "naïve é", "answer": "ü"}, ensure_ascii=False) + "\n"
     data = lines(GOOD[:3]) + other.encode(encoding) + lines(GOOD[3:5])
-    reading = read_records([put(tmp_path, "a.jsonl", data)], max_rejected=3)
+    reading = read_examples([put(tmp_path, "a.jsonl", data)], max_rejected=3)
     kept = {row["answer"] for row in GOOD[:5]}
     found = {pair[1] for pair in pairs(reading)}
     assert found <= kept

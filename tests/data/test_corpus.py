@@ -58,7 +58,7 @@ def library(tmp_path: Path) -> Path:
 
 def test_signature_and_docstring_ask_for_the_source_without_it(library: Path) -> None:
     corpus = stdlib_corpus(library)
-    pairs = {pair.place: pair for side in (corpus.train, corpus.held_out) for pair in side.pairs}
+    pairs = {pair.place: pair for side in (corpus.train, corpus.eval_data) for pair in side.pairs}
     assert list(pairs) == ["shapes.py:2", "shapes.py:6", "shapes.py:21"]
     question, answer = (message.content for message in pairs["shapes.py:6"].messages)
     assert question == (
@@ -103,9 +103,9 @@ def test_the_real_library_gives_thousands_of_pairs_of_uneven_lengths(corpus: Cor
     assert len(corpus.train.pairs) > 4000
     lengths = sorted(sum(len(m.content) for m in pair.messages) for pair in corpus.train.pairs)
     assert lengths[len(lengths) * 99 // 100] > 10 * lengths[len(lengths) // 2]
-    total = len(corpus.train.texts) + len(corpus.held_out.texts)
+    total = len(corpus.train.texts) + len(corpus.eval_data.texts)
     assert total == len(corpus.modules)
-    assert 0.02 < len(corpus.held_out.texts) / total < 0.1
+    assert 0.02 < len(corpus.eval_data.texts) / total < 0.1
 
 
 def test_no_module_and_no_answer_is_on_both_sides(corpus: Corpus) -> None:
@@ -113,20 +113,20 @@ def test_no_module_and_no_answer_is_on_both_sides(corpus: Corpus) -> None:
         portion = getattr(corpus, side)
         return {item.place.rpartition(":")[0] for item in (*portion.pairs, *portion.texts)}
 
-    assert not modules("train") & modules("held_out")
+    assert not modules("train") & modules("eval_data")
     train = {pair.messages[-1].content for pair in corpus.train.pairs}
-    assert not any(pair.messages[-1].content in train for pair in corpus.held_out.pairs)
+    assert not any(pair.messages[-1].content in train for pair in corpus.eval_data.pairs)
 
 
-def test_every_held_out_answer_parses(corpus: Corpus) -> None:
+def test_every_eval_data_answer_parses(corpus: Corpus) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for pair in corpus.held_out.pairs:
+        for pair in corpus.eval_data.pairs:
             ast.parse(pair.messages[-1].content)
 
 
 def test_a_known_function_is_there_as_inspect_sees_it(corpus: Corpus) -> None:
-    sides = (*corpus.train.pairs, *corpus.held_out.pairs)
+    sides = (*corpus.train.pairs, *corpus.eval_data.pairs)
     pair = next(
         p
         for p in sides

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hasten.data.prompt_formats import template_file
-from hasten.data.readers import read_records
+from hasten.data.readers import read_examples
 from hasten.errors import InputError
 from hasten.formatting import open_regular, shown
 
@@ -18,7 +18,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: P
         os.mkfifo(tmp_path / name)
         with pytest.raises(OSError, match="not a regular file"):
             open_regular(tmp_path / name)
-        read = template_file if name.endswith("jinja") else lambda path: read_records([path])
+        read = template_file if name.endswith("jinja") else lambda path: read_examples([path])
         with pytest.raises(InputError, match="not a regular file"):
             read(tmp_path / name)
 

@@ -63,21 +63,21 @@ def maps(value: Any, kind: str | None) -> Any:
 
 
 def write(path: Path, case: dict[str, Any]) -> None:
-    records = case.get("records", [])
+    examples = case.get("examples", [])
     if "text" in case:
         path.write_bytes(case["text"].encode())
     elif path.suffix == ".json":
-        path.write_text(json.dumps(records))
+        path.write_text(json.dumps(examples))
     elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        path.write_text("".join(json.dumps(example) + "\n" for example in examples))
     else:
         kinds = case.get("types", {})
         columns = {
             name: pa.array(
-                [maps(record.get(name), kinds.get(name)) for record in records],
+                [maps(example.get(name), kinds.get(name)) for example in examples],
                 TYPES.get(kinds.get(name)),
             )
-            for name in dict.fromkeys(key for record in records for key in record)
+            for name in dict.fromkeys(key for example in examples for key in example)
         }
         table = pa.table(columns)
         if path.suffix == ".parquet":
@@ -176,10 +176,10 @@ def test_a_shape_is_read_as_documented_or_refused_with_its_cause(
     assert sorted(unread) == case.get("unread", [])
     for found, rows in zip(reading.conversations, case["read"], strict=True):
         tools = rows[0][0] == "tools" and json.loads(found.messages[0].content)
-        (record,) = encode(chatml, found, 10_000).records
+        (example,) = encode(chatml, found, 10_000).examples
         ids, marks = expected_tokens(chatml, rows, tools or None)
-        assert record.input_ids.tolist() == ids
-        assert record.trained.tolist() == marks
+        assert example.input_ids.tolist() == ids
+        assert example.trained.tolist() == marks
 
 
 # As Qwen3's: thoughts are written after the last question alone.
@@ -202,7 +202,7 @@ def test_answers_keep_their_loss_where_thoughts_of_earlier_ones_are_dropped(
         {"role": "user", "content": "Bye"},
         {"role": "assistant", "content": "Night", "reasoning_content": "Two."},
     ]
-    (found,) = read(tmp_path, {"records": [{"messages": turns}]}).conversations
+    (found,) = read(tmp_path, {"examples": [{"messages": turns}]}).conversations
     chatml.chat_template = LAST_THOUGHTS
     try:
         encoded = encode(chatml, found, 10_000)
@@ -211,7 +211,7 @@ def test_answers_keep_their_loss_where_thoughts_of_earlier_ones_are_dropped(
         )
     finally:
         chatml.chat_template = CHATML
-    (record,) = encoded.records
-    assert record.input_ids.tolist() == expected["input_ids"]
-    assert record.trained.tolist() == [bool(mark) for mark in expected["assistant_masks"]]
+    (example,) = encoded.examples
+    assert example.input_ids.tolist() == expected["input_ids"]
+    assert example.trained.tolist() == [bool(mark) for mark in expected["assistant_masks"]]
     assert encoded.thoughts == 1  # it is told that the first answer is trained without its thought

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hasten.data.readers import Message, ReadRecords, read_records
+from hasten.data.readers import Message, ReadRecords, read_examples
 from hasten.errors import InputError
 
 GOOD = {"question": "How many?", "answer": "Four."}
 
 
-def one(tmp_path: Path, record: object, name: str = "data.jsonl") -> ReadRecords:
-    (tmp_path / name).write_text(json.dumps(record) + "\n")
-    return read_records([tmp_path / name])
+def one(tmp_path: Path, example: object, name: str = "data.jsonl") -> ReadRecords:
+    (tmp_path / name).write_text(json.dumps(example) + "\n")
+    return read_examples([tmp_path / name])
 
 
 def dialogue(*turns: tuple[str, str]) -> tuple[Message, ...]:
@@ -52,8 +52,8 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_has_the_same_normal_form(tmp_path: Path, shape: str) -> None:
-    record, messages = SHAPES[shape]
-    reading = one(tmp_path, record)
+    example, messages = SHAPES[shape]
+    reading = one(tmp_path, example)
     (conversation,) = reading.conversations
     assert reading.shapes == {str(tmp_path / "data.jsonl"): shape}
     assert conversation.messages == messages
@@ -62,13 +62,13 @@ def test_every_shape_has_the_same_normal_form(tmp_path: Path, shape: str) -> Non
 
 
 def test_alpaca_history_comes_before_the_question(tmp_path: Path) -> None:
-    record = {"instruction": "c", "input": None, "output": "d", "history": [["a", "b"]]}
-    (conversation,) = one(tmp_path, record).conversations
+    example = {"instruction": "c", "input": None, "output": "d", "history": [["a", "b"]]}
+    (conversation,) = one(tmp_path, example).conversations
     assert [message.content for message in conversation.messages] == ["a", "b", "c", "d"]
 
 
 def damaged(text: bytes) -> bytes:
-    """A good record with its answer replaced by raw bytes."""
+    """A good example with its answer replaced by raw bytes."""
     return b'{"question": "How many?", "answer": ' + text + b"}"
 
 
@@ -110,7 +110,7 @@ def test_a_bad_line_is_rejected_with_its_place_and_no_good_one_is_lost(
     good = [json.dumps(GOOD | {"answer": str(number)}).encode() for number in range(4)]
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"\r\n".join([*good[:2], bad, *good[2:]]) + b"\r\n\n")
-    reading = read_records([path], max_rejected=1)
+    reading = read_examples([path], max_rejected=1)
     assert [c.messages[1].content for c in reading.conversations] == ["0", "1", "2", "3"]
     assert [c.place for c in reading.conversations] == [f"{path}:{n}" for n in (1, 2, 4, 5)]
     ((file, line, why),) = reading.rejected
@@ -127,7 +127,7 @@ def test_a_bad_record_of_a_list_costs_itself_alone(
     good = [json.dumps(GOOD | {"answer": str(n)}, indent=indent).encode() for n in range(4)]
     path = tmp_path / "data.json"
     path.write_bytes(b"[\n" + b",\n".join([*good[:2], bad, *good[2:]]) + b"\n]\n")
-    reading = read_records([path], max_rejected=1)
+    reading = read_examples([path], max_rejected=1)
     height = good[0].count(b"\n") + 1
     assert [c.messages[1].content for c in reading.conversations] == ["0", "1", "2", "3"]
     ((_, line, why),) = reading.rejected
@@ -137,10 +137,10 @@ def test_a_bad_record_of_a_list_costs_itself_alone(
 
 def test_a_bad_record_with_turns_in_a_list_costs_itself_alone(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    record = json.dumps({"messages": turns})
+    example = json.dumps({"messages": turns})
     path = tmp_path / "data.json"
-    path.write_text(f"[{record}, {record.replace('[', '[,')}, {record}]")
-    reading = read_records([path], max_rejected=1)
+    path.write_text(f"[{example}, {example.replace('[', '[,')}, {example}]")
+    reading = read_examples([path], max_rejected=1)
     assert (len(reading.conversations), len(reading.rejected)) == (2, 1)
 
 
@@ -151,20 +151,20 @@ def test_a_list_that_is_cut_off_is_refused_whatever_may_be_rejected(
     path = tmp_path / "data.json"
     path.write_text(json.dumps([GOOD] * 3)[:-cut])
     with pytest.raises(InputError, match=r"data.json:1: .*all that follow are lost"):
-        read_records([path], max_rejected=1000)
+        read_examples([path], max_rejected=1000)
 
 
 def test_a_byte_order_mark_at_the_start_and_unknown_columns_are_fine(tmp_path: Path) -> None:
-    record = json.dumps(GOOD | {"tags": [{"deep": 1}], "id": 2**64 - 1, "note": None}).encode()
-    for name, data in (("a.jsonl", record), ("a.json", b"\r\n[" + record + b"]")):
+    example = json.dumps(GOOD | {"tags": [{"deep": 1}], "id": 2**64 - 1, "note": None}).encode()
+    for name, data in (("a.jsonl", example), ("a.json", b"\r\n[" + example + b"]")):
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + data)
-    assert len(read_records([tmp_path]).conversations) == 2
+    assert len(read_examples([tmp_path]).conversations) == 2
 
 
 def test_a_line_separator_inside_a_text_is_no_line_break(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps(GOOD | {"answer": "a\u2028b\x85c"}, ensure_ascii=False), "utf-8")
-    assert read_records([path]).conversations[0].messages[1].content == "a\u2028b\x85c"
+    assert read_examples([path]).conversations[0].messages[1].content == "a\u2028b\x85c"
 
 
 @pytest.mark.parametrize(
@@ -182,32 +182,32 @@ def test_a_line_separator_inside_a_text_is_no_line_break(tmp_path: Path) -> None
 )
 def test_turns_out_of_order_are_rejected(tmp_path: Path, turns: str, reason: str) -> None:
     roles = {"u": "user", "a": "assistant", "s": "system", "t": "tool", "x": "robot"}
-    record = {"messages": [{"role": roles[turn], "content": "x"} for turn in turns]}
+    example = {"messages": [{"role": roles[turn], "content": "x"} for turn in turns]}
     with pytest.raises(InputError, match=reason):
-        one(tmp_path, record)
+        one(tmp_path, example)
 
 
 def test_too_many_rejects_name_count_budget_places_and_way_out(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join([json.dumps(GOOD)] * 6 + ["{"] * 4))
     with pytest.raises(InputError) as caught:
-        read_records([path], max_rejected=0.3)
+        read_examples([path], max_rejected=0.3)
     message = str(caught.value)
     assert "4 of 10" in message
     assert "max_rejected=0.3 allows 3" in message
     assert [f"data.jsonl:{line}: " in message for line in (7, 8)] == [True, False]
     assert "(4 of them)" in message
     assert "write max_rejected: 4 to train without them" in message
-    assert len(read_records([path], max_rejected=0.4).rejected) == 4
-    assert len(read_records([path], max_rejected=4).rejected) == 4
+    assert len(read_examples([path], max_rejected=0.4).rejected) == 4
+    assert len(read_examples([path], max_rejected=4).rejected) == 4
 
 
 def test_a_missing_file_is_answered_with_near_names(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}")
     with pytest.raises(InputError, match=r"did you mean train\.jsonl"):
-        read_records([tmp_path / "trian.jsonl"])
+        read_examples([tmp_path / "trian.jsonl"])
     with pytest.raises(InputError, match="nor a folder"):
-        read_records([tmp_path / "nowhere" / "train.jsonl"])
+        read_examples([tmp_path / "nowhere" / "train.jsonl"])
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_missing_file_is_answered_with_near_names(tmp_path: Path) -> None:
         (b" \n\n", "empty"),
         (b"[]", "empty"),
         (b"\xff\xfe{\x00}\x00\n\x00", "UTF-8"),
-        (b'{"a": 1}', "none of the known shapes: its first record has the keys 'a'"),
+        (b'{"a": 1}', "none of the known shapes: its first example has the keys 'a'"),
         (b"{}", r"the keys \(none\)"),
         (b'{"columns": [{"a": 1}], "data": [[1]]}', "none of the known shapes"),
         (
@@ -229,31 +229,31 @@ def test_a_missing_file_is_answered_with_near_names(tmp_path: Path) -> None:
 def test_a_file_without_records_is_refused(tmp_path: Path, data: bytes, reason: str) -> None:
     (tmp_path / "data.json").write_bytes(data)
     with pytest.raises(InputError, match=reason):
-        read_records([tmp_path / "data.json"])
+        read_examples([tmp_path / "data.json"])
 
 
 def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("x")
     for paths in ([], [tmp_path], [tmp_path / "notes.md"]):
         with pytest.raises(InputError):
-            read_records(paths)
+            read_examples(paths)
     (tmp_path / "data.jsonl").write_text("{")
-    with pytest.raises(InputError, match="no usable record"):
-        read_records([tmp_path / "data.jsonl"], max_rejected=5)
+    with pytest.raises(InputError, match="no usable example"):
+        read_examples([tmp_path / "data.jsonl"], max_rejected=5)
     with pytest.raises(InputError, match="max_rejected is -1"):
-        read_records([tmp_path / "data.jsonl"], max_rejected=-1)
+        read_examples([tmp_path / "data.jsonl"], max_rejected=-1)
 
 
 def test_a_shape_first_seen_after_two_hundred_bad_lines_is_not_guessed(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("{\n" * 200 + json.dumps(GOOD))
     with pytest.raises(InputError, match="201 of 201"):
-        read_records([tmp_path / "data.jsonl"])
+        read_examples([tmp_path / "data.jsonl"])
 
 
 @pytest.mark.data
 def test_the_real_files_are_read_whole(real_data: Path) -> None:
     gsm8k, alpaca = real_data / "gsm8k_train.jsonl", real_data / "alpaca_en_demo.json"
-    reading = read_records([gsm8k, alpaca])
+    reading = read_examples([gsm8k, alpaca])
     assert len(reading.conversations) == 7473 + 999
     assert reading.rejected == []
     assert reading.shapes == {str(gsm8k): "question", str(alpaca): "alpaca"}
@@ -295,7 +295,7 @@ def test_any_bytes_are_read_or_refused_in_words(
     data = b"[" + b",".join(lines) + b"]" if as_list else b"\n".join(lines)
     path.write_bytes(data[: len(data) - cut])
     try:
-        reading = read_records([path], max_rejected=100)
+        reading = read_examples([path], max_rejected=100)
     except InputError:
         return
     for conversation in reading.conversations:

@@ -1,4 +1,4 @@
-"""Names on the hub and folders of `save_to_disk`: the library's records, or one sentence."""
+"""Names on the hub and folders of `save_to_disk`: the library's examples, or one sentence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from hasten.data.readers import ReadRecords, read_records
+from hasten.data.readers import ReadRecords, read_examples
 from hasten.data.sources import HubName, hub_files, hub_name
 from hasten.errors import InputError
 
@@ -76,7 +76,7 @@ def test_a_name_in_a_folder_that_is_here_is_a_path(
     (tmp_path / "data" / "train").mkdir()
     assert hub_name("data/trian") is None
     with pytest.raises(InputError, match="did you mean train"):
-        read_records([Path("data/trian")])
+        read_examples([Path("data/trian")])
 
 
 def test_the_library_is_asked_for_the_set_its_configuration_and_split(tmp_path: Path) -> None:
@@ -96,12 +96,12 @@ def test_a_hub_name_gives_the_records_of_its_split(
     files = (arrow(tmp_path / "1.arrow", ROWS[:4]), arrow(tmp_path / "2.arrow", ROWS[4:]))
     library = SimpleNamespace(__version__="5.2.0", load_dataset=loader(*files))
     monkeypatch.setitem(sys.modules, "datasets", library)
-    reading = read_records([Path("me/set:test")])
+    reading = read_examples([Path("me/set:test")])
     assert answers(reading) == [row["answer"] for row in ROWS]
     assert reading.containers == dict.fromkeys(map(str, files), "arrow")
     library.__version__ = "3.6.0"
     with pytest.raises(InputError, match=r"3\.6\.0 may run scripts"):
-        read_records([Path("me/set:test")])
+        read_examples([Path("me/set:test")])
 
 
 @pytest.mark.parametrize(
@@ -126,23 +126,23 @@ def test_what_the_library_says_becomes_one_sentence(error: Exception, words: str
 
 def test_a_set_without_records_is_refused(tmp_path: Path) -> None:
     for load in (loader(), loader(tmp_path / "a.arrow", rows=0)):
-        with pytest.raises(InputError, match="has no records"):
+        with pytest.raises(InputError, match="has no examples"):
             hub_files(ASKED, load)
 
 
 def test_a_saved_folder_is_read_in_the_order_of_its_list(tmp_path: Path) -> None:
-    assert answers(read_records([saved(tmp_path / "set")])) == [row["answer"] for row in ROWS]
+    assert answers(read_examples([saved(tmp_path / "set")])) == [row["answer"] for row in ROWS]
 
 
 def test_a_saved_folder_of_splits_wants_one_named(tmp_path: Path) -> None:
     saved(tmp_path / "all" / "train")
     listing = tmp_path / "all" / "dataset_dict.json"
     listing.write_text('{"splits": ["train"]}')
-    assert len(answers(read_records([tmp_path / "all"]))) == len(ROWS)
+    assert len(answers(read_examples([tmp_path / "all"]))) == len(ROWS)
     listing.write_text('{"splits": ["train", "test"]}')
     with pytest.raises(InputError, match=r"name one of them: .*all/train"):
-        read_records([tmp_path / "all"])
-    assert len(answers(read_records([tmp_path / "all" / "train"]))) == len(ROWS)
+        read_examples([tmp_path / "all"])
+    assert len(answers(read_examples([tmp_path / "all" / "train"]))) == len(ROWS)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_saved_folder_of_splits_wants_one_named(tmp_path: Path) -> None:
 def test_a_damaged_list_of_a_saved_folder_is_refused(tmp_path: Path, text: str, words: str) -> None:
     (saved(tmp_path / "set") / "state.json").write_text(text)
     with pytest.raises(InputError, match=words):
-        read_records([tmp_path / "set"])
+        read_examples([tmp_path / "set"])
 
 
 def test_the_library_itself_saves_and_loads_what_is_read_here(
@@ -176,7 +176,7 @@ def test_the_library_itself_saves_and_loads_what_is_read_here(
         return datasets.load_dataset(str(source), config, split=split, cache_dir=str(tmp_path))
 
     for split, rows in (("train", ROWS), ("test", ROWS[:2])):
-        reading = read_records(hub_files(HubName("hub/set", None, split), load))
+        reading = read_examples(hub_files(HubName("hub/set", None, split), load))
         assert answers(reading) == [row["answer"] for row in rows]
     with pytest.raises(InputError, match="Unknown split"):
         hub_files(HubName("hub/set", None, "other"), load)
@@ -184,9 +184,9 @@ def test_the_library_itself_saves_and_loads_what_is_read_here(
         hub_files(HubName("hub/set", "other", "train"), load)
     whole = datasets.Dataset.from_list(ROWS)
     whole.save_to_disk(str(tmp_path / "saved"), num_shards=2)
-    assert answers(read_records([tmp_path / "saved"])) == [row["answer"] for row in ROWS]
+    assert answers(read_examples([tmp_path / "saved"])) == [row["answer"] for row in ROWS]
     whole.select([4, 2]).save_to_disk(str(tmp_path / "chosen"))
-    assert answers(read_records([tmp_path / "chosen"])) == ["a4", "a2"]
+    assert answers(read_examples([tmp_path / "chosen"])) == ["a4", "a2"]
     (source / "set.py").write_text("raise SystemExit")
     for file in source.glob("*.jsonl"):
         file.unlink()

@@ -17,7 +17,7 @@ from hasten.data.json_reader import FaultError, JsonValue, scan_json
 
 TEXTS = st.text(st.sampled_from('aé你\U0001f600"\\{}[],: \n'), max_size=12)
 WHOLE = st.integers(-(2**63), 2**64 - 1)
-RECORDS = st.fixed_dictionaries(
+EXAMPLES = st.fixed_dictionaries(
     {"q": TEXTS, "a": TEXTS | WHOLE | st.floats(allow_nan=False, allow_infinity=False) | st.none()}
 )
 PIECES = (b"", b'"', b"{", b"}", b"]", b"[", b",", b"\n", b" ", b"\xff", b'{"q', b"\\", b"1", b"-")
@@ -29,7 +29,7 @@ def found(data: bytes) -> list[JsonValue]:
 
 @settings(max_examples=400, deadline=None)
 @given(
-    records=st.lists(RECORDS | WHOLE | st.booleans(), max_size=8),
+    examples=st.lists(EXAMPLES | WHOLE | st.booleans(), max_size=8),
     indent=st.sampled_from([None, 1]),
     faults=st.lists(
         st.tuples(st.integers(0, 10**6), st.integers(0, 3), st.sampled_from(PIECES)), max_size=3
@@ -38,19 +38,19 @@ def found(data: bytes) -> list[JsonValue]:
     read=st.integers(1, 9),
 )
 def test_a_small_window_finds_what_a_large_one_finds(
-    records: list[object],
+    examples: list[object],
     indent: int | None,
     faults: list[tuple[int, int, bytes]],
     least: int,
     read: int,
 ) -> None:
-    data = json.dumps(records, indent=indent, ensure_ascii=False).encode()
+    data = json.dumps(examples, indent=indent, ensure_ascii=False).encode()
     for place, cut, piece in faults:
         at = place % (len(data) + 1)
         data = data[:at] + piece + data[at + cut :]
     whole = found(data)
     if not faults:
-        assert [one.value for one in whole] == records
+        assert [one.value for one in whole] == examples
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_reader, "_LEAST", least)
         patch.setattr(json_reader, "_READ", read)
@@ -77,7 +77,7 @@ def test_a_record_without_an_end_costs_a_window_and_not_the_file(
 
 
 @pytest.mark.parametrize(
-    "opened", ['{"q":', '{"a":[', '{"q": 1, "a": [{"q": 1}, '], ids=["deep", "lists", "records"]
+    "opened", ['{"q":', '{"a":[', '{"q": 1, "a": [{"q": 1}, '], ids=["deep", "lists", "examples"]
 )
 def test_what_is_read_again_after_a_fault_grows_with_the_file_and_not_its_square(
     opened: str, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.data.chat_template import _dialogue_record
+from hasten.data.chat_template import _dialogue_example
 
 # Tokens in the order of their text: each begins where the last did (a character of several tokens)
 # or at or after its end; some have no width.
@@ -24,8 +24,8 @@ def test_a_token_is_trained_where_it_has_a_part_of_an_answer(
         # Only a character of one width is shared by several tokens.
         offsets += [(begin, begin + width)] * (times if width == 1 else 1)
     answers = [(first, first + size) for first, size in spans]
-    record = _dialogue_record(list(range(len(offsets))), offsets, answers)
-    assert record.trained.tolist() == [
+    example = _dialogue_example(list(range(len(offsets))), offsets, answers)
+    assert example.trained.tolist() == [
         any(begin < last and max(end, begin + 1) > first for first, last in answers)
         for begin, end in offsets
     ]

@@ -1,4 +1,4 @@
-"""The file of packed rows: every token once, nothing predicted across records, whole or absent."""
+"""The file of packed rows: every token once, nothing predicted across examples, whole or absent."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from hypothesis import strategies as st
 from hasten.data import packed_file
 from hasten.data.packed_file import write_packed
 from hasten.errors import InputError
-from hasten.parts.data.collate import TokenRecord, token_record
+from hasten.parts.data.collate import TokenizedExample, tokenized_example
 
 
 class InMemory:
-    """Records as a store has them."""
+    """Examples as a store has them."""
 
-    def __init__(self, records: list[TokenRecord]) -> None:
-        self._records = records
-        self.lengths = np.array([r.length for r in records], np.int32)
-        self.trained_counts = np.array([r.trained_tokens for r in records], np.int32)
+    def __init__(self, examples: list[TokenizedExample]) -> None:
+        self._examples = examples
+        self.lengths = np.array([r.length for r in examples], np.int32)
+        self.trained_counts = np.array([r.trained_tokens for r in examples], np.int32)
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._examples)
 
-    def __getitem__(self, index: int) -> TokenRecord:
-        return self._records[index]
+    def __getitem__(self, index: int) -> TokenizedExample:
+        return self._examples[index]
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -44,7 +44,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def made(count: int = 40) -> InMemory:
     draw = np.random.default_rng(0)
     sizes = draw.integers(2, 30, count)
-    return InMemory([token_record(draw.integers(0, 99, n), draw.random(n) < 0.5) for n in sizes])
+    return InMemory([tokenized_example(draw.integers(0, 99, n), draw.random(n) < 0.5) for n in sizes])
 
 
 formats = pytest.mark.parametrize("suffix", [".arrow", ".parquet"])
@@ -68,11 +68,11 @@ def test_rows_hold_every_record_once_with_labels_of_its_own(
     batch: int,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    records = InMemory([token_record(*zip(*row, strict=True)) for row in rows])
+    examples = InMemory([tokenized_example(*zip(*row, strict=True)) for row in rows])
     path = tmp_path_factory.mktemp("packed") / f"rows{suffix}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_file, "BATCH_TOKENS", batch)
-        found = write_packed(records, path, row_tokens)
+        found = write_packed(examples, path, row_tokens)
     read_rows = read(path)
     assert len(read_rows) == found.rows
     seen = []
@@ -125,7 +125,7 @@ def test_the_old_file_stands_until_the_new_one_is_whole(suffix: str, tmp_path: P
     before = path.read_bytes()
 
     class Failing(InMemory):
-        def __getitem__(self, index: int) -> TokenRecord:
+        def __getitem__(self, index: int) -> TokenizedExample:
             raise OSError(28, "No space left on device")
 
     with pytest.raises(InputError, match="No space left"):
@@ -143,7 +143,7 @@ def test_progress_ends_with_all_rows(tmp_path: Path) -> None:
 
 
 def test_a_record_longer_than_a_row_and_an_unknown_format_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="rows of 10 tokens can't hold the longest record of 29"):
+    with pytest.raises(InputError, match="rows of 10 tokens can't hold the longest example of 29"):
         write_packed(made(), tmp_path / "x.arrow", 10)
     with pytest.raises(InputError, match=r"ends in \.arrow or \.parquet"):
         write_packed(made(), tmp_path / "x.csv", 64)

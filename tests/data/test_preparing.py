@@ -151,7 +151,7 @@ def test_a_killed_preparation_goes_on_where_it_was(
 
 
 def watch(patch: pytest.MonkeyPatch, written: list[Path]) -> None:
-    """Note every file that is written from records."""
+    """Note every file that is written from examples."""
     plain: Callable[..., None] = arrow_file.write
 
     def noting(path: Path, *args: Any, **kwargs: Any) -> None:
@@ -227,7 +227,7 @@ def test_a_chunk_whose_workers_die_is_named_and_what_is_done_stays(
         if not killed:
             kill_all(started(), killed)
 
-    words = r"the chunk of records \d+ to \d+ \(data.jsonl:\d+ to data.jsonl:\d+\) was ended by sig"
+    words = r"the chunk of examples \d+ to \d+ \(data.jsonl:\d+ to data.jsonl:\d+\) was ended by sig"
     with pytest.raises(InputError, match=words):
         tokenize(dialogues(COUNT), tokenizer, tmp_path / "out", 64, on_progress=kill, workers=2)
     assert gone([process.pid for process in started()])
@@ -255,7 +255,7 @@ def test_a_template_that_fails_names_the_record(
 @pytest.mark.parametrize("workers", [1, 2])
 def test_any_other_fault_names_its_chunk(tokenizer: Any, tmp_path: Path, workers: int) -> None:
     none: Any = None
-    with pytest.raises(InputError, match=r"records \d+ to \d+ .*can't be tokenised: TypeError"):
+    with pytest.raises(InputError, match=r"examples \d+ to \d+ .*can't be tokenised: TypeError"):
         tokenize(dialogues(COUNT), tokenizer, tmp_path, none, workers=workers)
 
 

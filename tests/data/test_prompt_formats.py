@@ -43,21 +43,21 @@ def tokenizer_for(name: str, template: str = "") -> Any:
 
 
 def read(dialogue: Any, tools: Any = None) -> Conversation:
-    """A conversation as the reader of records makes it."""
+    """A conversation as the reader of examples makes it."""
     if isinstance(dialogue, dict):
         return conversation(dialogue, "alpaca", "a:1")
     return conversation({"messages": dialogue, "tools": tools}, "messages", "a:1")
 
 
 def runs(tokenizer: Any, found: Conversation, loss_on: LossOn = "answers") -> tuple[str, list[str]]:
-    """The text of a record, and the text of each run of trained tokens."""
+    """The text of an example, and the text of each run of trained tokens."""
     encoded = encode(tokenizer, found, 10_000, "truncate", loss_on)
     assert encoded.reason is None, encoded.reason
-    (record,) = encoded.records
-    trained = "".join("X" if mark else "." for mark in record.trained)
+    (example,) = encoded.examples
+    trained = "".join("X" if mark else "." for mark in example.trained)
     spans = [match.span() for match in re.finditer("X+", trained)]
-    return tokenizer.decode(record.input_ids), [
-        tokenizer.decode(record.input_ids[first:last]) for first, last in spans
+    return tokenizer.decode(example.input_ids), [
+        tokenizer.decode(example.input_ids[first:last]) for first, last in spans
     ]
 
 
@@ -204,12 +204,12 @@ def test_the_mask_is_that_of_the_marks_in_the_template(name: str, data: st.DataO
     turns = data.draw(dialogues(thoughts=name == "empty thought", calls="calls" in name))
     tools = FILE["tools"] if any("tool_calls" in turn for turn in turns) else None
     tokenizer = tokenizer_for("", MARKED[name])
-    (record,) = encode(tokenizer, read(turns, tools), 10_000).records
+    (example,) = encode(tokenizer, read(turns, tools), 10_000).examples
     reference = tokenizer.apply_chat_template(
         turns, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    assert record.input_ids.tolist() == reference["input_ids"]
-    ours, marks = record.trained.tolist(), reference["assistant_masks"]
+    assert example.input_ids.tolist() == reference["input_ids"]
+    ours, marks = example.trained.tolist(), reference["assistant_masks"]
     if name == "no end":  # what follows an answer belongs to it where no token ends it
         ours = [ours[at] and (marks[at] or marks[at - 1]) for at in range(len(ours))]
         wrong = [at for at, mark in enumerate(marks) if mark and not ours[at]]
@@ -289,7 +289,7 @@ def test_a_template_that_drops_words_rejects_the_record(old: str, new: str, reas
     assert old in MOVES_SYSTEM
     tokenizer = tokenizer_for("", MOVES_SYSTEM.replace(old, new))
     found = encode(tokenizer, Conversation(tuple(TURNS), None, "a:1"), 10_000)
-    assert found.records == ()
+    assert found.examples == ()
     assert reason in str(found.reason)
 
 
@@ -325,9 +325,9 @@ def test_the_last_answer_or_everything_is_trained_where_that_is_asked_for() -> N
 )
 def test_a_text_gets_the_tokens_that_it_lacks(text: str, expected: str) -> None:
     tokenizer = tokenizer_for("chatml")
-    (record,) = encode(tokenizer, Conversation((), text, "a:1"), 99).records
-    assert tokenizer.decode(record.input_ids) == expected
-    assert record.trained.all()
+    (example,) = encode(tokenizer, Conversation((), text, "a:1"), 99).examples
+    assert tokenizer.decode(example.input_ids) == expected
+    assert example.trained.all()
 
 
 @pytest.mark.parametrize("name", ["llama2", "llama3", "chatml", "alpaca", "gemma"])

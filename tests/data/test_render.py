@@ -109,10 +109,10 @@ def test_a_template_that_fails_on_a_record_costs_that_record(
         f"{{% if messages[0].content == 'odd' %}}{source}{{% else %}}{rest}{{% endif %}}"
     )
     odd, usual = encode_all(tokenizer, [dialogue("odd", "b"), dialogue("a", "b")], 99)
-    assert odd.records == ()
+    assert odd.examples == ()
     assert words in str(odd.reason)
     assert "\n" not in str(odd.reason)
-    assert usual.records
+    assert usual.examples
 
 
 def dialogue(*contents: str) -> Conversation:
@@ -124,11 +124,11 @@ def dialogue(*contents: str) -> Conversation:
 def test_r1_keeps_the_thought_of_the_last_answer_in_the_target(tokenizer: Any) -> None:
     choose_chat_template(tokenizer, "deepseek-r1")
     thought = "<think>\nhm\n</think>\n\n"
-    (record,) = encode(tokenizer, dialogue("a", f"{thought}b", "c", f"{thought}d"), 999).records
-    assert tokenizer.decode(record.input_ids) == (
+    (example,) = encode(tokenizer, dialogue("a", f"{thought}b", "c", f"{thought}d"), 999).examples
+    assert tokenizer.decode(example.input_ids) == (
         f"{BOS}<｜User｜>a<｜Assistant｜>\n\nb{EOS}<｜User｜>c<｜Assistant｜>{thought}d{EOS}"
     )
-    trained = tokenizer.decode(record.input_ids[record.trained])
+    trained = tokenizer.decode(example.input_ids[example.trained])
     assert trained == f"\n\nb{EOS}hm\n</think>\n\nd{EOS}"  # the prompt has opened the last thought
 
 
@@ -220,7 +220,7 @@ def test_a_template_has_limits_of_time_and_memory_whatever_a_single_text_does(
         encode(tokenizer, dialogue("a", "b"), 99)
     assert "\n" not in str(caught.value)
     choose_chat_template(tokenizer, "deepseek-llm")
-    assert encode(tokenizer, dialogue("a", "b"), 99).records, "the next template is rendered"
+    assert encode(tokenizer, dialogue("a", "b"), 99).examples, "the next template is rendered"
 
 
 def test_constants_of_a_template_file_are_computed_within_the_limits(
@@ -240,10 +240,10 @@ def test_a_dialogue_of_thousands_of_turns_is_left_out_with_its_reason(tokenizer:
 
 def test_a_forked_process_renders_in_a_process_of_its_own(tokenizer: Any) -> None:
     choose_chat_template(tokenizer, "deepseek-llm")
-    expected = encode(tokenizer, dialogue("a", "b"), 99).records[0].input_ids.tolist()
+    expected = encode(tokenizer, dialogue("a", "b"), 99).examples[0].input_ids.tolist()
     child = os.fork()
     if not child:
         same = renderer.ask("a:1", 1, os.getppid) == os.getpid()
         os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert encode(tokenizer, dialogue("a", "b"), 99).records[0].input_ids.tolist() == expected
+    assert encode(tokenizer, dialogue("a", "b"), 99).examples[0].input_ids.tolist() == expected

@@ -95,6 +95,6 @@ def test_reading_and_mixing_hold_no_record_in_memory(tmp_path: Path) -> None:
 def test_packed_records_name_no_class_so_that_keys_of_data_outlive_its_place() -> None:
     calls = (ToolCall("look", '{"at": "it"}', "1"),)
     talk = (Message("user", "go"), Message("assistant", "", calls), Message("tool", "x", (), "1"))
-    for record in (Conversation(talk, None, "f:1"), Conversation((), "a text", "f:2")):
-        assert unpack(pack(record)) == record
-        assert b"hasten" not in pack(record)
+    for example in (Conversation(talk, None, "f:1"), Conversation((), "a text", "f:2")):
+        assert unpack(pack(example)) == example
+        assert b"hasten" not in pack(example)

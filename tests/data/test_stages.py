@@ -1,4 +1,4 @@
-"""Records of other trainings are refused by name; flags of turns are followed."""
+"""Examples of other trainings are refused by name; flags of turns are followed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from hasten.data.chat_template import encode
 from hasten.data.conversation import columns_of
-from hasten.data.readers import read_records, read_sources
+from hasten.data.readers import read_examples, read_sources
 from hasten.data.sources import Source
 from hasten.data.tokenize import train_bpe
 from hasten.errors import InputError
@@ -21,9 +21,9 @@ SHAREGPT = [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWE
 PAIR = {"prompt": QUESTION, "completion": ANSWER}
 
 
-def put(folder: Path, *records: dict[str, Any]) -> Path:
+def put(folder: Path, *examples: dict[str, Any]) -> Path:
     path = folder / "data.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path.write_text("".join(json.dumps(example) + "\n" for example in examples))
     return path
 
 
@@ -69,11 +69,11 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_record_of_another_training_is_refused_by_name_whatever_may_be_rejected(
     tmp_path: Path, name: str
 ) -> None:
-    record, said = OTHERS[name]
-    for records in ([record] * 3, [PAIR, record] if "messages" not in record else [turn(), record]):
-        path = put(tmp_path, *records)
+    example, said = OTHERS[name]
+    for examples in ([example] * 3, [PAIR, example] if "messages" not in example else [turn(), example]):
+        path = put(tmp_path, *examples)
         with pytest.raises(InputError, match=f"data.jsonl:[12]: .*{said}") as refused:
-            read_records([path], max_rejected=10**6)
+            read_examples([path], max_rejected=10**6)
         assert "rename" not in str(refused.value)
 
 
@@ -81,7 +81,7 @@ EMPTY = {"images": [], "chosen": None, "rejected": None, "label": None, "video":
 
 
 @pytest.mark.parametrize(
-    "record",
+    "example",
     [
         *({**PAIR, **EMPTY}, {"text": "A film.", "label": True}, {**PAIR, "label": "sports"}),
         *(turn(weight=1), turn(train=True), turn(loss_weight=1.0), turn(reasoning_content="")),
@@ -95,13 +95,13 @@ EMPTY = {"images": [], "chosen": None, "rejected": None, "label": None, "video":
     ],
 )
 def test_ordinary_records_pass_whose_columns_only_look_like_it(
-    tmp_path: Path, record: dict[str, Any]
+    tmp_path: Path, example: dict[str, Any]
 ) -> None:
-    assert len(read_records([put(tmp_path, record)], 0).conversations) == 1
+    assert len(read_examples([put(tmp_path, example)], 0).conversations) == 1
 
 
 def test_parts_of_text_are_joined(tmp_path: Path) -> None:
-    (found,) = read_records([put(tmp_path, part(type="text", text=" Yes?"))], 0).conversations
+    (found,) = read_examples([put(tmp_path, part(type="text", text=" Yes?"))], 0).conversations
     assert found.messages[0].content == QUESTION + " Yes?"
 
 
@@ -123,15 +123,15 @@ def test_a_turn_whose_flag_is_off_is_not_trained(tmp_path: Path, flag: dict[str,
     for off in (1, 3):
         turns = [dict(one) for one in (*TURNS, *more)]
         turns[off] |= flag
-        (found,) = read_records([put(tmp_path, {"messages": turns})], 0).conversations
-        (record,) = encode(tokenizer, found, 400).records
-        trained = tokenizer.decode(record.input_ids[record.trained])
+        (found,) = read_examples([put(tmp_path, {"messages": turns})], 0).conversations
+        (example,) = encode(tokenizer, found, 400).examples
+        trained = tokenizer.decode(example.input_ids[example.trained])
         assert (ANSWER in trained, "Yes." in trained) == (off != 1, off != 3)
 
 
 def test_a_dialogue_without_a_trained_turn_is_one_reject(tmp_path: Path) -> None:
-    reading = read_records([put(tmp_path, turn(), turn(weight=0))], 1)
+    reading = read_examples([put(tmp_path, turn(), turn(weight=0))], 1)
     assert (len(reading.conversations), len(reading.rejected)) == (1, 1)
     assert "no answer to train" in reading.rejected[0].reason
-    with pytest.raises(InputError, match=r"2 of 3 records.*allows 1"):  # 1 is a count, not a share
-        read_records([put(tmp_path, turn(), turn(weight=0), turn(weight=0))], 1)
+    with pytest.raises(InputError, match=r"2 of 3 examples.*allows 1"):  # 1 is a count, not a share
+        read_examples([put(tmp_path, turn(), turn(weight=0), turn(weight=0))], 1)

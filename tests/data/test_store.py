@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from hasten.data import arrow_file
 from hasten.data.chat_template import encode
 from hasten.data.prompt_formats import PROMPT_FORMATS
-from hasten.data.readers import Conversation, Message, read_records
+from hasten.data.readers import Conversation, Message, read_examples
 from hasten.data.token_store import Subset, TokenStore, cache_key, inspect, split, tokenize
 from hasten.data.tokenize import BOS, EOS
 from hasten.errors import InputError
-from hasten.parts.data.collate import TokenRecord, token_record
+from hasten.parts.data.collate import TokenizedExample, tokenized_example
 
 
 def chats(count: int) -> list[Conversation]:
@@ -33,15 +33,15 @@ def chats(count: int) -> list[Conversation]:
     ]
 
 
-def same(left: TokenRecord, right: TokenRecord) -> bool:
+def same(left: TokenizedExample, right: TokenizedExample) -> bool:
     return np.array_equal(left.input_ids, right.input_ids) and np.array_equal(
         left.trained, right.trained
     )
 
 
-RECORDS = st.lists(
+EXAMPLES = st.lists(
     st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=20).map(
-        lambda pairs: token_record([p[0] for p in pairs], [p[1] for p in pairs])
+        lambda pairs: tokenized_example([p[0] for p in pairs], [p[1] for p in pairs])
     ),
     max_size=12,
 )
@@ -50,24 +50,24 @@ RECORDS = st.lists(
 @settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(records=RECORDS, batch_tokens=st.sampled_from([1, 30, 10**6]))
+@given(examples=EXAMPLES, batch_tokens=st.sampled_from([1, 30, 10**6]))
 def test_records_come_back_as_written_however_they_are_batched(
-    tmp_path: Path, records: list[TokenRecord], batch_tokens: int
+    tmp_path: Path, examples: list[TokenizedExample], batch_tokens: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrow_file, "_BATCH_TOKENS", batch_tokens)
-        arrow_file.write(tmp_path / "a.arrow", iter(records), lambda: {"rejected": []})
+        arrow_file.write(tmp_path / "a.arrow", iter(examples), lambda: {"rejected": []})
     store = TokenStore(tmp_path / "a.arrow")
-    assert len(store) == len(records)
-    assert all(same(store[at], record) for at, record in enumerate(records))
-    assert store.lengths.tolist() == [record.length for record in records]
-    assert store.trained_counts.tolist() == [record.trained_tokens for record in records]
+    assert len(store) == len(examples)
+    assert all(same(store[at], example) for at, example in enumerate(examples))
+    assert store.lengths.tolist() == [example.length for example in examples]
+    assert store.trained_counts.tolist() == [example.trained_tokens for example in examples]
     assert store.lengths.dtype == store.trained_counts.dtype == np.int32
 
 
 def test_a_flipped_bit_or_a_cut_anywhere_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "a.arrow"
-    arrow_file.write(path, [token_record([1, 2, 3])], lambda: {"rejected": []})
+    arrow_file.write(path, [tokenized_example([1, 2, 3])], lambda: {"rejected": []})
     whole = path.read_bytes()
     for at in range(len(whole)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
@@ -79,7 +79,7 @@ def test_a_flipped_bit_or_a_cut_anywhere_is_noticed(tmp_path: Path) -> None:
 
 
 def test_other_arrow_readers_see_the_records(tmp_path: Path) -> None:
-    arrow_file.write(tmp_path / "a.arrow", [token_record([1, 2]), token_record([3], [False])])
+    arrow_file.write(tmp_path / "a.arrow", [tokenized_example([1, 2]), tokenized_example([3], [False])])
     with pa.OSFile(str(tmp_path / "a.arrow")) as file:
         table = pa.ipc.open_stream(file).read_all()
     assert table.to_pydict() == {
@@ -90,10 +90,10 @@ def test_other_arrow_readers_see_the_records(tmp_path: Path) -> None:
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "a.arrow"
-    arrow_file.write(path, [token_record([1])], lambda: {"rejected": []})
+    arrow_file.write(path, [tokenized_example([1])], lambda: {"rejected": []})
 
     def failing() -> Any:
-        yield token_record([2])
+        yield tokenized_example([2])
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -106,16 +106,16 @@ def test_a_store_holds_what_encode_gives(tokenizer: Any, tmp_path: Path) -> None
     conversations = chats(50)
     store = tokenize(conversations, tokenizer, tmp_path, 64)
     for at, conversation in enumerate(conversations):
-        assert same(store[at], encode(tokenizer, conversation, 64).records[0])
+        assert same(store[at], encode(tokenizer, conversation, 64).examples[0])
     assert same(store[-1], store[49])
     with pytest.raises(IndexError):
         store[50]
 
 
 def test_a_record_is_a_view_of_the_file_and_read_only(tokenizer: Any, tmp_path: Path) -> None:
-    record = tokenize(chats(3), tokenizer, tmp_path, 64)[1]
-    assert not record.input_ids.flags.owndata
-    assert not record.input_ids.flags.writeable
+    example = tokenize(chats(3), tokenizer, tmp_path, 64)[1]
+    assert not example.input_ids.flags.owndata
+    assert not example.input_ids.flags.writeable
 
 
 def test_tokenising_happens_once(tokenizer: Any, tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_records_too_long_are_named_and_remembered_and_cost_no_budget(
         store = tokenize(mixed, tokenizer, tmp_path, 32, max_rejected=0)
         assert len(store) == 9
         assert store.rejected == [("d.jsonl", 9, "no answer left within cutoff_len=32")]
-    with pytest.raises(InputError, match="none of 1 records is left"):
+    with pytest.raises(InputError, match="none of 1 examples is left"):
         tokenize([long], tokenizer, tmp_path, 32, max_rejected=1)
 
 
@@ -183,18 +183,18 @@ def test_a_pickled_store_is_small_and_opens_the_same_file(tokenizer: Any, tmp_pa
 def test_a_split_is_a_partition_that_the_seed_decides(total: int, share: float, seed: int) -> None:
     if max(1, round(share * total)) >= total:
         return
-    train, held_out = split(range(total), share, seed)
-    assert sorted([*train, *held_out]) == list(range(total))
-    assert len(held_out) == max(1, round(share * total))
-    assert all(map(np.array_equal, split(range(total), share, seed), (train, held_out)))
+    train, eval_data = split(range(total), share, seed)
+    assert sorted([*train, *eval_data]) == list(range(total))
+    assert len(eval_data) == max(1, round(share * total))
+    assert all(map(np.array_equal, split(range(total), share, seed), (train, eval_data)))
 
 
 def test_a_split_by_count_may_be_empty_but_leaves_something_to_train_on() -> None:
     assert [len(side) for side in split(range(10), 3, 0)] == [7, 3]
     assert [len(side) for side in split(range(10), 0, 0)] == [10, 0]
-    for held_out in (10, -1, float("nan")):
-        with pytest.raises(InputError, match="held_out"):
-            split(range(10), held_out, 0)
+    for eval_data in (10, -1, float("nan")):
+        with pytest.raises(InputError, match="eval_data"):
+            split(range(10), eval_data, 0)
 
 
 def test_a_subset_of_a_subset_has_the_interface_of_the_store(
@@ -209,14 +209,14 @@ def test_a_subset_of_a_subset_has_the_interface_of_the_store(
 
 
 def test_inspect_marks_what_is_trained(tokenizer: Any, tmp_path: Path) -> None:
-    record = tokenize(chats(1), tokenizer, tmp_path, 64)[0]
-    assert inspect(tokenizer, record) == (f"{BOS}User: question 0\n\nAssistant:[[ word {EOS}]]")
-    assert "\033[32m word" in inspect(tokenizer, record, colour=True)
+    example = tokenize(chats(1), tokenizer, tmp_path, 64)[0]
+    assert inspect(tokenizer, example) == (f"{BOS}User: question 0\n\nAssistant:[[ word {EOS}]]")
+    assert "\033[32m word" in inspect(tokenizer, example, colour=True)
 
 
 @pytest.mark.data
 def test_real_records_are_tokenised_whole(tokenizer: Any, real_data: Path, tmp_path: Path) -> None:
-    reading = read_records([real_data / "gsm8k_train.jsonl"])
+    reading = read_examples([real_data / "gsm8k_train.jsonl"])
     store = tokenize(reading.conversations, tokenizer, tmp_path, 4096)
     assert len(store) == 7473
     assert store.rejected == []

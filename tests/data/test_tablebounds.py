@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hasten.data import containers, table_reader
-from hasten.data.readers import read_records
+from hasten.data.readers import read_examples
 from hasten.data.table_reader import HELD, arrow_batches, decoded_bytes, parquet_batches, row_slices
 from hasten.errors import InputError
 
@@ -130,7 +130,7 @@ def test_a_bomb_is_refused_before_it_has_grown(
     tracemalloc.start()
     try:
         with pytest.raises(InputError, match=r"larger than \d+ MiB") as caught:
-            read_records([path], max_rejected=10**9)
+            read_examples([path], max_rejected=10**9)
         assert tracemalloc.get_traced_memory()[1] < 4 * FLOOR
     finally:
         tracemalloc.stop()
@@ -230,14 +230,14 @@ def test_a_row_that_takes_more_than_any_record_is_refused(
     monkeypatch.setattr(table_reader, "HELD", 1 << 16)
     pq.write_table(pa.table({"text": ["a", "b" * (1 << 16)]}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match="row 2 takes over 0 MiB: write it as several"):
-        read_records([tmp_path / "a.parquet"])
+        read_examples([tmp_path / "a.parquet"])
 
 
 def test_kinds_that_may_overlap_themselves_are_named(tmp_path: Path) -> None:
     runs = pa.RunEndEncodedArray.from_arrays(pa.array([10**9], pa.int32()), pa.array(["x"]))
     ipc(pa.ipc.new_stream, None)(tmp_path / "a.arrow", pa.table({"text": runs}))
     with pytest.raises(InputError, match=r"run_end_encoded.* are not read"):
-        read_records([tmp_path / "a.arrow"])
+        read_examples([tmp_path / "a.arrow"])
 
 
 def test_declared_sizes_are_those_that_arrow_unpacks(tmp_path: Path) -> None:
@@ -260,5 +260,5 @@ def test_a_structs_null_is_an_absent_key(tmp_path: Path) -> None:
     sink = io.BytesIO()
     pq.write_table(pa.Table.from_pylist([{"messages": turns}]), sink)
     (tmp_path / "a.parquet").write_bytes(sink.getvalue())
-    (found,) = read_records([tmp_path]).conversations
+    (found,) = read_examples([tmp_path]).conversations
     assert [call.arguments for call in found.messages[-1].calls] == ['{"a": 1}', '{"b": "x"}']

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from hasten.data.chat_template import encode, encode_all
 from hasten.data.prompt_formats import PROMPT_FORMATS, ensure_chat_template
-from hasten.data.readers import Conversation, Message, read_records
+from hasten.data.readers import Conversation, Message, read_examples
 from hasten.data.tokenize import BOS, EOS, train_bpe
 from hasten.errors import InputError
-from hasten.parts.data.collate import TokenRecord
+from hasten.parts.data.collate import TokenizedExample
 
 # The way R1 writes: thoughts are cut off every answer, also the last one.
 DROPS_THOUGHTS = """\
@@ -39,20 +39,20 @@ def chat(*contents: str, system: str | None = None) -> Conversation:
     return Conversation((*first, *turns), None, "chat.jsonl:7")
 
 
-def parts(tokenizer: Any, record: TokenRecord) -> tuple[str, list[str]]:
-    """The text of a record, and the text of each run of trained tokens."""
+def parts(tokenizer: Any, example: TokenizedExample) -> tuple[str, list[str]]:
+    """The text of an example, and the text of each run of trained tokens."""
     runs: list[list[int]] = []
-    for at, token in enumerate(record.input_ids.tolist()):
-        if record.trained[at]:
-            if not record.trained[at - 1]:
+    for at, token in enumerate(example.input_ids.tolist()):
+        if example.trained[at]:
+            if not example.trained[at - 1]:
                 runs.append([])
             runs[-1].append(token)
-    return tokenizer.decode(record.input_ids), [tokenizer.decode(run) for run in runs]
+    return tokenizer.decode(example.input_ids), [tokenizer.decode(run) for run in runs]
 
 
 def rendered(tokenizer: Any, *contents: str, system: str | None = None) -> tuple[str, list[str]]:
-    (record,) = encode(tokenizer, chat(*contents, system=system), 10_000).records
-    return parts(tokenizer, record)
+    (example,) = encode(tokenizer, chat(*contents, system=system), 10_000).examples
+    return parts(tokenizer, example)
 
 
 def test_deepseek_llm_is_written_as_published(tokenizer: Any) -> None:
@@ -73,8 +73,8 @@ def test_deepseek_v3_is_written_as_published(tokenizer: Any) -> None:
 
 
 def test_the_bos_token_is_there_once(tokenizer: Any) -> None:
-    (record,) = encode(tokenizer, chat("Hi", "Hello"), 100).records
-    assert np.count_nonzero(record.input_ids == tokenizer.bos_token_id) == 1
+    (example,) = encode(tokenizer, chat("Hi", "Hello"), 100).examples
+    assert np.count_nonzero(example.input_ids == tokenizer.bos_token_id) == 1
 
 
 def test_a_line_break_after_the_end_of_turn_is_not_trained(tokenizer: Any) -> None:
@@ -121,7 +121,7 @@ def test_a_template_without_answers_gives_a_reason(tokenizer: Any) -> None:
     for template in ("{{ messages[0].content }}", DROPS_THOUGHTS.replace("<A>{{", "<A>{{ 1 or")):
         tokenizer.chat_template = template
         encoded = encode(tokenizer, chat("q", "an answer"), 100)
-        assert encoded.records == ()
+        assert encoded.examples == ()
         assert "drops or rewrites" in str(encoded.reason)
 
 
@@ -151,9 +151,9 @@ def test_a_missing_template_is_an_error_until_a_fallback_is_set(tokenizer: Any) 
 
 
 def test_a_long_dialogue_is_cut_and_one_without_answer_is_rejected(tokenizer: Any) -> None:
-    whole = encode(tokenizer, chat("q", "a b c d e"), 1000).records[0]
+    whole = encode(tokenizer, chat("q", "a b c d e"), 1000).examples[0]
     first = int(np.flatnonzero(whole.trained)[0])
-    (cut,) = encode(tokenizer, chat("q", "a b c d e"), first + 1).records
+    (cut,) = encode(tokenizer, chat("q", "a b c d e"), first + 1).examples
     assert np.array_equal(cut.input_ids, whole.input_ids[: first + 1])
     assert cut.trained_tokens == 1
     encoded = encode(tokenizer, chat("q", "a b c d e"), first)
@@ -166,7 +166,7 @@ def test_a_long_dialogue_is_cut_and_one_without_answer_is_rejected(tokenizer: An
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1), cutoff=st.integers(2, 9))
 def test_plain_text_loses_nothing_and_predicts_every_token_once(text: str, cutoff: int) -> None:
     tokenizer = _plain()
-    pieces = encode(tokenizer, Conversation((), text, "t:1"), cutoff).records
+    pieces = encode(tokenizer, Conversation((), text, "t:1"), cutoff).examples
     whole = [tokenizer.bos_token_id, *tokenizer.encode(text), tokenizer.eos_token_id]
     predicted = np.concatenate([piece.input_ids[1:] for piece in pieces])
     assert [pieces[0].input_ids[0], *predicted] == whole
@@ -182,7 +182,7 @@ def test_ids_are_those_of_the_whole_text_and_trained_are_exactly_the_answers(
     contents: list[str],
 ) -> None:
     tokenizer = _plain()
-    (record,) = encode(tokenizer, chat(*contents), 10_000).records
+    (example,) = encode(tokenizer, chat(*contents), 10_000).examples
     whole, expected = [tokenizer.bos_token_id], [False]
     for question, answer in zip(contents[::2], contents[1::2], strict=True):
         # The reference: pieces by themselves. The format keeps merges from crossing "Assistant:".
@@ -190,26 +190,26 @@ def test_ids_are_those_of_the_whole_text_and_trained_are_exactly_the_answers(
         reply = [*tokenizer.encode(f" {answer}"), tokenizer.eos_token_id]
         whole += prompt + reply
         expected += [False] * len(prompt) + [True] * len(reply)
-    assert record.input_ids.tolist() == whole
-    assert record.trained.tolist() == expected
+    assert example.input_ids.tolist() == whole
+    assert example.trained.tolist() == expected
 
 
 def test_many_are_encoded_in_order_whatever_their_kind(tokenizer: Any) -> None:
     mixed = [chat("q", "a" * n) if n % 3 else Conversation((), "t" * n, "t:1") for n in range(600)]
     single = [encode(tokenizer, conversation, 64) for conversation in mixed[250:260]]
     for one, many in zip(single, list(encode_all(tokenizer, mixed, 64))[250:260], strict=True):
-        for left, right in zip(one.records, many.records, strict=True):
+        for left, right in zip(one.examples, many.examples, strict=True):
             assert np.array_equal(left.input_ids, right.input_ids)
             assert np.array_equal(left.trained, right.trained)
 
 
 @pytest.mark.data
 def test_real_answers_are_trained_to_the_letter(tokenizer: Any, real_data: Any) -> None:
-    reading = read_records([real_data / "alpaca_en_demo.json"])
+    reading = read_examples([real_data / "alpaca_en_demo.json"])
     for conversation, encoded in zip(
         reading.conversations, encode_all(tokenizer, reading.conversations, 10**6), strict=True
     ):
-        _, trained = parts(tokenizer, encoded.records[0])
+        _, trained = parts(tokenizer, encoded.examples[0])
         assert trained == [f" {conversation.messages[-1].content}{EOS}"]
 
 
@@ -232,19 +232,19 @@ def test_splitting_predicts_every_trained_token_once(answers: list[str], cutoff:
     turns = [text for answer in answers for text in ("a question", answer)]
     whole = encode(SMALL, chat(*turns), 10**6)
     found = encode(SMALL, chat(*turns), cutoff, "split")
-    (record,) = whole.records
-    trained = [piece.input_ids[1:][piece.trained[1:]] for piece in found.records]
-    assert np.array_equal(np.concatenate(trained), record.input_ids[1:][record.trained[1:]])
-    assert all(2 <= piece.length <= cutoff and piece.trained_tokens for piece in found.records)
-    assert found.long == (record.length > cutoff)
+    (example,) = whole.examples
+    trained = [piece.input_ids[1:][piece.trained[1:]] for piece in found.examples]
+    assert np.array_equal(np.concatenate(trained), example.input_ids[1:][example.trained[1:]])
+    assert all(2 <= piece.length <= cutoff and piece.trained_tokens for piece in found.examples)
+    assert found.long == (example.length > cutoff)
     assert not whole.long
 
 
 def test_dropping_leaves_out_what_is_too_long_and_nothing_else(tokenizer: Any) -> None:
     text = Conversation((), "a tale of some length", "t:1")
     for example in (chat("q", "an answer"), text):
-        (whole,) = encode(tokenizer, example, 1000, "drop").records
-        assert encode(tokenizer, example, whole.length, "drop").records
+        (whole,) = encode(tokenizer, example, 1000, "drop").examples
+        assert encode(tokenizer, example, whole.length, "drop").examples
         dropped = encode(tokenizer, example, whole.length - 1, "drop")
         reason = f"too long for cutoff_len={whole.length - 1}: {whole.length} tokens"
         assert dropped[:3] == ((), reason, True)

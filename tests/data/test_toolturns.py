@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hasten.data.chat_template import encode
 from hasten.data.conversation import ColumnNames, ToolCall, columns_of
 from hasten.data.prompt_formats import PROMPT_FORMATS
-from hasten.data.readers import Conversation, Message, read_records, read_sources
+from hasten.data.readers import Conversation, Message, read_examples, read_sources
 from hasten.data.sources import Source, source_of
 from hasten.data.tokenize import BOS, EOS, train_bpe
 from hasten.errors import InputError
@@ -78,24 +78,24 @@ TURNS: list[dict[str, Any]] = [
 RECORD = {"messages": TURNS, "tools": TOOLS}
 
 
-def conversation(folder: Path, record: Any) -> Conversation:
-    (folder / "data.jsonl").write_text(json.dumps(record) + "\n")
-    (found,) = read_records([folder / "data.jsonl"]).conversations
+def conversation(folder: Path, example: Any) -> Conversation:
+    (folder / "data.jsonl").write_text(json.dumps(example) + "\n")
+    (found,) = read_examples([folder / "data.jsonl"]).conversations
     return found
 
 
 def runs(tokenizer: Any, found: Conversation) -> tuple[str, list[str]]:
-    """The text of a record, and the text of each run of trained tokens."""
+    """The text of an example, and the text of each run of trained tokens."""
     encoded = encode(tokenizer, found, 10_000)
     assert encoded.reason is None, encoded.reason
-    (record,) = encoded.records
+    (example,) = encoded.examples
     parts: list[list[int]] = []
-    for at in range(record.length):
-        if record.trained[at]:
-            if not record.trained[at - 1]:
+    for at in range(example.length):
+        if example.trained[at]:
+            if not example.trained[at - 1]:
                 parts.append([])
-            parts[-1].append(int(record.input_ids[at]))
-    return tokenizer.decode(record.input_ids), [tokenizer.decode(part) for part in parts]
+            parts[-1].append(int(example.input_ids[at]))
+    return tokenizer.decode(example.input_ids), [tokenizer.decode(part) for part in parts]
 
 
 def test_the_text_is_the_one_transformers_renders_and_loss_is_on_calls_and_answers(
@@ -122,8 +122,8 @@ def test_the_text_is_the_one_transformers_renders_and_loss_is_on_calls_and_answe
 
 def test_v3_writes_calls_and_results_as_published(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.chat_template = PROMPT_FORMATS["deepseek-v3"]
-    record = {"messages": TURNS}
-    text, trained = runs(tokenizer, conversation(tmp_path, record))
+    example = {"messages": TURNS}
+    text, trained = runs(tokenizer, conversation(tmp_path, example))
 
     def written(*towns: str) -> str:
         calls = "\n".join(
@@ -172,13 +172,13 @@ def test_arguments_are_given_as_the_template_takes_them(tokenizer: Any, tmp_path
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (NO_TOOLS, "ignores the record's tools"),
-        (NO_CALLS, "ignores the record's tool calls"),
-        (NO_SECOND, "ignores the record's tool calls"),
+        (NO_TOOLS, "ignores the example's tools"),
+        (NO_CALLS, "ignores the example's tool calls"),
+        (NO_SECOND, "ignores the example's tool calls"),
         (NO_RESULTS, "drops the result of a tool"),
-        (PROMPT_FORMATS["deepseek-v3"], "ignores the record's tools"),
-        (PROMPT_FORMATS["deepseek-r1"], "ignores the record's tools"),
-        (PROMPT_FORMATS["deepseek-llm"], "ignores the record's tools"),
+        (PROMPT_FORMATS["deepseek-v3"], "ignores the example's tools"),
+        (PROMPT_FORMATS["deepseek-r1"], "ignores the example's tools"),
+        (PROMPT_FORMATS["deepseek-llm"], "ignores the example's tools"),
         ("{{ raise_exception('only users') }}", "takes no turns of tools: choose another"),
     ],
 )
@@ -187,7 +187,7 @@ def test_a_template_that_ignores_tools_rejects_the_record_with_the_reason(
 ) -> None:
     tokenizer.chat_template = template
     encoded = encode(tokenizer, conversation(tmp_path, RECORD), 10_000)
-    assert encoded.records == ()
+    assert encoded.examples == ()
     with pytest.raises(ValueError, match=reason):
         raise ValueError(encoded.reason)
 
@@ -201,8 +201,8 @@ def test_sharegpt_turns_of_tools_are_the_same_dialogue(tmp_path: Path) -> None:
         {"from": "gpt", "value": "Rain."},
     ]
     flat = [tool["function"] for tool in TOOLS]
-    record = {"conversations": turns, "tools": json.dumps(flat), "system": "Be kind."}
-    found = conversation(tmp_path, record).messages
+    example = {"conversations": turns, "tools": json.dumps(flat), "system": "Be kind."}
+    found = conversation(tmp_path, example).messages
     wanted = tuple(
         ToolCall(c["name"], json.dumps(c["arguments"], ensure_ascii=False)) for c in calls
     )
@@ -257,7 +257,7 @@ FINE = calls([call("Ulm", 1)])
 
 
 @pytest.mark.parametrize(
-    ("record", "reason"),
+    ("example", "reason"),
     [
         (asked(RESULT, ANSWER), "turn 2 is tool's, expected assistant's"),
         (asked(FINE, ANSWER), "turn 3 is assistant's, expected tool's"),
@@ -280,10 +280,10 @@ FINE = calls([call("Ulm", 1)])
     ],
 )
 def test_turns_of_tools_that_make_no_sense_are_rejected(
-    tmp_path: Path, record: Any, reason: str
+    tmp_path: Path, example: Any, reason: str
 ) -> None:
     with pytest.raises(InputError, match=reason):
-        conversation(tmp_path, record)
+        conversation(tmp_path, example)
 
 
 SMALL = train_bpe(["a question ab ba <tool_call>"] * 3, 300)
@@ -310,7 +310,7 @@ def test_whatever_is_called_is_trained_to_the_letter_and_no_result_is(
     function = {"name": name, "arguments": given}
     turns = [{"role": "user", "content": "q"}, calls([{"function": function}])]
     turns += [{"role": "tool", "content": result}, {"role": "assistant", "content": "so"}]
-    (encoded,) = encode(SMALL, conversation(tmp_path, {"messages": turns}), 10_000).records
+    (encoded,) = encode(SMALL, conversation(tmp_path, {"messages": turns}), 10_000).examples
     plain = [turns[0], calls([{"function": {"name": name, "arguments": arguments}}]), *turns[2:]]
     text = SMALL.apply_chat_template(plain, tokenize=False)
     assert encoded.input_ids.tolist() == SMALL.encode(text, add_special_tokens=False)

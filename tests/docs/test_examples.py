@@ -25,12 +25,12 @@ pytestmark = pytest.mark.usefixtures("bf16_products")
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 each = pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
-SHORT = {"held_out": 3, "max_records": 40, "cutoff_len": 64, "vocabulary": 300, "warmup_steps": 0}
+SHORT = {"eval_data": 3, "max_examples": 40, "cutoff_len": 64, "vocabulary": 300, "warmup_steps": 0}
 SHORT |= {"max_steps": 2, "global_batch_size": 4, "global_batch_tokens": None, "eval_every": 0}
 
 
 def short_corpus() -> Corpus:
-    """A stand-in for the embedded corpus, whose records hardly ever fit into 64 tokens."""
+    """A stand-in for the embedded corpus, whose examples hardly ever fit into 64 tokens."""
 
     def portion(numbers: range) -> SplitSide:
         pairs = [
@@ -47,7 +47,7 @@ def short_corpus() -> Corpus:
 
 
 def sums(path: Path) -> Path:
-    """Question and answer records of the GSM8K form."""
+    """Question and answer examples of the GSM8K form."""
     lines = [
         {"question": f"{a} and {b} together?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"}
         for a, b in ((i, 3 * i + 1) for i in range(48))
@@ -78,10 +78,10 @@ def test_an_example_trains_with_all_its_techniques(
     said: list[str] = []
     summary = run_module.train(recipe, tell=said.append)
     assert summary["steps"] == 2
-    assert summary["held_out_loss"] > 0
+    assert summary["eval_loss"] > 0
     assert (Path(summary["saved"]) / "tokenizer.json").is_file()
     assert ("adapter" in summary["saved"]) == (recipe.finetuning_type == "lora")
-    # Two steps of four records: too few for an accumulation by thousands of tokens to cut, or for
+    # Two steps of four examples: too few for an accumulation by thousands of tokens to cut, or for
     # a checkpoint every fifty steps.
     idle = {name for name, proof in summary["acted"].items() if not proof["acted"]}
     assert idle <= {"accumulate", "checkpoints"}

@@ -42,10 +42,10 @@ def test_the_first_cell_says_what_to_install(path: Path) -> None:
 
 
 def fewer(code: str) -> str:
-    """The same with fewer rounds and records; measured figures are not what is tested here."""
+    """The same with fewer rounds and examples; measured figures are not what is tested here."""
     smaller = {
         "rounds=4": "rounds=2",
-        "max_records=400": "max_records=120",
+        "max_examples=400": "max_examples=120",
         "cutoff_len=256": "cutoff_len=96",
     }
     for usual, less in smaller.items():

@@ -54,7 +54,7 @@ from hasten.parts.checkpoint import STATE, checkpoints
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.ddp import DDP
 from hasten.training.folder import LineFiles, keep_lines_until
-from tiny import job_facts, language_job, records, tiny_model
+from tiny import job_facts, language_job, examples, tiny_model
 
 gc.freeze()  # what is loaded: ranks look for garbage in what is their own
 HANG_SECONDS = 1.0
@@ -96,16 +96,16 @@ class Forked:
 
 
 def session_in(folder: Path, steps: int, pause: float) -> Session:
-    """The job that is trained; each record takes ``pause`` seconds more to lay out."""
-    job = language_job(tiny_model, data=records(32), steps=steps, batch=8)
+    """The job that is trained; each example takes ``pause`` seconds more to lay out."""
+    job = language_job(tiny_model, data=examples(32), steps=steps, batch=8)
     plain = job.collate
 
     def slow(batch: Sequence[Any]) -> Any:
         time.sleep(pause)
         return plain(batch)
 
-    job = language_job(tiny_model, data=records(32), steps=steps, batch=8, collate=slow)
-    assert job.batch == GlobalBatch(records=8)
+    job = language_job(tiny_model, data=examples(32), steps=steps, batch=8, collate=slow)
+    assert job.batch == GlobalBatch(examples=8)
     world = environment.world()
     plan = Plan([Checkpoints(interval=3), *([DDP()] if world.size > 1 else [])])
     return assemble(prepare(job, plan, job_facts(job, world=world), folder / "checkpoints"))

@@ -28,7 +28,7 @@ from hasten.core.loop import HASTE, Watch, fit, patient
 from hasten.core.session import Session
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.training.folder import LineFiles
-from tiny import language_job, records, session_of, tiny_model
+from tiny import language_job, examples, session_of, tiny_model
 
 gc.freeze()  # what is loaded: lives look for garbage in what is their own
 CODES = {"done": 0, "interrupted": 130, "left": 75}
@@ -40,7 +40,7 @@ def live(folder: Path, steps: int, pause: float) -> int:
     torch.set_num_threads(1)
     live: list[Session] = []
     with patient(lambda: next(iter(live), None)):
-        job = language_job(tiny_model, data=records(64), steps=steps, batch=8)
+        job = language_job(tiny_model, data=examples(64), steps=steps, batch=8)
         session = session_of(job, Checkpoints(interval=NEVER), folder=folder / "checkpoints")
         session.setup.checkpoint.resume(session)
         live.append(session)

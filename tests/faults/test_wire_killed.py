@@ -44,7 +44,7 @@ def rank_of(process: subprocess.Popen[str], rank: int) -> psutil.Process:
 @pytest.mark.timeout(900)  # two ranks start twice, on a busy machine
 def test_a_killed_rank_costs_no_step_and_replicas_stay_alike(tmp_path: Path) -> None:
     recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
-    wanted = small(tmp_path, plan=PLAN, nproc=2, max_restarts=3, max_steps=STEPS, held_out=0)
+    wanted = small(tmp_path, plan=PLAN, nproc=2, max_restarts=3, max_steps=STEPS, eval_data=0)
     recipe.write_text(yaml.safe_dump(wanted))
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "hasten", "train", str(recipe)],

@@ -44,7 +44,7 @@ def gradual(world: World) -> dict[str, Any]:
     )
     return {
         "rungs": found.climb.rows(),
-        "records": found.summary["records_per_step"],
+        "examples": found.summary["examples_per_step"],
         "weights": network.weight.tolist(),  # type: ignore[union-attr, operator]
     }
 
@@ -61,7 +61,7 @@ def grown(world: World) -> dict[str, Any]:
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     trainer = OptimizedTrainer(network, optimizer, nn.CrossEntropyLoss(), dynamic_batch=True)
     summary = trainer.train(DataLoader(data(), batch_size=2), epochs=2)
-    whole = summary["records_per_step"]
+    whole = summary["examples_per_step"]
     return {"most": whole["most"], "all": whole["mean"] * summary["steps"]}
 
 

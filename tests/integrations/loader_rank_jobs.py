@@ -1,4 +1,4 @@
-"""OptimizedTrainer on ranks: which records each one trains, and what is refused."""
+"""OptimizedTrainer on ranks: which examples each one trains, and what is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COUNT, SIZE = 33, 4
 
 
 class Seen(Dataset[Any]):
-    """Remembers which records were read, in their order."""
+    """Remembers which examples were read, in their order."""
 
     def __init__(self, count: int = COUNT) -> None:
         draw = torch.Generator().manual_seed(3)
@@ -64,7 +64,7 @@ def trained(
         "said": said.getvalue(),
         "steps": summary["steps"],
         "weights": [p.flatten().tolist() for p in network.parameters()],
-        "records": round(summary["records_per_second"] * sum(outcomes[-1].step_seconds)),
+        "examples": round(summary["examples_per_second"] * sum(outcomes[-1].step_seconds)),
         "bucket": [t.get("bucket_cap_mb") for t in summary["plan"] if t["technique"] == "ddp"],
     }
 

@@ -36,7 +36,7 @@ class Noted:
 
 def step(epoch: int, loss: float) -> StepMetrics:
     """A step of four examples in half a second."""
-    counts = {"tokens": 4, "trained_tokens": 4, "slots": 4, "records": 4}
+    counts = {"tokens": 4, "trained_tokens": 4, "positions": 4, "examples": 4}
     rest: dict[str, Any] = {"tokens_per_second": 8.0, "padding_share": 0.0, "peak_memory_bytes": 0}
     return StepMetrics(
         step=1,

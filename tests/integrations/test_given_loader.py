@@ -1,4 +1,4 @@
-"""OptimizedTrainer on two ranks: records are shared out once each, or the run is refused."""
+"""OptimizedTrainer on two ranks: examples are shared out once each, or the run is refused."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def of(found: list[Any], case: str, key: str) -> list[Any]:
 @pytest.mark.parametrize("case", ["in order", "shuffled"])
 def test_a_plain_loader_is_dealt_out_and_every_record_trained(found: list[Any], case: str) -> None:
     for one, two in zip(*of(found, case, "epochs"), strict=True):
-        assert len(one) == len(two) == 17  # 33 records, one of them twice
+        assert len(one) == len(two) == 17  # 33 examples, one of them twice
         assert set(one) | set(two) == set(range(COUNT))
         assert len(set(one) & set(two)) == 1
-    assert of(found, case, "records") == [2 * COUNT] * 2  # and counted once
+    assert of(found, case, "examples") == [2 * COUNT] * 2  # and counted once
     assert of(found, case, "steps") == [10, 10]
     assert of(found, case, "said") == [
-        "2 ranks: each trains 17 of 33 records an epoch, 4 at a time (8 a step)\n",
+        "2 ranks: each trains 17 of 33 examples an epoch, 4 at a time (8 a step)\n",
         "",
     ]
 
 
 def test_dropped_records_are_not_counted(found: list[Any]) -> None:
-    assert of(found, "rest dropped", "records") == [2 * 32] * 2
+    assert of(found, "rest dropped", "examples") == [2 * 32] * 2
 
 
 def test_a_shuffled_loader_has_a_new_order_in_each_epoch(found: list[Any]) -> None:
@@ -51,24 +51,24 @@ def test_a_sampler_with_epochs_is_told_each_of_them(found: list[Any], case: str)
     (one, again), (two, _) = of(found, case, "epochs")
     assert one != again
     assert sorted(one + two) == list(range(64))
-    assert of(found, case, "records") == [2 * 64] * 2
+    assert of(found, case, "examples") == [2 * 64] * 2
 
 
 def test_data_sets_that_were_cut_by_hand_are_not_cut_again(found: list[Any]) -> None:
-    assert of(found, "cut by hand", "records") == [2 * (COUNT - 1)] * 2
-    assert of(found, "cut tensors", "records") == [2 * 8] * 2
+    assert of(found, "cut by hand", "examples") == [2 * (COUNT - 1)] * 2
+    assert of(found, "cut tensors", "examples") == [2 * 8] * 2
     assert "different data sets: each trains its own, whole" in found[0]["cut by hand"]["said"]
 
 
 def test_ranks_that_get_the_same_batches_are_refused(found: list[Any]) -> None:
     for words in of(found, "same batches", "refused"):
-        assert "every rank gets the same records from this loader; give it a Distr" in words
-    assert of(found, "other batches", "records") == [2 * 8] * 2
+        assert "every rank gets the same examples from this loader; give it a Distr" in words
+    assert of(found, "other batches", "examples") == [2 * 8] * 2
 
 
 def test_on_request_every_rank_trains_all_and_records_count_once(found: list[Any]) -> None:
     assert of(found, "not dealt", "epochs") == [[list(range(COUNT))] * 2] * 2
-    assert of(found, "not dealt", "records") == [2 * COUNT] * 2
+    assert of(found, "not dealt", "examples") == [2 * COUNT] * 2
 
 
 def test_a_model_in_ddp_is_replicated_once_and_keeps_its_wrapper(found: list[Any]) -> None:

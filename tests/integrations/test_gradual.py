@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hasten import InputError, gradual_optimize
 from hasten.core.plan import Plan
 from hasten.integrations import gradual
-from hasten.measure.ablation import Arm
+from hasten.measure.ablation import Variant
 from hasten.techniques.batch import Accumulate, AdaptiveBatch
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast
@@ -82,7 +82,7 @@ def test_a_worse_model_is_not_kept_however_fast(monkeypatch: pytest.MonkeyPatch)
     found = gradual_optimize(model, batches(), techniques=[growing], optimizer=optimizer, rounds=3)
     (rung,) = found.climb.rungs
     assert not rung.kept
-    assert "records, one seed" in rung.why or "not shown" in rung.why
+    assert "examples, one seed" in rung.why or "not shown" in rung.why
 
 
 def test_usual_losses_and_optimizers_are_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,11 +97,11 @@ def test_the_order_may_follow_the_gain_alone(monkeypatch: pytest.MonkeyPatch) ->
     rates = {first: 1.0, second: 3.0}
     asked: list[Plan] = []
 
-    def measured(self: Any, before: Plan, after: Plan) -> tuple[Arm, Arm]:
+    def measured(self: Any, before: Plan, after: Plan) -> tuple[Variant, Variant]:
         asked.append(after)
         rate = [sum(rates[t] for t in after)] * 4
         acted = [{"technique": t.name(), "acted": True, "evidence": ""} for t in after]
-        return Arm("a", before, [1.0] * 4), Arm("b", after, rate, acted=acted, beside=[1.0] * 4)
+        return Variant("a", before, [1.0] * 4), Variant("b", after, rate, acted=acted, beside=[1.0] * 4)
 
     monkeypatch.setattr(gradual._Comparison, "__call__", measured)
     more = {"techniques": [first, second], "rounds": 2, "steps": 1}
@@ -116,7 +116,7 @@ def test_two_ranks_decide_alike_and_train_together(tmp_path: Path) -> None:
     assert len(one["gradual"]["rungs"]) == 2
     assert all(rung["ratio"] is not None for rung in one["gradual"]["rungs"])
     assert one["gradual"]["weights"] == two["gradual"]["weights"]
-    assert one["gradual"]["records"] == {"least": 8, "mean": 8, "most": 8}
+    assert one["gradual"]["examples"] == {"least": 8, "mean": 8, "most": 8}
     assert one["rate"]["rate"] == two["rate"]["rate"] > 0
     assert "samples/sec on 2 ranks" in one["rate"]["said"]
     assert not two["rate"]["said"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hasten import DynamicBatcher, OptimizedTrainer
 from hasten.core import facts
-from hasten.core.facts import RecordFacts
+from hasten.core.facts import ExampleStats
 from hasten.techniques import batch
 from hasten.techniques.batch import AdaptiveBatch
 
@@ -27,7 +27,7 @@ def _much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(
     batches: list[Any], dynamic: Any, epochs: int = 3
 ) -> tuple[Tensor, dict[str, Any], list[int]]:
-    """Weights, summary, and records of each pass."""
+    """Weights, summary, and examples of each pass."""
     torch.manual_seed(0)
     model, passes = nn.Linear(5, 3).double(), list[int]()
     model.register_forward_hook(lambda module, given, out: passes.append(len(given[0])))
@@ -38,7 +38,7 @@ def trained(
 
 
 def halves(of: int) -> tuple[list[Any], list[Any]]:
-    """24 records in batches of so many, and in steps of twice as many."""
+    """24 examples in batches of so many, and in steps of twice as many."""
     x, y = torch.randn(24, 5).double(), torch.randint(0, 3, (24,))
     return [
         [(x[i : i + size], y[i : i + size]) for i in range(0, 24, size)] for size in (of, 2 * of)
@@ -51,7 +51,7 @@ def test_a_technique_of_one_s_own_leaves_training_as_it_was() -> None:
     assert summary["switches"]["dynamic_batch"] == "adaptive_batch(initial_size=4, max_size=64)"
     torch.testing.assert_close(weights, trained(batches, False)[0], rtol=1e-10, atol=1e-12)
     assert passes[:3] == [4, 4, 4]
-    assert summary["records_per_step"] == {"least": 12, "mean": 12, "most": 12}
+    assert summary["examples_per_step"] == {"least": 12, "mean": 12, "most": 12}
 
 
 def test_the_articles_batch_grows_over_batches_of_the_loader_and_says_so(
@@ -62,9 +62,9 @@ def test_the_articles_batch_grows_over_batches_of_the_loader_and_says_so(
     assert passes == [12] * 6  # two batches of 6 are a step of one pass
     torch.testing.assert_close(weights, trained(joined, False)[0], rtol=1e-10, atol=1e-12)
     assert summary["acted"]["dynamic_batch"]["acted"]
-    assert summary["records_per_step"] == {"least": 12, "mean": 12, "most": 12}
+    assert summary["examples_per_step"] == {"least": 12, "mean": 12, "most": 12}
     said = capsys.readouterr().out
-    assert "dynamic_batch: 6 -> 12 records a step; the learning rate stays as it is" in said
+    assert "dynamic_batch: 6 -> 12 examples a step; the learning rate stays as it is" in said
     _, summary, passes = trained(batches, True)
     assert max(passes) == 24
     assert summary["steps"] == 3
@@ -82,9 +82,9 @@ def test_a_step_shrinks_to_what_fits_and_loses_no_record(monkeypatch: pytest.Mon
     )
     summary = trainer.train([(x[i : i + 4], y[i : i + 4]) for i in range(0, 48, 4)], epochs=6)
     assert sum(seen) == 6 * 48
-    assert 8 < max(seen) < 16  # once over the threshold of 8 records
+    assert 8 < max(seen) < 16  # once over the threshold of 8 examples
     assert max(seen[-6:]) == 8
-    assert summary["records_per_step"]["most"] <= 16
+    assert summary["examples_per_step"]["most"] <= 16
 
 
 @pytest.mark.parametrize("texts", [False, True])
@@ -106,7 +106,7 @@ def test_batches_of_other_forms_are_not_joined(texts: bool) -> None:
 
 
 def test_growing_is_refused_where_the_recipe_says_the_step() -> None:
-    known = replace(facts.seen_at_start(), records=RecordFacts(count=10, tokens=10, longest=1))
+    known = replace(facts.seen_at_start(), examples=ExampleStats(count=10, tokens=10, longest=1))
     assert "global_batch_size" in AdaptiveBatch(grow=True).obstacles(known)[0]
     assert not AdaptiveBatch().obstacles(known)
 

@@ -255,7 +255,7 @@ def test_the_rate_of_a_resumed_run_is_of_its_own_records(
         trainer = OptimizedTrainer(model, optimizer, F.cross_entropy)
         loader = DataLoader(data(), batch_size=8)
         summary = trainer.train(loader, epochs=epochs, checkpoint_dir=tmp_path, resume=True)
-    assert summary["records_per_second"] * spent[-1] == pytest.approx(2 * 22)
+    assert summary["examples_per_second"] * spent[-1] == pytest.approx(2 * 22)
 
 
 @pytest.mark.parametrize("technique", IN_BF16, ids=str)
@@ -313,21 +313,21 @@ def test_a_list_with_a_text_for_each_record_is_cut_with_them() -> None:
             found: Tensor = self.inner(x)
             return found
 
-    rows = [(x, f"record {i}", y) for i, (x, y) in enumerate(data(8))]
+    rows = [(x, f"example {i}", y) for i, (x, y) in enumerate(data(8))]
     model = Noting()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = OptimizedTrainer(model, optimizer, F.cross_entropy, **ACCUMULATE)
     trainer.train(DataLoader(rows, batch_size=8))  # type: ignore[arg-type]
     assert [len(names) for names in model.seen] == [3, 3, 2]
-    assert [n for names in model.seen for n in names] == [f"record {i}" for i in range(8)]
+    assert [n for names in model.seen for n in names] == [f"example {i}" for i in range(8)]
 
 
 def test_accumulated_batches_are_the_step_of_their_records() -> None:
-    """22 records in batches of 4, three to a step: steps of 12 and 10 records."""
+    """22 examples in batches of 4, three to a step: steps of 12 and 10 examples."""
     model, summary = trained(F.cross_entropy, 3, 4, accum_steps=3)
     same(model, plain_loop(F.cross_entropy, 3, 12))
     assert summary["steps"] == 6
-    assert summary["records_per_step"] == {"least": 10, "mean": 11, "most": 12}
+    assert summary["examples_per_step"] == {"least": 10, "mean": 11, "most": 12}
 
 
 LABELLED: dict[str, Any] = {
@@ -398,12 +398,12 @@ def test_the_same_batch_given_again_counts_again() -> None:
     model, batch = classifier(), next(iter(DataLoader(data(), batch_size=4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = OptimizedTrainer(model, optimizer, F.cross_entropy, accum_steps=2)
-    assert trainer.train([batch] * 4)["records_per_step"]["least"] == 8
+    assert trainer.train([batch] * 4)["examples_per_step"]["least"] == 8
 
 
 def test_two_ways_to_say_the_step_are_refused() -> None:
     for settings in ({"accum_steps": 2, "dynamic_batch": True}, {"accum_steps": 2, **ACCUMULATE}):
-        with pytest.raises(InputError, match="both decide how many records"):
+        with pytest.raises(InputError, match="both decide how many examples"):
             trained(F.cross_entropy, 1, 4, **settings)
     with pytest.raises(InputError, match="accum_steps is 0"):
         trained(F.cross_entropy, 1, 4, accum_steps=0)
@@ -427,7 +427,7 @@ def test_the_loss_of_an_epoch_is_the_mean_over_its_records() -> None:
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     summary = OptimizedTrainer(model, optimizer, F.cross_entropy).train(
-        DataLoader(data(), batch_size=20)  # 20 and 2 records
+        DataLoader(data(), batch_size=20)  # 20 and 2 examples
     )
     x, y = data().tensors
     assert summary["epoch_losses"][0] == pytest.approx(F.cross_entropy(model(x), y).item())

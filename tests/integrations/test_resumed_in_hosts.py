@@ -28,7 +28,7 @@ plans = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 
 
 class Counted:
-    """An order of steps whose records are their own numbers."""
+    """An order of steps whose examples are their own numbers."""
 
     def steps(self, epoch: int) -> Any:
         return ([10 * epoch + step] for step in range(3))

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 import hasten
-from hasten.core.facts import ModelFacts, RecordFacts
+from hasten.core.facts import ModelFacts, ExampleStats
 from hasten.errors import InputError
 from hasten.integrations import lightning as lightning_host
 from hasten.integrations.adapt import facts_of
@@ -81,7 +81,7 @@ def test_the_same_trainer_has_the_techniques_it_can_carry_and_the_same_losses(
     trainer = trainer_of(tmp_path / "b")
     with caplog.at_level(logging.WARNING):
         assert hasten.speed_up(trainer) is trainer
-    (said,) = [record.message for record in caplog.records if "speed_up" in record.message]
+    (said,) = [example.message for example in caplog.examples if "speed_up" in example.message]
     joined, *left_out = said.split("\n  left out: ")
     for name in ("packed", "document_attention", "fused_layers", "labelled_token_loss"):
         assert name in joined
@@ -113,8 +113,8 @@ def kept_race(trainer: Trainer, folder: Path, **changes: Any) -> None:
     """A choice of ``plan: auto`` for the trainer's model and data, as a race leaves it."""
     model: Any = trainer.model
     lengths, trained = row_sizes(trainer.train_dataset)
-    records = RecordFacts(len(lengths), sum(lengths), max(lengths), sum(trained) / sum(lengths))
-    known = replace(facts_of(model, "cpu"), records=records)
+    examples = ExampleStats(len(lengths), sum(lengths), max(lengths), sum(trained) / sum(lengths))
+    known = replace(facts_of(model, "cpu"), examples=examples)
     entries: list[Any] = ["packed", "document_attention", "bf16_master_weights", "prefetched"]
     rows = [
         ChoiceRow("without bf16_master_weights", "not taken", "slower", span(0.5)),
@@ -138,7 +138,7 @@ def span(median: float) -> dict[str, float | None]:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if "speed_up" in record.message]
+    return [example.message for example in caplog.examples if "speed_up" in example.message]
 
 
 def test_a_race_of_this_model_and_data_decides_and_its_gain_is_expected_and_compared(
@@ -170,7 +170,7 @@ def test_a_race_of_this_model_and_data_decides_and_its_gain_is_expected_and_comp
     [
         {"known": {"device": "cuda:0"}},
         {"known": {"versions": {"torch": "1.0"}}},
-        {"known": {"records": RecordFacts(1000, 40_000, 60, 0.5)}},
+        {"known": {"examples": ExampleStats(1000, 40_000, 60, 0.5)}},
         {"known": {"model": ModelFacts("llama", 10**9)}},
         {"known": {"world": World(size=2)}},
         {"fidelity": "lossy"},
@@ -201,7 +201,7 @@ def test_a_damaged_choice_is_told_of_and_left_as_it_is(
             (choices / "damaged.json").write_text(json.dumps({**whole, "choice": {}}))
             (choices / "1.json").unlink()
         hasten.speed_up(trainer)
-        (warned,) = [r.message for r in caplog.records if "can't be read" in r.message]
+        (warned,) = [r.message for r in caplog.examples if "can't be read" in r.message]
         assert "damaged.json" in warned
         assert (choices / "damaged.json").exists()
         assert "labelled_token_loss" in said(caplog)[0]

@@ -18,7 +18,7 @@ from tiny import tiny_model
 
 
 def batches(count: int = 12) -> list[dict[str, Any]]:
-    """Records of 3, 5, 7, ... tokens, padded to 30 by the loader's own records."""
+    """Examples of 3, 5, 7, ... tokens, padded to 30 by the loader's own examples."""
     found = []
     for i in range(count):
         own = 3 + 2 * i
@@ -62,8 +62,8 @@ def test_the_trainer_s_tokens_are_counted_without_padding(tmp_path: Path) -> Non
     trainer = hugging_face(tmp_path, StepEvidence(tmp_path / "run"))
     found = lines(tmp_path / "run")
     assert [line["step"] for line in found] == [1, 2, 3]
-    own = sum(sum(record["attention_mask"]) for record in batches())
-    assert sum(line["tokens"] for line in found) == own  # 3 steps of 4 records: each record once
+    own = sum(sum(example["attention_mask"]) for example in batches())
+    assert sum(line["tokens"] for line in found) == own  # 3 steps of 4 examples: each example once
     assert [line["slots"] for line in found] == [120, 120, 120]
     for line, logged in zip(found, trainer.state.log_history, strict=False):
         assert line["loss"] == pytest.approx(logged["loss"])
@@ -176,7 +176,7 @@ def test_lightning_s_steps_are_counted(tmp_path: Path) -> None:
     trainer.fit(Module(), loader)
     written = lines(tmp_path / "run")
     assert [line["step"] for line in written] == [1, 2, 3]
-    own = sum(sum(record["attention_mask"]) for record in batches())
+    own = sum(sum(example["attention_mask"]) for example in batches())
     assert sum(line["tokens"] for line in written) == own
     means = [(losses[i] + losses[i + 1]) / 2 for i in (0, 2, 4)]
     assert [line["loss"] for line in written] == pytest.approx(means)

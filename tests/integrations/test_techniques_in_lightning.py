@@ -29,10 +29,10 @@ from hasten.techniques.optimizer import Muon
 from hasten.techniques.precision import Autocast
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
-from tiny import COMMON, language_job, records, run, session_of, tiny_model
+from tiny import COMMON, language_job, examples, run, session_of, tiny_model
 
 STEPS, BATCH, RATE, SEED = 6, 8, 1e-2, 3
-DATA = records(24)
+DATA = examples(24)
 GROUPED = LengthGrouped(window=64)
 PLANS: dict[str, tuple[Technique, ...]] = {
     "grouped": (GROUPED,),
@@ -60,7 +60,7 @@ def adamw(model: Any) -> torch.optim.AdamW:
 @plans
 def test_a_plain_loop_has_the_losses_of_hastens_own(plan: tuple[Technique, ...]) -> None:
     model: Any = tiny_model()
-    loop = in_loop(model, plan, records=DATA, batch=BATCH, steps=STEPS, seed=SEED)
+    loop = in_loop(model, plan, examples=DATA, batch=BATCH, steps=STEPS, seed=SEED)
     optimizer = loop.optimizer(adamw(model))
     losses: list[float] = []
     for epoch in range(STEPS):
@@ -76,7 +76,7 @@ def test_a_plain_loop_has_the_losses_of_hastens_own(plan: tuple[Technique, ...])
 def test_passes_of_a_plain_loop_weigh_every_token_alike(passes: int) -> None:
     plan = PLANS["everything"]
     model: Any = tiny_model()
-    loop = in_loop(model, plan, records=DATA, batch=BATCH, steps=STEPS, seed=SEED)
+    loop = in_loop(model, plan, examples=DATA, batch=BATCH, steps=STEPS, seed=SEED)
     optimizer = loop.optimizer(adamw(model))
     losses: list[float] = []
     for epoch in range(2):
@@ -174,9 +174,9 @@ def test_lightning_keeps_slots_and_says_so(
 
 def test_a_loop_has_no_place_for_a_number_format() -> None:
     with pytest.raises(InputError, match="autocast"):
-        in_loop(tiny_model(), [Autocast()], records=DATA, batch=8)
+        in_loop(tiny_model(), [Autocast()], examples=DATA, batch=8)
     with pytest.raises(InputError, match="there are none"):
-        in_loop(tiny_model(), [GROUPED], records=[], batch=8)
+        in_loop(tiny_model(), [GROUPED], examples=[], batch=8)
 
 
 def test_techniques_are_told_the_device_that_lightning_will_train_on(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_techniques_are_told_the_device_that_lightning_will_train_on(tmp_path: P
 
 def test_a_mask_by_its_place_is_not_dropped() -> None:
     model: Any = tiny_model()
-    in_loop(model, [LabelledTokenLoss(chunk=128)], records=DATA, batch=BATCH, steps=STEPS)
+    in_loop(model, [LabelledTokenLoss(chunk=128)], examples=DATA, batch=BATCH, steps=STEPS)
     ids = torch.arange(3, 11).view(1, 8)
     mask = torch.ones_like(ids)
     mask[:, 5:] = 0
@@ -210,5 +210,5 @@ def test_experts_of_qwen3_are_seen_too() -> None:
     size = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
     config = hf.Qwen3MoeConfig(**COMMON, **size, num_key_value_heads=2, head_dim=8)
     model: Any = hf.AutoModelForCausalLM.from_config(config)
-    in_loop(model, [ExpertsImplementation("eager")], records=DATA, batch=BATCH, steps=STEPS)
+    in_loop(model, [ExpertsImplementation("eager")], examples=DATA, batch=BATCH, steps=STEPS)
     assert model.config._experts_implementation == "eager"

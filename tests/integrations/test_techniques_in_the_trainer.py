@@ -32,10 +32,10 @@ from hasten.techniques.recompute import Recompute
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from hasten.techniques.threads import Threads
 from hasten.techniques.wire.compress import TopK
-from tiny import language_job, records, run, session_of, tiny_model
+from tiny import language_job, examples, run, session_of, tiny_model
 
 STEPS, BATCH, RATE, SEED = 6, 8, 1e-2, 3
-DATA = records(24)
+DATA = examples(24)
 GROUPED = LengthGrouped(window=64)
 compiles = pytest.mark.skipif(rowwise.library().library is None, reason="needs a compiler")
 EVERYTHING: tuple[Technique, ...] = (
@@ -147,10 +147,10 @@ def test_accumulated_passes_change_no_loss(passes: int, tmp_path: Path) -> None:
 
 
 def test_evaluation_means_what_it_meant(tmp_path: Path) -> None:
-    held_out: Any = as_others_have_them(records(6, seed=9))
-    expected = trainer_of(tmp_path).evaluate(held_out)["eval_loss"]
+    eval_data: Any = as_others_have_them(examples(6, seed=9))
+    expected = trainer_of(tmp_path).evaluate(eval_data)["eval_loss"]
     trainer = with_techniques(trainer_of(tmp_path), [LabelledTokenLoss(chunk=128)])
-    assert trainer.evaluate(held_out)["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    assert trainer.evaluate(eval_data)["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_saved_model_loads_as_any_other(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_the_rate_is_samples_over_seconds_and_everything_is_put_back(
     rate = benchmark(model, loader(), 2, optimizer=optimizer)
     drawn = torch.rand(1)
     torch.manual_seed(5)
-    loader()  # it draws its records
+    loader()  # it draws its examples
     assert torch.equal(drawn, torch.rand(1))
     assert 0 < rate <= 4 / 0.01
     assert len(model.modes) == 2 + 2 * 10  # two passes warm up

@@ -27,18 +27,18 @@ from torch.utils.data import IterableDataset
 import hasten
 from hasten.measure import choose
 from technique_counts import TechniqueCounts, counted
-from tiny import VOCABULARY, records, tiny_config, tiny_model
+from tiny import VOCABULARY, examples, tiny_config, tiny_model
 
 STEPS, BATCH = 3, 4
 PACKING = frozenset({"packed", "document_attention", "labelled_token_loss"})
 LOSS = frozenset({"labelled_token_loss"})
 EXAMPLES = [
     {
-        "input_ids": record.input_ids.tolist(),
-        "attention_mask": [1] * record.length,
-        "labels": np.where(record.trained, record.input_ids, -100).tolist(),
+        "input_ids": example.input_ids.tolist(),
+        "attention_mask": [1] * example.length,
+        "labels": np.where(example.trained, example.input_ids, -100).tolist(),
     }
-    for record in records(24, longest=24)
+    for example in examples(24, longest=24)
 ]
 WHOLE = [{"input_ids": example["input_ids"]} for example in EXAMPLES]
 ARGUMENTS: dict[str, Any] = {

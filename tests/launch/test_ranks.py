@@ -37,7 +37,7 @@ def test_two_ranks_train_as_one_process_does(
     assert ours["trained"] == theirs["trained"]
     for key in ("losses", "norms", "weights"):
         assert ours[key] == pytest.approx(theirs[key], rel=tolerance, abs=tolerance)
-    assert ours["held_out"] == pytest.approx(theirs["held_out"], rel=tolerance)
+    assert ours["eval_data"] == pytest.approx(theirs["eval_data"], rel=tolerance)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,4 +1,4 @@
-"""The size that follows the memory, against a simulated allocator with records of random length."""
+"""The size that follows the memory, against a simulated allocator with examples of random length."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_wherever_it_starts_it_never_swings(start: int, fits: int, fixed: float)
             except MemoryError:
                 room.on_out_of_memory()
                 if room.size == 1:
-                    return  # one record is too much
+                    return  # one example is too much
         room.observe(room.size)
         sizes.append(room.size)
     assert len(set(sizes[80:])) == 1

@@ -13,7 +13,7 @@ from typing import Any
 from hasten.core.plan import Plan
 from hasten.machine.processes import LoadMeter
 from hasten.measure.ablation import Design, Kind
-from hasten.measure.experiment import ExperimentContext, Measured, measure_arms
+from hasten.measure.experiment import ExperimentContext, Measured, measure_variants
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.workers import WorkerError, WorkerSpec
 
@@ -28,11 +28,11 @@ class Machine:
         step_seconds: of each plan's step, by the number of its techniques.
         start_seconds: of a process, before it is warmed up.
         import_seconds: that the first one takes longer.
-        look_steps: of a look at the held-out loss, in steps of the plan.
+        look_steps: of a look at the eval loss, in steps of the plan.
         first_step: by what factor the first step is slower.
         slows: a factor on all times from then on, by the clock.
         cuts: whether workers can be stopped within a request.
-        peak: bytes that an arm uses.
+        peak: bytes that a variant uses.
         load: the share of the processor that others take.
     """
 
@@ -85,7 +85,7 @@ class MadeUpWorker:
             return reply
         self._spend(self.machine.look_steps * self._step_seconds(), timeout)
         if op == "evaluate":
-            return {"tokens": TOKENS * self.steps, "held_out_loss": 2.0}
+            return {"tokens": TOKENS * self.steps, "eval_loss": 2.0}
         return {"acted": [], "samples": [], "ledger": None}
 
     def submit(self, op: str, **arguments: Any) -> None:
@@ -108,7 +108,7 @@ class MadeUpWorker:
             seconds = self._step_seconds()
             self.steps += 1
             rate = TOKENS / seconds
-            done = {"step": self.steps, "tokens": TOKENS, "slots": TOKENS, "loss": 2.0}
+            done = {"step": self.steps, "tokens": TOKENS, "positions": TOKENS, "loss": 2.0}
             peak = self.machine.peak
             done |= {"step_seconds": seconds, "tokens_per_second": rate}
             found.append({**done, "peak_memory_bytes": peak})
@@ -161,4 +161,4 @@ def measured_on(
         load=lambda cores: MadeUpLoad(machine),
     )
     record = ExperimentRecord(clock=machine.clock)
-    return measure_arms(context, plans, design, kinds=kinds, record=record), record.events
+    return measure_variants(context, plans, design, kinds=kinds, record=record), record.events

@@ -2,11 +2,11 @@
 
 `data/step_speeds.json` holds the speed of every step of four copies of one real job that took turns
 while the machine was busy. A replay strings blocks of consecutive rounds together, so that drift
-and bursts stay as they were, deals the copies out as baseline, second baseline and arms, multiplies
-each arm's planted effect in, and asks `report_of` for the verdicts, as `hasten speedup` does.
+and bursts stay as they were, deals the copies out as baseline, second baseline and variants, multiplies
+each variant's planted effect in, and asks `report_of` for the verdicts, as `hasten speedup` does.
 
 Copies of one program differ for as long as they live, by a per cent or two here. Dealt anew for
-each block they stand for arms that are built afresh; dealt once, for arms that were built once.
+each block they stand for variants that are built afresh; dealt once, for variants that were built once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
-from hasten.measure.ablation import Arm
+from hasten.measure.ablation import Variant
 from hasten.report.build import report_of
 from hasten.report.judgement import verdict_word
 from measure.planted_techniques import (
@@ -35,13 +35,13 @@ from measure.planted_techniques import (
 )
 
 RECORDED = Path(__file__).parent / "data" / "step_speeds.json"
-COPIES = 4  # baseline, second baseline, and two that the arms share
+COPIES = 4  # baseline, second baseline, and two that the variants share
 BLOCK = 20  # rounds: bursts last seconds, a round well below one
 
 
 @dataclass(frozen=True)
 class Truth:
-    """One planted arm: what it has, how fast it is, and what may be said of it."""
+    """One planted variant: what it has, how fast it is, and what may be said of it."""
 
     name: str
     techniques: tuple[Technique, ...]
@@ -87,14 +87,14 @@ def replay(
     """The word that each truth gets in one experiment of so many rounds."""
     stretch = _drawn(speeds, rounds, np.random.default_rng(seed), built_once)
     entries, losses = proofs
-    arms = [_arm("baseline", Plan(BASELINE), stretch[:, 0], losses["baseline"], "baseline")]
-    arms.append(_arm("again", Plan(BASELINE), stretch[:, 1], losses["baseline"], "again"))
+    variants = [_variant("baseline", Plan(BASELINE), stretch[:, 0], losses["baseline"], "baseline")]
+    variants.append(_variant("again", Plan(BASELINE), stretch[:, 1], losses["baseline"], "again"))
     for truth in truths:
         ruined = any(isinstance(t, RuinsHeldOut) for t in truth.techniques)
         loss = losses["ruined" if ruined else "baseline"]
         values = stretch[:, truth.copy] * truth.speed
-        arms.append(_arm(truth.name, truth.plan, values, loss, "other"))
-    return words_of(arms, entries)
+        variants.append(_variant(truth.name, truth.plan, values, loss, "other"))
+    return words_of(variants, entries)
 
 
 def _drawn(
@@ -110,27 +110,27 @@ def _drawn(
     return found
 
 
-def words_of(arms: Sequence[Arm], guard: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Each arm's word by the real path."""
-    return {row["name"]: word_of(row) for row in rows_of(arms, guard)}
+def words_of(variants: Sequence[Variant], guard: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Each variant's word by the real path."""
+    return {row["name"]: word_of(row) for row in rows_of(variants, guard)}
 
 
 def word_of(row: Mapping[str, Any]) -> str:
-    """An arm's word, its reason left out: that its model is worse, else its effect."""
+    """A variant's word, its reason left out: that its model is worse, else its effect."""
     return "worse" if verdict_word(row["quality"]) == "worse" else verdict_word(row["verdict"])
 
 
-def rows_of(arms: Sequence[Arm], guard: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each arm's row of the report, by the real path."""
+def rows_of(variants: Sequence[Variant], guard: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each variant's row of the report, by the real path."""
     rows: list[dict[str, Any]] = report_of(
-        arms,
+        variants,
         title="planted truths",
         command="",
         hardware={},
         versions={},
         recipe={"seed": 0},
         guard=guard,
-    )["arms"]
+    )["variants"]
     return rows
 
 
@@ -156,17 +156,17 @@ def right(found: Mapping[str, Counter[str]], truths: Sequence[Truth] = TRUTHS) -
     return {truth.name: sum(found[truth.name][word] for word in truth.right) for truth in truths}
 
 
-def _arm(name: str, plan: Plan, values: np.ndarray[Any, Any], loss: float, kind: Any) -> Arm:
+def _variant(name: str, plan: Plan, values: np.ndarray[Any, Any], loss: float, kind: Any) -> Variant:
     acted = [
         {"technique": t.name(), "acted": not isinstance(t, ClaimsOnly), "evidence": "planted"}
         for t in plan
     ]
-    return Arm(
+    return Variant(
         name,
         plan,
         rounds=[float(v) for v in values],
         steps=[],
-        held_out=[(0, 2 * loss), (1000, loss)],
+        eval_data=[(0, 2 * loss), (1000, loss)],
         acted=acted,
         kind=kind,
     )

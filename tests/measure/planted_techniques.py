@@ -1,7 +1,7 @@
 """Techniques of which the truth is known: they do nothing, slow, leak, lie, or ruin the model.
 
 Each does in earnest what it is named for, so an experiment with them has one right answer for every
-arm. `small_proofs` trains models of a second with them and writes down what a guard would find, in
+variant. `small_proofs` trains models of a second with them and writes down what a guard would find, in
 the form of ``report.guard``.
 """
 
@@ -22,8 +22,8 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.step import Engine
 from hasten.core.technique import Claim, Fidelity, Proof, Technique, setting
-from hasten.parts.data.collate import packed, token_record
-from tiny import language_job, records, run, session_of, tiny_model
+from hasten.parts.data.collate import packed, tokenized_example
+from tiny import language_job, examples, run, session_of, tiny_model
 
 SCALE = 4.0  # as if a step of four micro-batches forgot to divide by their number
 ALLOWED = 1e-4  # error of a logit or, relative, of a gradient that rounding in float32 explains
@@ -48,7 +48,7 @@ class Waits(Technique):
             began, used = time.perf_counter(), time.process_time()
             found = inner(engine, batch)
             wall, passes = time.perf_counter() - began, time.process_time() - used
-            # Processor time doesn't run while the arm waits for its turn, so between two calls it
+            # Processor time doesn't run while the variant waits for its turn, so between two calls it
             # is a whole step's; how crowded the cores are shows in the passes.
             whole = max(time.process_time() - last, passes)
             last = time.process_time()
@@ -101,7 +101,7 @@ class ClaimsOnly(Technique):
 
 @dataclass(frozen=True)
 class LeaksDocuments(Technique):
-    """Records end to end in one row with positions that run on: each reads those before it."""
+    """Examples end to end in one row with positions that run on: each reads those before it."""
 
     slot = Slot.COLLATE
 
@@ -113,11 +113,11 @@ class LeaksDocuments(Technique):
         setup.collate = run_together
 
     def probe(self, session: Session) -> Proof:
-        return Proof(True, f"{session.progress.slots - session.progress.tokens} slots of padding")
+        return Proof(True, f"{session.progress.positions - session.progress.tokens} slots of padding")
 
 
 def run_together(together: Sequence[Any]) -> MicroBatch:
-    """All records in one row as if they were one document."""
+    """All examples in one row as if they were one document."""
     inputs = packed(together)
     inputs = {name: inputs[name] for name in ("input_ids", "labels")}
     return MicroBatch(inputs, language_counts(together, inputs))
@@ -177,9 +177,9 @@ PLANTED = (Waits, DoesNothing, ClaimsOnly, LeaksDocuments, ScalesLoss, RuinsHeld
 
 
 def small_proofs() -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Entries of ``report.guard``, and held-out losses with and without `RuinsHeldOut`."""
+    """Entries of ``report.guard``, and eval losses with and without `RuinsHeldOut`."""
     losses = {
-        name: _held_out(*techniques)
+        name: _eval_data(*techniques)
         for name, techniques in (("baseline", ()), ("ruined", (RuinsHeldOut(),)))
     }
     entries = [
@@ -192,8 +192,8 @@ def small_proofs() -> tuple[list[dict[str, Any]], dict[str, float]]:
 
 def _leak() -> float:
     """How far a document's logits move when the one before it in its row is another."""
-    first, second = sorted(records(2, seed=4), key=lambda r: -r.length)  # as rows are laid out
-    other = token_record((first.input_ids + 7) % 90 + 3, first.trained)
+    first, second = sorted(examples(2, seed=4), key=lambda r: -r.length)  # as rows are laid out
+    other = tokenized_example((first.input_ids + 7) % 90 + 3, first.trained)
     model = tiny_model().eval()
     ends = []
     for before in (first, other):
@@ -216,15 +216,15 @@ def _gradient_error(technique: Technique) -> float:
     return float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
 
 
-def _held_out(*techniques: Technique) -> float:
-    """The held-out loss after some steps on counting, which can be learnt as noise can't."""
+def _eval_data(*techniques: Technique) -> float:
+    """The eval loss after some steps on counting, which can be learnt as noise can't."""
     counting = [
-        token_record(3 + (start + np.arange(24)) % 20, np.ones(24, bool)) for start in range(20)
+        tokenized_example(3 + (start + np.arange(24)) % 20, np.ones(24, bool)) for start in range(20)
     ]
-    job = language_job(data=counting[:16], held_out=counting[16:], steps=12)
+    job = language_job(data=counting[:16], eval_data=counting[16:], steps=12)
     session = session_of(job, *techniques)
     run(session)
-    found = evaluate(session).held_out_loss
+    found = evaluate(session).eval_loss
     assert found is not None
     return found
 

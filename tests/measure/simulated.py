@@ -1,7 +1,7 @@
 """How often intervals hold the truth, on rounds whose truth is known because they are drawn.
 
-Four kinds of noise, all beside a weather that both arms of a round share: normal in logarithms;
-skewed, with now and then a stall of one arm; a machine that slows down over the rounds, and within
+Four kinds of noise, all beside a weather that both variants of a round share: normal in logarithms;
+skewed, with now and then a stall of one variant; a machine that slows down over the rounds, and within
 them for whoever comes later; and weather in bursts that last some rounds.
 """
 
@@ -27,12 +27,12 @@ def normal(rng: np.random.Generator, rounds: int) -> tuple[Any, Any]:
 def skewed(rng: np.random.Generator, rounds: int) -> tuple[Any, Any]:
     """Step times with a long tail; one turn in ten is stalled by another factor."""
 
-    def arm() -> Any:
+    def variant() -> Any:
         slow = rng.lognormal(0, 0.6, rounds) * 0.1 + 0.9
         stalled = rng.random(rounds) < 0.1
         return 1 / (slow * np.where(stalled, 1 + rng.exponential(0.3, rounds), 1.0))
 
-    return arm(), arm()
+    return variant(), variant()
 
 
 def drifting(rng: np.random.Generator, rounds: int) -> tuple[Any, Any]:
@@ -51,7 +51,7 @@ def bursts(rng: np.random.Generator, rounds: int) -> tuple[Any, Any]:
     for number in range(rounds):
         state = rng.random() < (0.7 if state else 0.2)
         busy[number] = state
-    edges = rng.random((2, rounds)) < 0.9  # whether the arm's turn saw what the round had
+    edges = rng.random((2, rounds)) < 0.9  # whether the variant's turn saw what the round had
     base, other = (np.where(busy * edge > 0, 0.67, 1.0) for edge in edges)
     return base * rng.lognormal(0, 0.02, rounds), other * rng.lognormal(0, 0.02, rounds)
 

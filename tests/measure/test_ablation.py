@@ -1,4 +1,4 @@
-"""Arms that take turns: one real experiment, and the rules with arms that only pretend."""
+"""Variants that take turns: one real experiment, and the rules with variants that only pretend."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
 from hasten.errors import InputError
-from hasten.measure.ablation import Arm, Design, Which, plans_of
-from hasten.measure.experiment import experiment_context, measure_arms
+from hasten.measure.ablation import Variant, Design, Which, plans_of
+from hasten.measure.experiment import experiment_context, measure_variants
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.recipe.build import prepare_run
 from hasten.recipe.schema import Recipe
@@ -31,7 +31,7 @@ from offspring import children
 
 @dataclass(frozen=True)
 class UnheardOf(Technique):
-    """Stands in no catalogue, so an arm's process can't know it."""
+    """Stands in no catalogue, so a variant's process can't know it."""
 
     slot = Slot.LOSS
 
@@ -68,7 +68,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = Recipe(
         model="deepseek-llm-tiny",
         dataset=str(data),
-        held_out=4,
+        eval_data=4,
         vocabulary=300,
         cutoff_len=32,
         global_batch_size=4,
@@ -77,15 +77,15 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         output=str(folder / "out"),
     )
     prepare_run(recipe, lambda text: None)
-    resolved = folder / "out" / "data" / "arms.yaml"
+    resolved = folder / "out" / "data" / "variants.yaml"
     resolved.write_text(recipe.to_yaml())
     return resolved
 
 
 def kill_in_its_turn(plan: Plan) -> None:
-    """Kill the arm's process just before its order is given."""
-    (arm,) = [p for p in children() if json.dumps(plan.to_list()) in " ".join(words_of(p))]
-    arm.send_signal(signal.SIGKILL)
+    """Kill the variant's process just before its order is given."""
+    (variant,) = [p for p in children() if json.dumps(plan.to_list()) in " ".join(words_of(p))]
+    variant.send_signal(signal.SIGKILL)
 
 
 def words_of(process: psutil.Process) -> list[str]:
@@ -96,8 +96,8 @@ def words_of(process: psutil.Process) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def measured(recipe: Path) -> dict[str, Arm]:
-    """A plain arm, one that is killed in its second round, and one that can't start."""
+def measured(recipe: Path) -> dict[str, Variant]:
+    """A plain variant, one that is killed in its second round, and one that can't start."""
 
     def tell(text: str, share: float) -> None:
         assert 0 <= share <= 1
@@ -110,26 +110,26 @@ def measured(recipe: Path) -> dict[str, Arm]:
         given = {"recipe": str(recipe), "plan": PLANS[name].to_list()}
         return WorkerSpec("recipe", given, environ)
 
-    # The arm to be killed is found by its command line.
+    # The variant to be killed is found by its command line.
     with warm.cold(), WorkerPool(recipe.parent) as pool:
-        arms = measure_arms(experiment_context(pool, spec), PLANS, DESIGN, tell).arms
-    assert [arm.name for arm in arms] == list(PLANS)
-    return {arm.name: arm for arm in arms}
+        variants = measure_variants(experiment_context(pool, spec), PLANS, DESIGN, tell).variants
+    assert [variant.name for variant in variants] == list(PLANS)
+    return {variant.name: variant for variant in variants}
 
 
 @pytest.mark.slow
-def test_arms_see_equal_tokens_in_every_step(measured: dict[str, Arm]) -> None:
+def test_variants_see_equal_tokens_in_every_step(measured: dict[str, Variant]) -> None:
     base, packed = measured["baseline"], measured["packed"]
     assert len(packed.losses) == 2  # the warm-up and the first round; it died in the second
     assert [tokens for tokens, _ in packed.losses] == [tokens for tokens, _ in base.losses[:2]]
     for (_, one), (_, other) in zip(packed.losses, base.losses[:2], strict=True):
-        assert one == pytest.approx(other, rel=1e-4)  # the same records and the same weights
+        assert one == pytest.approx(other, rel=1e-4)  # the same examples and the same weights
     assert packed.steps[0]["slots"] == packed.steps[0]["tokens"] < base.steps[0]["slots"]
-    assert packed.held_out[0] == (0, pytest.approx(base.held_out[0][1], rel=1e-4))
+    assert packed.eval_data[0] == (0, pytest.approx(base.eval_data[0][1], rel=1e-4))
 
 
-def test_an_arm_killed_in_its_turn_is_reported_and_the_others_finish(
-    measured: dict[str, Arm],
+def test_an_variant_killed_in_its_turn_is_reported_and_the_others_finish(
+    measured: dict[str, Variant],
 ) -> None:
     base, packed = measured["baseline"], measured["packed"]
     assert packed.failed is not None
@@ -137,18 +137,18 @@ def test_an_arm_killed_in_its_turn_is_reported_and_the_others_finish(
     assert base.failed is base.unfinished is None
     assert len(base.rounds) == len(base.steps) == DESIGN.rounds
     assert base.losses[-1][0] == sum(s["tokens"] for s in base.steps) + base.losses[0][0]
-    assert [tokens for tokens, _ in base.held_out] == [0, base.losses[-1][0]]
+    assert [tokens for tokens, _ in base.eval_data] == [0, base.losses[-1][0]]
     assert base.samples  # it got as far as writing
 
 
-def test_an_arm_that_cannot_start_is_reported_with_its_reason(measured: dict[str, Arm]) -> None:
+def test_an_variant_that_cannot_start_is_reported_with_its_reason(measured: dict[str, Variant]) -> None:
     unheard = measured["unheard"]
     assert unheard.failed is not None
     assert unheard.failed.startswith("plan: no technique is called 'unheard_of'")
     assert not unheard.rounds
 
 
-def test_the_report_of_it_says_who_failed_and_why(measured: dict[str, Arm]) -> None:
+def test_the_report_of_it_says_who_failed_and_why(measured: dict[str, Variant]) -> None:
     found = report_of(
         list(measured.values()),
         title="t",
@@ -157,13 +157,13 @@ def test_the_report_of_it_says_who_failed_and_why(measured: dict[str, Arm]) -> N
         versions={},
         recipe={"seed": 0},
     )
-    verdicts = [arm["verdict"] for arm in read_report(found)["arms"]]
+    verdicts = [variant["verdict"] for variant in read_report(found)["variants"]]
     assert verdicts[0] == "baseline"
     assert verdicts[1].startswith("failed: the process ended with code -9")
     assert verdicts[2].startswith("failed: plan: no technique is called")
 
 
-def test_the_held_out_loss_is_taken_at_the_start_and_evenly_to_the_end() -> None:
+def test_the_eval_loss_is_taken_at_the_start_and_evenly_to_the_end() -> None:
     assert Design(evaluations=3).looks(8) == {3, 5, 8}
     assert Design(evaluations=1).looks(2) == {2}
     assert 1 in Design(evaluations=3).looks(1)
@@ -189,7 +189,7 @@ PLAN = Plan([Packed(), DocumentAttention(), FusedAdamW()])
         ("ladder", ("document_attention",), ["baseline", "+ document_attention", "+ fused_adamw"]),
     ],
 )
-def test_the_arms_are_those_that_were_asked_for(
+def test_the_variants_are_those_that_were_asked_for(
     which: Which, only: tuple[str, ...], names: list[str]
 ) -> None:
     plans, kinds = plans_of(PLAN, which, only)
@@ -199,11 +199,11 @@ def test_the_arms_are_those_that_were_asked_for(
     assert (kinds[names[0]], kinds[names[-1]]) == ("baseline", "all")
 
 
-def test_all_arms_are_those_of_the_plan_itself() -> None:
+def test_all_variants_are_those_of_the_plan_itself() -> None:
     for count in (1, 2, 3):
         plan = Plan(PLAN.techniques[:count])
         assert set(map(str, plans_of(plan, "all")[0].values())) == set(
-            map(str, plan.arms().values())
+            map(str, plan.variants().values())
         )
         assert list(plans_of(plan, "ladder")[0]) == list(plan.ladder())
 
@@ -221,7 +221,7 @@ def test_what_is_not_in_the_plan_cannot_be_measured() -> None:
         ({"rounds": 0}, "rounds is 0"),
         ({"steps": 0}, "steps is 0"),
         ({"warmup": -1}, "warmup is -1"),
-        ({"rounds": 2, "builds": 3}, "3 builds of every arm need as many rounds"),
+        ({"rounds": 2, "builds": 3}, "3 builds of every variant need as many rounds"),
         ({"foreign_load": 1.5}, "share from 0 to 1"),
         ({"grouping": "pairs"}, "there is no 'pairs'"),
     ],

@@ -63,7 +63,7 @@ def test_enough_time_drops_nothing() -> None:
     assert chosen(left=1e6) == BudgetPlan(NAMES, 8, 2, ())
 
 
-def test_arms_are_left_out_in_the_order_that_is_written_down() -> None:
+def test_variants_are_left_out_in_the_order_that_is_written_down() -> None:
     full = rest_of(NAMES, 2, 5)
     dropped = []
     for left in range(int(full), 30, -1):
@@ -80,10 +80,10 @@ def test_arms_are_left_out_in_the_order_that_is_written_down() -> None:
     ]
 
 
-def test_arms_that_have_not_run_lie_between_those_that_have() -> None:
+def test_variants_that_have_not_run_lie_between_those_that_have() -> None:
     """Of a ladder baseline and result have run; their mean would drop rows for nothing."""
     costs = Costs(start=0.0, turns=(8.0, 2.0), look=0.0, finish=0.0)
-    rounds = [costs.of(arms, rounds=1, looks=0, to_start=0) for arms in (1, 2, 5)]
+    rounds = [costs.of(variants, rounds=1, looks=0, to_start=0) for variants in (1, 2, 5)]
     assert rounds == pytest.approx([5.0, 10.0, 10.0 + 3 * 4.0])
 
 

@@ -22,7 +22,7 @@ from hasten.integrations.adapt import facts_of
 from hasten.machine import locks
 from hasten.machine.host import Accelerator
 from hasten.measure import choose as module
-from hasten.measure.ablation import Arm
+from hasten.measure.ablation import Variant
 from hasten.measure.choose import PLAIN, Choice, choose, kept_choice, kept_choices
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import prepared
@@ -32,7 +32,7 @@ from hasten.recipe import build, memory_check
 from hasten.recipe.build import build_model
 from hasten.recipe.candidates import candidates
 from hasten.recipe.schema import Recipe, recipe_from
-from hasten.report.judgement import judge_arms
+from hasten.report.judgement import judge_variants
 from hasten.training.auto_adjust import Candidate
 from measure.planted import recorded
 
@@ -78,13 +78,13 @@ TRUTHS = {"sleeps": 0.8, "does_nothing": 1.0, "gains": 1.1}
 def sums(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("job")
     pairs = [(a, b) for a in range(6) for b in range(6)]
-    records = [{"prompt": f"{a} + {b} =", "completion": f" {a + b}"} for a, b in pairs]
+    examples = [{"prompt": f"{a} + {b} =", "completion": f" {a + b}"} for a, b in pairs]
     data = folder / "sums.jsonl"
-    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    data.write_text("".join(json.dumps(example) + "\n" for example in examples))
     return {
         "model": "deepseek-llm-tiny",
         "dataset": str(data),
-        "held_out": 4,
+        "eval_data": 4,
         "vocabulary": 300,
         "cutoff_len": 32,
         "global_batch_size": 4,
@@ -105,14 +105,14 @@ def race(
     def measured(subject: Any, plans: Mapping[str, Plan], *rest: Any, **more: Any) -> Measured:
         drawn = noise(races[0])[:rounds]
         races[0] += 1
-        arms: list[Arm] = []
+        variants: list[Variant] = []
         for place, (name, plan) in enumerate(plans.items()):
             true = math.prod(speeds.get(t.name(), 1.0) for t in plan)
             values = [1000 * true * float(x) for x in drawn[:, place % drawn.shape[1]]]
-            arm = Arm(name, plan, values, kind="other" if place else "baseline")
-            arm.beside = arms[0].rounds if place else []
-            arms.append(arm)
-        return Measured(arms, {})
+            variant = Variant(name, plan, values, kind="other" if place else "baseline")
+            variant.beside = variants[0].rounds if place else []
+            variants.append(variant)
+        return Measured(variants, {})
 
     return measured
 
@@ -125,7 +125,7 @@ def steady(sigma: float, seed: int) -> Callable[[int], np.ndarray[Any, Any]]:
 
 
 def busy(seed: int) -> Callable[[int], np.ndarray[Any, Any]]:
-    """Rounds of what a busy machine's turns were recorded to stray by, drawn for each arm."""
+    """Rounds of what a busy machine's turns were recorded to stray by, drawn for each variant."""
     turns = np.log(np.median(recorded(), axis=2))
     strays = turns - turns.mean(axis=1, keepdims=True)
 
@@ -190,17 +190,17 @@ def test_one_round_decides_nothing(sums: dict[str, Any], tmp_path: Path) -> None
 
 
 def test_plan_auto_and_the_report_have_one_word_for_the_same_rounds() -> None:
-    draw, arms = np.random.default_rng(4), list[Arm]()
+    draw, variants = np.random.default_rng(4), list[Variant]()
     for place, speed in enumerate((1.0, 1.03, 1.2, 0.9, 1.0, 1.06)):
         values = [1000 * speed * float(x) for x in draw.lognormal(0, 0.02, 6)]
-        arm = Arm(f"with {place}", Plan(), values, kind="other" if place else "baseline")
-        arm.beside = arms[0].rounds if place else []
-        arms.append(arm)
-    arms = with_luck(arms)
-    ours = {name: (said.text, ratio) for name, (ratio, said) in module._verdicts(arms).items()}
+        variant = Variant(f"with {place}", Plan(), values, kind="other" if place else "baseline")
+        variant.beside = variants[0].rounds if place else []
+        variants.append(variant)
+    variants = with_luck(variants)
+    ours = {name: (said.text, ratio) for name, (ratio, said) in module._verdicts(variants).items()}
     theirs = {
-        arm.name: (said.verdict, said.effect)
-        for arm, said in zip(arms[1:], judge_arms(arms)[1:], strict=True)
+        variant.name: (said.verdict, said.effect)
+        for variant, said in zip(variants[1:], judge_variants(variants)[1:], strict=True)
     }
     assert ours == theirs
     assert len({text.partition(":")[0] for text, _ in ours.values()}) > 1
@@ -209,12 +209,12 @@ def test_plan_auto_and_the_report_have_one_word_for_the_same_rounds() -> None:
 def test_a_gain_below_the_noise_floor_has_one_word_in_plan_auto_a_report_and_live_tuning() -> None:
     """Six rounds with a ratio of 1.006 [1.0054, 1.0069]."""
     ratios = [1.0054, 1.0057, 1.006, 1.0062, 1.0066, 1.0069]
-    base = Arm("baseline", Plan(), [1000.0] * 6, kind="baseline")
-    arm = Arm("with it", Plan(), [1000 * r for r in ratios], kind="other", beside=base.rounds)
-    (_, judged) = judge_arms([base, arm])
+    base = Variant("baseline", Plan(), [1000.0] * 6, kind="baseline")
+    variant = Variant("with it", Plan(), [1000 * r for r in ratios], kind="other", beside=base.rounds)
+    (_, judged) = judge_variants([base, variant])
     assert judged.effect is not None
     assert 1.005 < judged.effect.low < judged.effect.high < 1.007
-    (_, auto) = module._verdicts([base, arm])["with it"]
+    (_, auto) = module._verdicts([base, variant])["with it"]
     logs = [math.log(r) for r in ratios]
     live = Candidate(Switch("x", (1, 2), lambda: 1, print), 2, [*logs, *logs[:2]]).verdict(0.05)
     assert {judged.verdict, auto.word, live} == {"no effect"}
@@ -253,7 +253,7 @@ def test_a_choice_is_found_by_the_model_itself_as_another_trainer_has_it(
     model = build_model(recipe, subject.data)
     (kept,) = kept_choices(facts_of(model, "cpu"), tmp_path)
     assert kept.choice == first
-    assert kept.records == subject.known.records
+    assert kept.examples == subject.known.examples
     assert kept_choices(facts_of(model, "cuda:0"), tmp_path) == []
 
 
@@ -318,7 +318,7 @@ def test_a_choice_says_which_changes_had_no_time_and_what_a_forecast_decided(
         """Races all of three plans, and of more the first three."""
         found = whole(subject, plans)
         counts.append(len(plans) - 1)
-        return Measured(found.arms if len(plans) <= 3 else found.arms[:3], {})
+        return Measured(found.variants if len(plans) <= 3 else found.variants[:3], {})
 
     found = chosen(sums, tmp_path, measured)
     assert f"; no time for {counts[0] - 2} of {counts[0]} changes, so a forecast decided on " in (

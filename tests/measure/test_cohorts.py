@@ -1,4 +1,4 @@
-"""Arms that take turns: real processes and pipes, and arms that only pretend to train."""
+"""Variants that take turns: real processes and pipes, and variants that only pretend to train."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def turns(folder: Path, warmup: int) -> list[str]:
     return [name for _, name, step in steps if int(step) > warmup]
 
 
-def test_every_arm_has_every_round_in_an_order_drawn_anew(tmp_path: Path) -> None:
-    arms = pretend(tmp_path, Design(rounds=12, steps=2, warmup=2)).arms
+def test_every_variant_has_every_round_in_an_order_drawn_anew(tmp_path: Path) -> None:
+    variants = pretend(tmp_path, Design(rounds=12, steps=2, warmup=2)).variants
     order = turns(tmp_path, 2)
     rounds = [tuple(order[i : i + 4]) for i in range(0, len(order), 4)]
     assert all(set(names) == set(NAMES.values()) for names in rounds)
     assert len(rounds) == 12
     assert len(set(rounds)) > 3
-    assert max(Counter(names[0] for names in rounds).values()) < 12  # no arm always goes first
-    assert all(len(arm.rounds) == 12 and len(arm.steps) == 24 for arm in arms)
-    assert [arm.name for arm in arms] == list(PLANS)
-    assert [arm.kind for arm in arms] == list(KINDS.values())
+    assert max(Counter(names[0] for names in rounds).values()) < 12  # no variant always goes first
+    assert all(len(variant.rounds) == 12 and len(variant.steps) == 24 for variant in variants)
+    assert [variant.name for variant in variants] == list(PLANS)
+    assert [variant.kind for variant in variants] == list(KINDS.values())
 
 
 def test_the_order_of_turns_belongs_to_the_seed(tmp_path: Path) -> None:
@@ -55,10 +55,10 @@ def test_the_order_of_turns_belongs_to_the_seed(tmp_path: Path) -> None:
     assert orders[0] == orders[1] != orders[2]
 
 
-def test_all_arms_warm_up_as_long_as_the_slowest_to_settle(tmp_path: Path) -> None:
+def test_all_variants_warm_up_as_long_as_the_slowest_to_settle(tmp_path: Path) -> None:
     design = Design(rounds=2, steps=1, warmup=2, longest_warmup=8)
     found = pretend(tmp_path, design, {"all": {"compiles_until": 5}}, plans=TWO)
-    base, last = found.arms
+    base, last = found.variants
     assert base.warmup["steps"] == last.warmup["steps"] == 6  # the sixth compiled nothing more
     assert base.losses[-1][0] == last.losses[-1][0] == 80
     assert last.warmup["compile_seconds"] == pytest.approx(2.5)
@@ -68,7 +68,7 @@ def test_all_arms_warm_up_as_long_as_the_slowest_to_settle(tmp_path: Path) -> No
 def test_a_warm_up_ends_at_its_bound(tmp_path: Path) -> None:
     design = Design(rounds=2, steps=1, warmup=1, longest_warmup=4)
     found = pretend(tmp_path, design, {"baseline": {"compiles_until": 99}}, plans=TWO)
-    assert [arm.warmup["steps"] for arm in found.arms] == [4, 4]
+    assert [variant.warmup["steps"] for variant in found.variants] == [4, 4]
     assert design.steps_in_all == 6
 
 
@@ -81,7 +81,7 @@ def test_a_warm_up_ends_at_its_bound(tmp_path: Path) -> None:
         ("end", "the process ended with code 7: an error of its own"),
     ],
 )
-def test_an_arm_that_fails_in_a_round_is_reported_and_the_rest_goes_on(
+def test_an_variant_that_fails_in_a_round_is_reported_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, words: str
 ) -> None:
     def tell(text: str, share: float) -> None:
@@ -89,49 +89,49 @@ def test_an_arm_that_fails_in_a_round_is_reported_and_the_rest_goes_on(
         monkeypatch.setattr(schedule, "LEAST_TIMEOUT", 1.0 if hangs else 60.0)
 
     told = {"packed": {"rate": 1e6, "fails": {"steps": how}, "after": 2}}  # in its second round
-    found = pretend(tmp_path, Design(rounds=4, steps=1, warmup=1), told, tell=tell).arms
+    found = pretend(tmp_path, Design(rounds=4, steps=1, warmup=1), told, tell=tell).variants
     base, packed, other, last = found
     assert packed.failed is not None
     assert words in packed.failed
     assert len(packed.rounds) == 1
-    assert [len(arm.rounds) for arm in (base, other, last)] == [4, 4, 4]
+    assert [len(variant.rounds) for variant in (base, other, last)] == [4, 4, 4]
     report = report_of(found, title="", command="", hardware={}, versions={}, recipe={"seed": 0})
-    verdicts = [arm["verdict"] for arm in read_report(report)["arms"]]
+    verdicts = [variant["verdict"] for variant in read_report(report)["variants"]]
     assert verdicts[1].startswith("failed: ")
     assert not any(verdict.startswith("failed") for verdict in (verdicts[0], *verdicts[2:]))
 
 
 @pytest.mark.parametrize("what", ["start", "evaluate", "steps"])
-def test_an_arm_that_fails_before_the_first_round_costs_the_others_nothing(
+def test_an_variant_that_fails_before_the_first_round_costs_the_others_nothing(
     tmp_path: Path, what: str
 ) -> None:
-    found = pretend(tmp_path, Design(rounds=3, steps=1), {"packed": {"fails": {what: "end"}}}).arms
+    found = pretend(tmp_path, Design(rounds=3, steps=1), {"packed": {"fails": {what: "end"}}}).variants
     assert found[1].failed == "the process ended with code 7: an error of its own"
     assert not found[1].rounds
-    assert [len(arm.rounds) for arm in found] == [3, 0, 3, 3]
+    assert [len(variant.rounds) for variant in found] == [3, 0, 3, 3]
 
 
-def test_an_arm_that_fails_at_the_end_keeps_what_was_measured(tmp_path: Path) -> None:
+def test_an_variant_that_fails_at_the_end_keeps_what_was_measured(tmp_path: Path) -> None:
     told = {"all": {"fails": {"finish": "diverge"}}}
-    last = pretend(tmp_path, Design(rounds=3, steps=1), told).arms[-1]
+    last = pretend(tmp_path, Design(rounds=3, steps=1), told).variants[-1]
     assert last.failed is None
     assert last.unfinished == "NotFiniteError: the gradients were not finite"
     assert len(last.rounds) == 3
-    assert last.held_out[-1][1] == 2.0
+    assert last.eval_data[-1][1] == 2.0
 
 
 def test_without_a_baseline_the_others_are_measured_all_the_same(tmp_path: Path) -> None:
     told = {"baseline": {"fails": {"steps": "end"}, "after": 2}}
-    base, *others = pretend(tmp_path, Design(rounds=3, steps=1, warmup=1), told).arms
+    base, *others = pretend(tmp_path, Design(rounds=3, steps=1, warmup=1), told).variants
     assert base.failed
-    assert [len(arm.rounds) for arm in others] == [3, 3, 3]
-    assert all(arm.beside == [] for arm in others)
+    assert [len(variant.rounds) for variant in others] == [3, 3, 3]
+    assert all(variant.beside == [] for variant in others)
 
 
-def test_a_second_baseline_takes_turns_like_any_arm(tmp_path: Path) -> None:
+def test_a_second_baseline_takes_turns_like_any_variant(tmp_path: Path) -> None:
     plans, kinds = with_second_baseline(TWO, KINDS)
-    found = pretend(tmp_path, Design(rounds=3, steps=1), plans=plans, kinds=kinds).arms
-    assert [(arm.name, arm.kind) for arm in found] == [
+    found = pretend(tmp_path, Design(rounds=3, steps=1), plans=plans, kinds=kinds).variants
+    assert [(variant.name, variant.kind) for variant in found] == [
         *(("baseline", "baseline"), ("baseline again", "again"), ("all", "all"))
     ]
     assert len(found[1].rounds) == 3
@@ -140,9 +140,9 @@ def test_a_second_baseline_takes_turns_like_any_arm(tmp_path: Path) -> None:
 
 def test_each_build_has_its_share_of_the_rounds(tmp_path: Path) -> None:
     found = pretend(tmp_path, Design(rounds=5, steps=1, builds=2), plans=TWO)
-    for arm in found.arms:
-        assert arm.builds == [0, 0, 0, 1, 1]
-        assert len(arm.rounds) == 5
+    for variant in found.variants:
+        assert variant.builds == [0, 0, 0, 1, 1]
+        assert len(variant.rounds) == 5
     assert log(tmp_path).count("start baseline") == 2
     assert found.design["builds"] == 2
 
@@ -151,7 +151,7 @@ def test_every_second_cohort_starts_from_the_other_end(tmp_path: Path) -> None:
     """Whoever starts first may be slower for as long as it lives."""
     record = ExperimentRecord()
     pretend(tmp_path, Design(rounds=6, steps=1, builds=3), record=record)
-    started = [e["arm"] for e in record.events if e["event"] == "start"]
+    started = [e["variant"] for e in record.events if e["event"] == "start"]
     first, second, third = (started[i : i + 4] for i in (0, 4, 8))
     assert second == first[::-1]
     assert third == first
@@ -159,38 +159,38 @@ def test_every_second_cohort_starts_from_the_other_end(tmp_path: Path) -> None:
     assert members == [first] * 3  # the same group, whoever started first
 
 
-def test_arms_that_fit_are_alive_together(tmp_path: Path) -> None:
+def test_variants_that_fit_are_alive_together(tmp_path: Path) -> None:
     found = pretend(tmp_path, Design(rounds=2, steps=1), memory=440)  # four of 100, and some room
-    assert found.design["grouping"] == "all 4 arms alive together"
+    assert found.design["grouping"] == "all 4 variants alive together"
     assert len([line for line in log(tmp_path) if line.startswith("start")]) == 4
 
 
-def test_arms_that_do_not_fit_sit_in_groups_that_share_the_baseline(tmp_path: Path) -> None:
+def test_variants_that_do_not_fit_sit_in_groups_that_share_the_baseline(tmp_path: Path) -> None:
     rates = {"baseline": {"rate": 50.0}, "attention": {"rate": 75.0}}
     found = pretend(tmp_path, Design(rounds=3, steps=1), rates, memory=340)
     assert found.design["grouping"] == (
         "groups that share the baseline: baseline, all, packed; baseline, attention"
     )
     assert log(tmp_path).count("start baseline") == 2
-    assert [len(arm.rounds) for arm in found.arms] == [3, 3, 3, 3]
-    assert all(len(arm.beside) == 3 for arm in found.arms)
-    assert found.arms[2].rounds == pytest.approx([75.0] * 3)
-    assert found.arms[2].held_out[-1][0] == found.arms[0].held_out[-1][0]
+    assert [len(variant.rounds) for variant in found.variants] == [3, 3, 3, 3]
+    assert all(len(variant.beside) == 3 for variant in found.variants)
+    assert found.variants[2].rounds == pytest.approx([75.0] * 3)
+    assert found.variants[2].eval_data[-1][0] == found.variants[0].eval_data[-1][0]
 
 
-def test_where_no_two_arms_fit_every_turn_has_a_process_of_its_own(tmp_path: Path) -> None:
+def test_where_no_two_variants_fit_every_turn_has_a_process_of_its_own(tmp_path: Path) -> None:
     found = pretend(tmp_path, Design(rounds=2, steps=1), memory=150, plans=TWO)
     assert found.design["grouping"].startswith("a fresh process for every turn")
-    assert [len(arm.rounds) for arm in found.arms] == [2, 2]
+    assert [len(variant.rounds) for variant in found.variants] == [2, 2]
     assert log(tmp_path).count("start baseline") == 3  # once to see that two are too many
-    assert [arm.held_out[-1][0] for arm in found.arms] == [30, 30]
+    assert [variant.eval_data[-1][0] for variant in found.variants] == [30, 30]
 
 
 @pytest.mark.parametrize(("grouping", "starts"), [("together", 4), ("groups", 4), ("fresh", 8)])
 def test_a_grouping_can_be_asked_for(tmp_path: Path, grouping: str, starts: int) -> None:
     design = Design(rounds=2, steps=1, grouping=grouping)  # type: ignore[arg-type]
     found = pretend(tmp_path, design, memory=50 if grouping == "together" else 10_000)
-    assert [len(arm.rounds) for arm in found.arms] == [2, 2, 2, 2]
+    assert [len(variant.rounds) for variant in found.variants] == [2, 2, 2, 2]
     assert len([line for line in log(tmp_path) if line.startswith("start")]) == starts
 
 
@@ -201,8 +201,8 @@ def test_a_disturbed_round_is_done_again_and_both_stay_in_the_record(
     monkeypatch.setattr(LoadMeter, "share", lambda *seen: next(loads))
     found = pretend(tmp_path, Design(rounds=3, steps=1, foreign_load=0.5), plans=TWO)
     assert found.design["redone_rounds"] == 1
-    assert [len(arm.rounds) for arm in found.arms] == [3, 3]
-    assert [arm.foreign_load for arm in found.arms] == [[0.0] * 3] * 2
+    assert [len(variant.rounds) for variant in found.variants] == [3, 3]
+    assert [variant.foreign_load for variant in found.variants] == [[0.0] * 3] * 2
     assert len(turns(tmp_path, 2)) == 8
 
 
@@ -214,7 +214,7 @@ def test_on_a_busy_machine_the_rounds_are_doubled_and_the_least_disturbed_count(
     found = pretend(tmp_path, Design(rounds=3, steps=1, foreign_load=0.01), plans=TWO)
     assert found.design["redone_rounds"] == 3
     assert len(turns(tmp_path, 2)) == 12
-    loads_of = [arm.foreign_load for arm in found.arms]
+    loads_of = [variant.foreign_load for variant in found.variants]
     assert max(max(shares) for shares in loads_of) <= 0.93  # the last three of six rounds
 
 
@@ -226,7 +226,7 @@ def test_rounds_that_are_done_again_leave_the_second_build_its_share(
     found = pretend(tmp_path, design, plans=TWO)
     assert log(tmp_path).count("start baseline") == 2
     assert found.design["redone_rounds"] == 4
-    assert [len(arm.rounds) for arm in found.arms] == [4, 4]
+    assert [len(variant.rounds) for variant in found.variants] == [4, 4]
 
 
 def test_a_budget_that_holds_no_two_rounds_is_refused_with_the_time_needed(
@@ -238,14 +238,14 @@ def test_a_budget_that_holds_no_two_rounds_is_refused_with_the_time_needed(
     assert "start all" not in " ".join(log(tmp_path))  # known after the baseline alone
 
 
-def test_a_budget_decides_over_rounds_and_arms_and_says_what_it_dropped(tmp_path: Path) -> None:
+def test_a_budget_decides_over_rounds_and_variants_and_says_what_it_dropped(tmp_path: Path) -> None:
     told = {name: {"rate": 0.1} for name in PLANS}  # 100 s a step, as they say: starts are nothing
     found = pretend(tmp_path, Design(rounds=30, steps=1, budget_seconds=2300), told)
     assert found.design["dropped"] == ["attention: no time for it"]
-    assert [arm.name for arm in found.arms] == ["baseline", "packed", "all"]
+    assert [variant.name for variant in found.variants] == ["baseline", "packed", "all"]
     assert 5 <= found.design["rounds"] < 30
-    assert all(len(arm.rounds) == found.design["rounds"] for arm in found.arms)
-    assert all(arm.held_out[-1][0] == arm.losses[-1][0] for arm in found.arms)
+    assert all(len(variant.rounds) == found.design["rounds"] for variant in found.variants)
+    assert all(variant.eval_data[-1][0] == variant.losses[-1][0] for variant in found.variants)
 
 
 def late(
@@ -267,7 +267,7 @@ def test_a_budget_that_ends_before_the_second_build_keeps_the_first(tmp_path: Pa
     design = Design(rounds=8, steps=1, builds=2, budget_seconds=1000)
     tell = late(record, "starting baseline", 2000.0, time=2)
     found = pretend(tmp_path, design, plans=TWO, record=record, tell=tell)
-    assert [len(arm.rounds) for arm in found.arms] == [4, 4]
+    assert [len(variant.rounds) for variant in found.variants] == [4, 4]
     assert (found.design["rounds"], found.design["builds"]) == (4, 1)  # as there are
     assert found.design["dropped"] == ["further builds: no time for them"]
     assert any(event["event"] == "finish" for event in record.events)
@@ -282,7 +282,7 @@ def test_a_budget_that_ends_before_the_first_round_is_too_short(tmp_path: Path) 
     assert not record.done
 
 
-def test_nobody_waits_longer_than_the_budget_and_a_round_for_an_arm_that_hangs(
+def test_nobody_waits_longer_than_the_budget_and_a_round_for_an_variant_that_hangs(
     tmp_path: Path,
 ) -> None:
     record = ExperimentRecord()
@@ -294,7 +294,7 @@ def test_nobody_waits_longer_than_the_budget_and_a_round_for_an_arm_that_hangs(
             record._began -= 198.0
 
     found = pretend(tmp_path, design, told, plans=TWO, record=record, tell=tell)
-    assert [len(arm.rounds) for arm in found.arms] == [3, 3]
+    assert [len(variant.rounds) for variant in found.variants] == [3, 3]
     assert record.elapsed < 240  # and not the minute that a turn may take
 
 
@@ -304,7 +304,7 @@ def test_a_budget_that_ends_before_the_second_group_keeps_the_first(tmp_path: Pa
     design = Design(rounds=3, steps=1, budget_seconds=1000)
     found = pretend(tmp_path, design, memory=340, record=record, tell=tell)
     assert found.design["dropped"] == ["attention: no time for it"]
-    assert {arm.name: len(arm.rounds) for arm in found.arms} == dict.fromkeys(
+    assert {variant.name: len(variant.rounds) for variant in found.variants} == dict.fromkeys(
         ("baseline", "packed", "all"), 3
     )
 
@@ -314,16 +314,16 @@ SLOW = {name: {"rate": 5.0} for name in PLANS}  # 2 s a step, as they say: start
 
 
 @pytest.mark.parametrize("at", ["starting baseline", "starting all", "starting packed"])
-def test_a_deadline_that_passes_while_arms_start_ends_the_experiment_there(
+def test_a_deadline_that_passes_while_variants_start_ends_the_experiment_there(
     tmp_path: Path, at: str
 ) -> None:
     record = ExperimentRecord()
     found = pretend(tmp_path, IN_TIME, SLOW, record=record, tell=late(record, at, 300.0))
-    assert [(arm.name, arm.rounds) for arm in found.arms] == [("baseline", [])]
+    assert [(variant.name, variant.rounds) for variant in found.variants] == [("baseline", [])]
     dropped = [f"{name}: no time for it" for name in ("all", "packed", "attention")]
     assert found.design["dropped"] == dropped
     assert record.elapsed < 300 + 30  # nobody was waited for
-    read_report(report_of(found.arms, **HEAD))
+    read_report(report_of(found.variants, **HEAD))
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -343,25 +343,25 @@ def test_a_deadline_that_passes_in_a_round_leaves_the_rounds_before_it(
 
     found = pretend(tmp_path, IN_TIME, SLOW, record=record, tell=tell)
     assert len(started) == place + 1
-    assert {arm.name: len(arm.rounds) for arm in found.arms} == dict.fromkeys(PLANS, 2)
-    assert all(arm.failed is None for arm in found.arms)
+    assert {variant.name: len(variant.rounds) for variant in found.variants} == dict.fromkeys(PLANS, 2)
+    assert all(variant.failed is None for variant in found.variants)
     assert found.design["rounds"] == 2
-    report = read_report(report_of(found.arms, **HEAD))
-    assert all(arm["ratio"]["median"] for arm in report["arms"])
+    report = read_report(report_of(found.variants, **HEAD))
+    assert all(variant["ratio"]["median"] for variant in report["variants"])
 
 
-def test_a_deadline_that_passes_in_the_first_round_keeps_the_arms_that_had_their_turn(
+def test_a_deadline_that_passes_in_the_first_round_keeps_the_variants_that_had_their_turn(
     tmp_path: Path,
 ) -> None:
     record = ExperimentRecord()
     found = pretend(tmp_path, IN_TIME, SLOW, record=record, tell=late_in_round_1(record))
-    turned = {e["arm"] for e in record.events if e["event"] == "turn"}
+    turned = {e["variant"] for e in record.events if e["event"] == "turn"}
     assert len(turned) == 3
-    assert {arm.name: len(arm.rounds) for arm in found.arms} == dict.fromkeys(turned, 1)
+    assert {variant.name: len(variant.rounds) for variant in found.variants} == dict.fromkeys(turned, 1)
 
 
 def late_in_round_1(record: ExperimentRecord) -> Callable[[str, float], None]:
-    """The deadline passes before the last arm's turn, which isn't the baseline's."""
+    """The deadline passes before the last variant's turn, which isn't the baseline's."""
     told: list[str] = []
 
     def tell(text: str, share: float) -> None:
@@ -376,32 +376,32 @@ def late_in_round_1(record: ExperimentRecord) -> Callable[[str, float], None]:
 
 def test_before_a_deadline_a_slow_start_leaves_rows_out_and_says_so(tmp_path: Path) -> None:
     record = ExperimentRecord()
-    tell = late(record, "starting packed", 210.0)  # 30 s are left, and a round takes 2 s an arm
+    tell = late(record, "starting packed", 210.0)  # 30 s are left, and a round takes 2 s a variant
     found = pretend(tmp_path, IN_TIME, SLOW, record=record, tell=tell)
     assert found.design["dropped"] == ["attention: no time for it"]
-    assert [arm.name for arm in found.arms] == ["baseline", "packed", "all"]
-    assert all(len(arm.rounds) >= 3 for arm in found.arms)
-    assert all(arm.held_out[-1][0] for arm in found.arms)  # their quality is known
+    assert [variant.name for variant in found.variants] == ["baseline", "packed", "all"]
+    assert all(len(variant.rounds) >= 3 for variant in found.variants)
+    assert all(variant.eval_data[-1][0] for variant in found.variants)  # their quality is known
 
 
 def test_with_a_deadline_a_budget_that_is_too_short_is_no_reason_to_refuse(tmp_path: Path) -> None:
     crawling = {name: {"rate": 0.1} for name in PLANS}  # 100 s a step, as they say
     found = pretend(tmp_path, IN_TIME, crawling)
-    assert [arm.name for arm in found.arms] == ["baseline", "all"]
-    assert [len(arm.rounds) for arm in found.arms] == [1, 1]
+    assert [variant.name for variant in found.variants] == ["baseline", "all"]
+    assert [len(variant.rounds) for variant in found.variants] == [1, 1]
     assert found.design["dropped"] == ["attention: no time for it", "packed: no time for it"]
 
 
-def test_an_arm_that_hangs_is_waited_for_until_the_deadline_alone(tmp_path: Path) -> None:
+def test_an_variant_that_hangs_is_waited_for_until_the_deadline_alone(tmp_path: Path) -> None:
     record = ExperimentRecord()
     hangs = {"all": {"fails": {"steps": "hang"}, "after": 2}}  # in the first round
     tell = late(record, "round 1/6: all", 299.9)
     found = pretend(tmp_path, replace(IN_TIME, warmup=2), hangs, record=record, tell=tell)
-    assert all(arm.failed is None for arm in found.arms)
+    assert all(variant.failed is None for variant in found.variants)
     assert record.elapsed < 330
 
 
-def test_an_arm_that_has_rounds_is_not_dropped_when_it_sits_down_again(tmp_path: Path) -> None:
+def test_an_variant_that_has_rounds_is_not_dropped_when_it_sits_down_again(tmp_path: Path) -> None:
     told = {name: {"rate": 0.1} for name in PLANS}  # 100 s a step, as they say: starts are nothing
     design = Design(rounds=6, steps=1, budget_seconds=6000)
 
@@ -416,15 +416,15 @@ def test_an_arm_that_has_rounds_is_not_dropped_when_it_sits_down_again(tmp_path:
         tell = late(record, "starting baseline", 4000.0)  # five rounds of four wouldn't fit now
         found = pretend(tmp_path, design, told, record=record, tell=tell)
     assert found.design["dropped"] == []
-    assert [len(arm.rounds) for arm in found.arms] == [6, 6, 6, 6]
+    assert [len(variant.rounds) for variant in found.variants] == [6, 6, 6, 6]
 
 
 def test_time_before_a_kill_counts_if_turns_of_it_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
     lines = [
-        *({"event": "run", "at": 0.0}, {"event": "start", "arm": "baseline", "at": 40.0}),
-        *({"event": "run", "at": 0.0}, {"event": "turn", "arm": "baseline", "at": 90.0}),
-        {"event": "evaluate", "arm": "baseline", "at": 95.0},
+        *({"event": "run", "at": 0.0}, {"event": "start", "variant": "baseline", "at": 40.0}),
+        *({"event": "run", "at": 0.0}, {"event": "turn", "variant": "baseline", "at": 90.0}),
+        {"event": "evaluate", "variant": "baseline", "at": 95.0},
     ]
     path.write_text("".join(json.dumps(x) + "\n" for x in ({"record": 1, "key": ""}, *lines)))
     with ExperimentRecord(path) as record:
@@ -441,19 +441,19 @@ def test_a_start_after_a_kill_does_not_begin_the_budget_anew(tmp_path: Path) -> 
     def killed(text: str, share: float) -> None:
         if text.startswith("round 4/"):
             record._began -= 60.0
-            record.append("evaluate", arm="all", cohort=1, tokens=0, held_out_loss=None)
+            record.append("evaluate", variant="all", cohort=1, tokens=0, eval_loss=None)
             raise KeyboardInterrupt
 
     with ExperimentRecord(path) as record, pytest.raises(KeyboardInterrupt):
         pretend(tmp_path, design, told, plans=TWO, record=record, tell=killed)
     with ExperimentRecord(path) as record:
         found = pretend(tmp_path, design, told, plans=TWO, record=record)
-    assert [len(arm.rounds) for arm in found.arms] == [3, 3]
+    assert [len(variant.rounds) for variant in found.variants] == [3, 3]
     assert found.design["rounds"] == 3
-    assert [arm.failed for arm in found.arms] == [None, None]
+    assert [variant.failed for variant in found.variants] == [None, None]
 
 
-def test_an_arm_that_cannot_start_again_for_its_proof_keeps_its_rounds(tmp_path: Path) -> None:
+def test_an_variant_that_cannot_start_again_for_its_proof_keeps_its_rounds(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
 
     def killed(text: str, share: float) -> None:
@@ -465,40 +465,40 @@ def test_an_arm_that_cannot_start_again_for_its_proof_keeps_its_rounds(tmp_path:
     with ExperimentRecord(path) as record:
         told = {"all": {"fails": {"start": "end"}}}
         found = pretend(tmp_path, Design(rounds=3, steps=1), told, plans=TWO, record=record)
-    last = found.arms[-1]
+    last = found.variants[-1]
     assert (last.failed, len(last.rounds)) == (None, 3)
     assert last.unfinished == "the process ended with code 7: an error of its own"
 
 
-def test_the_energy_of_an_arm_is_what_the_counter_showed_during_its_own_turns(
+def test_the_energy_of_an_variant_is_what_the_counter_showed_during_its_own_turns(
     tmp_path: Path,
 ) -> None:
     readings = iter(range(0, 10_000, 5))  # joules go on between turns too
     found = pretend(tmp_path, Design(rounds=2, steps=3), joules=lambda: float(next(readings)))
-    for arm in found.arms:
-        tokens = sum(step["tokens"] for step in arm.steps)
-        assert arm.joules_per_token == pytest.approx(2 * 5.0 / tokens)
+    for variant in found.variants:
+        tokens = sum(step["tokens"] for step in variant.steps)
+        assert variant.joules_per_token == pytest.approx(2 * 5.0 / tokens)
 
 
 def test_what_a_counter_missed_between_turns_costs_no_turn_its_energy(tmp_path: Path) -> None:
-    readings = itertools.cycle([None, 0.0, 5.0])  # a gap before each turn, in which arms start
+    readings = itertools.cycle([None, 0.0, 5.0])  # a gap before each turn, in which variants start
     found = pretend(tmp_path, Design(rounds=2, steps=3), joules=lambda: next(readings))
-    for arm in found.arms:
-        tokens = sum(step["tokens"] for step in arm.steps)
-        assert arm.joules_per_token == pytest.approx(2 * 5.0 / tokens)
+    for variant in found.variants:
+        tokens = sum(step["tokens"] for step in variant.steps)
+        assert variant.joules_per_token == pytest.approx(2 * 5.0 / tokens)
 
 
 def test_a_counter_that_fails_once_leaves_the_energy_unknown(tmp_path: Path) -> None:
     readings = iter([0.0, 5.0, 10.0, None])
     found = pretend(tmp_path, Design(rounds=2, steps=3), joules=lambda: next(readings, None))
-    assert {arm.joules_per_token for arm in found.arms} == {None}
+    assert {variant.joules_per_token for variant in found.variants} == {None}
 
 
 def test_rounds_in_slices_count_like_whole_turns(tmp_path: Path) -> None:
-    """Every arm does all its steps of each round; one that fails doesn't hold up the others."""
+    """Every variant does all its steps of each round; one that fails doesn't hold up the others."""
     told = {"packed": {"fails": {"steps": "diverge"}, "after": 3}, "all": {"sleep": 0.1}}
     design = Design(rounds=4, steps=2, warmup=1)
-    found = {arm.name: arm for arm in pretend(tmp_path, design, told, slices=True).arms}
+    found = {variant.name: variant for variant in pretend(tmp_path, design, told, slices=True).variants}
     assert found["packed"].failed == "NotFiniteError: the gradients were not finite"
     for name in ("baseline", "attention", "all"):
         assert found[name].failed is None

@@ -29,15 +29,15 @@ def ladder(baseline: float, gain: float = 1.3) -> Any:
 def rows(machine: Machine, memory: int = 10_000) -> dict[str, int]:
     """Rounds of each row that the report shows."""
     found, events = measured_on(machine, PLANS, KINDS, DESIGN, memory)
-    report = read_report(report_of(found.arms, recipe={"seed": 0}, design=found.design, **HEAD))
+    report = read_report(report_of(found.variants, recipe={"seed": 0}, design=found.design, **HEAD))
     assert not any(e["event"] == "dropped" for e in events), events
-    assert [arm["name"] for arm in report["arms"]] == list(PLANS)
-    for arm in report["arms"]:
-        assert arm["ratio"]["median"] is not None
-        assert arm["verdict"] in ("baseline", "helped", "undecided", "no effect", "hurt") or (
-            arm["verdict"].startswith("undecided")
+    assert [variant["name"] for variant in report["variants"]] == list(PLANS)
+    for variant in report["variants"]:
+        assert variant["ratio"]["median"] is not None
+        assert variant["verdict"] in ("baseline", "helped", "undecided", "no effect", "hurt") or (
+            variant["verdict"].startswith("undecided")
         )
-    return {arm["name"]: len(arm["rounds"]) for arm in report["arms"]}
+    return {variant["name"]: len(variant["rounds"]) for variant in report["variants"]}
 
 
 @pytest.mark.parametrize("gain", [1.0, 1.3, 2.0])
@@ -69,10 +69,10 @@ def test_where_every_turn_takes_20_seconds_turns_are_shortened_first() -> None:
     machine = Machine(lambda techniques: 20 / DESIGN.steps)
     found, _ = measured_on(machine, PLANS, KINDS, DESIGN)
     assert found.design["steps"] == 1
-    assert {len(arm.rounds) for arm in found.arms} == {found.design["rounds"]}
+    assert {len(variant.rounds) for variant in found.variants} == {found.design["rounds"]}
     assert found.design["rounds"] >= 2
-    assert len(found.arms) == 7
-    assert all(arm.held_out for arm in found.arms)  # and there was time to compare quality
+    assert len(found.variants) == 7
+    assert all(variant.eval_data for variant in found.variants)  # and there was time to compare quality
 
 
 @pytest.mark.parametrize("slower", [1.5, 3.0])
@@ -110,14 +110,14 @@ def test_variants_that_memory_does_not_hold_together_come_one_after_the_other(
 def test_a_variant_that_fails_keeps_its_row() -> None:
     machine = Machine(ladder(0.5), fails={3: "no memory"})
     found, _ = measured_on(machine, PLANS, KINDS, DESIGN)
-    assert [arm.failed for arm in found.arms].count("no memory") == 1
-    assert sum(bool(arm.rounds) for arm in found.arms) == 6
+    assert [variant.failed for variant in found.variants].count("no memory") == 1
+    assert sum(bool(variant.rounds) for variant in found.variants) == 6
 
 
 def test_where_two_rounds_of_two_variants_do_not_fit_nothing_is_measured_and_it_is_said() -> None:
     machine = Machine(lambda techniques: 60.0)
     found, _ = measured_on(machine, PLANS, KINDS, DESIGN)
-    assert not any(arm.rounds for arm in found.arms)
+    assert not any(variant.rounds for variant in found.variants)
     (why,) = found.design["dropped"]
     assert why.startswith("two rounds of the baseline and the whole plan take about ")
     assert machine.now < BUDGET  # it is known after two starts
@@ -131,7 +131,7 @@ def test_what_is_hopeless_does_not_fit_into_the_budget_and_its_grace() -> None:
         began = 2 * (2 * step)  # two starts and warm-ups
         two = 2 * 2 * DESIGN.steps * step
         if began + two <= BUDGET:
-            assert all(arm.rounds for arm in found.arms), step
+            assert all(variant.rounds for variant in found.variants), step
         if any(text.startswith("two rounds") for text in found.design["dropped"]):
             assert began + two > BUDGET
 
@@ -139,6 +139,6 @@ def test_what_is_hopeless_does_not_fit_into_the_budget_and_its_grace() -> None:
 def test_a_machine_that_stops_in_the_first_round_says_that_no_round_ended() -> None:
     machine = Machine(ladder(1.0), slows=lambda now: 1e4 if now > 12 else 1.0)
     found, _ = measured_on(machine, PLANS, KINDS, DESIGN)
-    assert not any(arm.rounds for arm in found.arms)
+    assert not any(variant.rounds for variant in found.variants)
     assert found.design["dropped"][0].startswith("not a single round of all variants ended within")
     assert math.isclose(machine.now, BUDGET * (1 + GRACE), rel_tol=0.1)

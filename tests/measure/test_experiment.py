@@ -1,4 +1,4 @@
-"""Experiments on a real recipe, whose arms only pretend to train."""
+"""Experiments on a real recipe, whose variants only pretend to train."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     return Recipe(
         model="deepseek-llm-tiny",
         dataset=str(data),
-        held_out=4,
+        eval_data=4,
         vocabulary=300,
         cutoff_len=32,
         global_batch_size=4,
@@ -71,7 +71,7 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 @pytest.fixture
 def recipe(sums: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    """Its arms are as fast as the product of their techniques' speeds."""
+    """Its variants are as fast as the product of their techniques' speeds."""
     plan = Plan.from_list(sums.plan, CATALOGUE)
     told = {}
     for count in range(1 << len(plan)):
@@ -81,7 +81,7 @@ def recipe(sums: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rec
             rate *= SPEEDS[technique.name()]
         told["+".join(t.name() for t in chosen) or "baseline"] = {"rate": rate}
     path = tmp_path / "told.json"
-    path.write_text(json.dumps({"arms": told, "log": str(tmp_path / "log")}))
+    path.write_text(json.dumps({"variants": told, "log": str(tmp_path / "log")}))
     (tmp_path / "log").write_text("")
 
     def worker(subject: Any, at: Path, plan: Plan) -> WorkerSpec:
@@ -104,30 +104,30 @@ def test_an_experiment_is_measured_once(recipe: Recipe, tmp_path: Path) -> None:
     again = ablate(recipe, "all", design=DESIGN, audience=heard)
     assert len(log(tmp_path)) == starts
     assert any(line.startswith("measured before: ") for line in heard.lines)
-    assert again["arms"] == first["arms"]
+    assert again["variants"] == first["variants"]
     assert again["design"] == first["design"]
     anew = ablate(recipe, "all", design=DESIGN, fresh=True)
     assert len(log(tmp_path)) == 2 * starts
-    assert [arm["name"] for arm in anew["arms"]] == [arm["name"] for arm in first["arms"]]
+    assert [variant["name"] for variant in anew["variants"]] == [variant["name"] for variant in first["variants"]]
 
 
 def test_its_report_has_what_the_page_expects(recipe: Recipe) -> None:
     design = Design(rounds=4, steps=1, warmup=1, noise=True)
     found = read_report(ablate(recipe, "ladder", design=design))
-    assert [(arm["name"], arm["kind"]) for arm in found["arms"]] == [
+    assert [(variant["name"], variant["kind"]) for variant in found["variants"]] == [
         ("baseline", "baseline"),
         ("baseline again", "again"),
         ("+ packed", "ladder"),
         ("+ document_attention", "ladder"),
         ("+ labelled_token_loss", "all"),
     ]
-    assert [arm["ratio"]["median"] for arm in found["arms"]] == pytest.approx([1, 1, 1.5, 1.5, 1.8])
+    assert [variant["ratio"]["median"] for variant in found["variants"]] == pytest.approx([1, 1, 1.5, 1.5, 1.8])
     assert set(found["design"]) == {
         *("rounds", "steps", "warmup", "seed", "builds", "seconds", "round_seconds"),
         *("budget_seconds", "grouping", "dropped", "resumed", "redone_rounds", "ranks"),
-        *("epoch_records", "epoch_tokens"),
+        *("epoch_examples", "epoch_tokens"),
     }
-    assert all(len(arm["foreign_load"]) == 4 for arm in found["arms"])
+    assert all(len(variant["foreign_load"]) == 4 for variant in found["variants"])
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_changed_sources_make_another_experiment(
     assert len(log(tmp_path)) == 2 * before
 
 
-@pytest.mark.parametrize("order", ["slots", "gain"])
+@pytest.mark.parametrize("order", ["positions", "gain"])
 def test_gradual_optimisation_keeps_what_pays(recipe: Recipe, order: Any) -> None:
     climbed = climb_recipe(recipe, order=order, design=DESIGN)
     assert climbed.plan == Plan([Packed(), LabelledTokenLoss()])
@@ -169,7 +169,7 @@ def test_gradual_optimisation_keeps_what_pays(recipe: Recipe, order: Any) -> Non
     assert sorted(tried) == sorted(SPEEDS)
     assert tried.index("labelled_token_loss") == (1 if order == "gain" else 2)
     assert climbed.report is not None
-    assert read_report(climbed.report)["arms"][-1]["ratio"]["median"] == pytest.approx(1.8)
+    assert read_report(climbed.report)["variants"][-1]["ratio"]["median"] == pytest.approx(1.8)
     assert [row["kept"] for row in climbed.report["design"]["climb"]].count(True) == 2
 
 
@@ -219,24 +219,24 @@ def test_the_names_are_where_the_articles_and_the_house_have_them() -> None:
         _ = evidence.nothing
 
 
-def test_arms_start_with_the_recipe_s_transport_as_a_training_does() -> None:
+def test_variants_start_with_the_recipe_s_transport_as_a_training_does() -> None:
     known = job_facts(language_job())
     found = recipe_experiment.environment(Plan(()), known, {"GLOO_SOCKET_IFNAME": "eth0"})
     assert found == {"GLOO_SOCKET_IFNAME": "eth0"}
 
 
-def test_arms_of_two_ranks_have_the_ranks_own_layout_as_their_baseline(
+def test_variants_of_two_ranks_have_the_ranks_own_layout_as_their_baseline(
     recipe: Recipe, tmp_path: Path
 ) -> None:
     two = recipe.model_copy(update={"nproc": 2, "plan": ["packed", "ddp"]})
     found = read_report(ablate(two, design=DESIGN))
     assert found["design"]["ranks"] == 2
-    assert [arm["techniques"] for arm in found["arms"]] == [[], ["packed"]]
+    assert [variant["techniques"] for variant in found["variants"]] == [[], ["packed"]]
     with pytest.raises(InputError, match="nothing to compare"):
         ablate(two.model_copy(update={"plan": ["ddp"]}))
     sized = two.model_copy(update={"plan": [{"ddp": {"bucket_cap_mb": 5}}]})
     before = len(log(tmp_path))
-    assert ablate(sized, design=DESIGN)["arms"][-1]["techniques"] == ["ddp(bucket_cap_mb=5)"]
+    assert ablate(sized, design=DESIGN)["variants"][-1]["techniques"] == ["ddp(bucket_cap_mb=5)"]
     assert len(log(tmp_path)) > before
 
 
@@ -258,7 +258,7 @@ def test_an_experiment_starts_its_ranks_itself(
         ablate(recipe)
 
 
-def test_each_rank_of_an_arm_knows_its_place_and_shares_the_cores(tmp_path: Path) -> None:
+def test_each_rank_of_an_variant_knows_its_place_and_shares_the_cores(tmp_path: Path) -> None:
     one, two = (dict(place) for place in rank_variables(2, 4, tmp_path))
     assert (one["RANK"], two["RANK"]) == ("0", "1")
     assert one["WORLD_SIZE"] == two["OMP_NUM_THREADS"] == "2"

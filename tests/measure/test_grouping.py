@@ -1,4 +1,4 @@
-"""Which arms are alive together."""
+"""Which variants are alive together."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.measure.ablation import Design
-from hasten.measure.experiment import GROUP, SHARE, arm_fits, grouping_words, may_join
+from hasten.measure.experiment import GROUP, SHARE, variant_fits, grouping_words, may_join
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=8), st.integers(1, 10_000))
-def test_arms_that_start_never_take_more_than_there_is(peaks: list[int], memory: int) -> None:
+def test_variants_that_start_never_take_more_than_there_is(peaks: list[int], memory: int) -> None:
     names = [str(number) for number in range(len(peaks))]
     known = dict(zip(names, peaks, strict=True))
     alive: list[str] = []
@@ -22,11 +22,11 @@ def test_arms_that_start_never_take_more_than_there_is(peaks: list[int], memory:
     assert len(alive) == 1 or sum(known[n] for n in alive) <= SHARE * memory
 
 
-def test_an_arm_never_seen_is_taken_for_the_largest() -> None:
+def test_an_variant_never_seen_is_taken_for_the_largest() -> None:
     peaks = {"a": 100, "b": 300}
-    assert arm_fits(["a", "b"], peaks, "c", int(700 / SHARE) + 1)
-    assert not arm_fits(["a", "b"], peaks, "c", int(700 / SHARE) - 1)
-    assert arm_fits(["a"], {}, "b", 0)  # nothing is known yet
+    assert variant_fits(["a", "b"], peaks, "c", int(700 / SHARE) + 1)
+    assert not variant_fits(["a", "b"], peaks, "c", int(700 / SHARE) - 1)
+    assert variant_fits(["a"], {}, "b", 0)  # nothing is known yet
 
 
 def test_groups_have_the_baseline_and_so_many_more() -> None:
@@ -45,8 +45,8 @@ def test_together_means_together() -> None:
 @pytest.mark.parametrize(
     ("members", "text"),
     [
-        ([], "all 0 arms alive together"),
-        ([["a", "b"], ["a", "b"]], "all 2 arms alive together"),
+        ([], "all 0 variants alive together"),
+        ([["a", "b"], ["a", "b"]], "all 2 variants alive together"),
         ([["a", "b"], ["a", "c"]], "groups that share the baseline: a, b; a, c"),
     ],
 )

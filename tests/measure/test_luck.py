@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.core.plan import Plan
-from hasten.measure.ablation import Arm
+from hasten.measure.ablation import Variant
 from hasten.measure.significance import BELIEF, USUAL, luck_of, noise_floor, p_beyond, with_luck
 from hasten.measure.statistics import Interval, ProcessVariance, student_quantile
-from hasten.report.judgement import interaction_of, judge_arms, noise_of, ratio_between, ratio_to
+from hasten.report.judgement import interaction_of, judge_variants, noise_of, ratio_between, ratio_to
 
 ROUNDS = 8
 
@@ -25,20 +25,20 @@ def experiment(
     process: float = 0.012,
     noise: float = 0.02,
     rounds: int = ROUNDS,
-) -> list[Arm]:
-    """A baseline, its copy, an arm for each gain; each build of each arm has its own luck."""
-    names = ["baseline", "again", *(f"arm {i}" for i in range(len(gains)))]
+) -> list[Variant]:
+    """A baseline, its copy, a variant for each gain; each build of each variant has its own luck."""
+    names = ["baseline", "again", *(f"variant {i}" for i in range(len(gains)))]
     truths = [1.0, 1.0, *gains]
     of_build = [min(i * builds // rounds, builds - 1) for i in range(rounds)]
-    arms = []
+    variants = []
     for name, truth in zip(names, truths, strict=True):
         luck = draw.normal(0, process, builds)
         values = [truth * math.exp(luck[b] + draw.normal(0, noise)) for b in of_build]
         kind = "again" if name == "again" else "other"
-        arms.append(Arm(name, Plan(), rounds=values, builds=of_build, kind=kind))
-    for arm in arms:
-        arm.beside = arms[0].rounds
-    return with_luck(arms)
+        variants.append(Variant(name, Plan(), rounds=values, builds=of_build, kind=kind))
+    for variant in variants:
+        variant.beside = variants[0].rounds
+    return with_luck(variants)
 
 
 @pytest.mark.parametrize("builds", [2, 3])
@@ -46,13 +46,13 @@ def experiment(
 def test_intervals_hold_the_truth_where_processes_differ(builds: int, count: int) -> None:
     draw, hits, alone, tries = np.random.default_rng(builds * 10 + count), 0, 0, 400
     for _ in range(tries):
-        arms = experiment(draw, [1.05] * count, builds, rounds=24)
-        ratio = ratio_to(arms[2], arms[0])
+        variants = experiment(draw, [1.05] * count, builds, rounds=24)
+        ratio = ratio_to(variants[2], variants[0])
         assert ratio is not None
         hits += ratio.low <= 1.05 <= ratio.high
-        for arm in arms:
-            arm.luck = None
-        without = ratio_to(arms[2], arms[0])
+        for variant in variants:
+            variant.luck = None
+        without = ratio_to(variants[2], variants[0])
         assert without is not None
         alone += without.low <= 1.05 <= without.high
     assert hits >= 0.92 * tries
@@ -62,55 +62,55 @@ def test_intervals_hold_the_truth_where_processes_differ(builds: int, count: int
 def test_a_copy_is_not_called_better_for_its_luck() -> None:
     draw, called = np.random.default_rng(3), 0
     for _ in range(200):
-        arms = experiment(draw, [1.0, 1.0, 1.0], 2, rounds=24)
-        called += any(j.verdict == "helped" for j in judge_arms(arms)[2:])
+        variants = experiment(draw, [1.0, 1.0, 1.0], 2, rounds=24)
+        called += any(j.verdict == "helped" for j in judge_variants(variants)[2:])
     assert called <= 0.05 * 200
 
 
-def test_many_arms_tell_how_far_processes_lie_apart() -> None:
-    arms = experiment(np.random.default_rng(1), [1.0] * 60, 4, process=0.03, noise=0.001)
-    found = luck_of(arms)
+def test_many_variants_tell_how_far_processes_lie_apart() -> None:
+    variants = experiment(np.random.default_rng(1), [1.0] * 60, 4, process=0.03, noise=0.001)
+    found = luck_of(variants)
     assert found is not None
     assert found.spread == pytest.approx(0.03, rel=0.15)
-    assert found.freedom == BELIEF + 60 * 3  # arms and copy less one, builds less one
+    assert found.freedom == BELIEF + 60 * 3  # variants and copy less one, builds less one
 
 
-def test_what_a_sitting_did_to_all_arms_is_no_difference_between_them() -> None:
+def test_what_a_sitting_did_to_all_variants_is_no_difference_between_them() -> None:
     quiet = experiment(np.random.default_rng(2), [1.1, 0.9, 1.0], 2, process=0.0, noise=0.0)
-    for arm in quiet:
-        arm.rounds = [r * (1.3 if b else 1.0) for r, b in zip(arm.rounds, arm.builds, strict=True)]
-        arm.beside = quiet[0].rounds
+    for variant in quiet:
+        variant.rounds = [r * (1.3 if b else 1.0) for r, b in zip(variant.rounds, variant.builds, strict=True)]
+        variant.beside = quiet[0].rounds
     found = luck_of(quiet)
     assert found is not None
     assert found.error == pytest.approx(math.sqrt(BELIEF * USUAL**2 / (BELIEF + 3) / 2))
 
 
 def test_a_single_build_goes_by_what_is_usual_and_by_the_copy() -> None:
-    arms = experiment(np.random.default_rng(4), [1.0], 1, noise=0.0)
-    found, apart = luck_of(arms), math.log(arms[1].rounds[0] / arms[0].rounds[0])
+    variants = experiment(np.random.default_rng(4), [1.0], 1, noise=0.0)
+    found, apart = luck_of(variants), math.log(variants[1].rounds[0] / variants[0].rounds[0])
     assert found is not None
     squares = BELIEF * USUAL**2 + apart**2 / 2
     assert found == ProcessVariance(pytest.approx(math.sqrt(squares / (BELIEF + 1))), BELIEF + 1, 1)
 
 
-def test_without_an_arm_that_ran_there_is_nothing_to_say() -> None:
-    base, broken = Arm("baseline", Plan(), rounds=[1.0]), Arm("x", Plan(), failed="memory")
+def test_without_an_variant_that_ran_there_is_nothing_to_say() -> None:
+    base, broken = Variant("baseline", Plan(), rounds=[1.0]), Variant("x", Plan(), failed="memory")
     assert luck_of([base]) is None
     assert luck_of([base, broken]) is None
     assert with_luck([base, broken])[0].luck is None
 
 
 def test_a_claim_s_pair_and_the_interaction_are_widened_too() -> None:
-    arms = experiment(np.random.default_rng(5), [1.1, 1.2], 2, process=0.05, noise=0.0001)
-    luck = arms[0].luck
+    variants = experiment(np.random.default_rng(5), [1.1, 1.2], 2, process=0.05, noise=0.0001)
+    luck = variants[0].luck
     assert luck is not None
-    between = ratio_between(arms[3], arms[2], arms[0])
+    between = ratio_between(variants[3], variants[2], variants[0])
     assert between is not None
     assert math.log(between[0].high / between[0].low) >= 2 * luck.half() * 0.999
-    said = noise_of(arms)
+    said = noise_of(variants)
     assert said is not None
     assert "Processes of one program lie" in said["text"]
-    assert interaction_of(arms) is None  # nothing was asked for
+    assert interaction_of(variants) is None  # nothing was asked for
 
 
 @given(st.floats(1e-4, 0.2), st.integers(1, 40), st.floats(0.5, 2.0), st.floats(0.0, 0.1))

@@ -1,4 +1,4 @@
-"""Arms whose truth is known get the right word, in speeds that a busy machine really showed."""
+"""Variants whose truth is known get the right word, in speeds that a busy machine really showed."""
 
 from __future__ import annotations
 

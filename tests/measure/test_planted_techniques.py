@@ -40,7 +40,7 @@ def test_the_entries_have_the_form_of_the_guards_own(found: Found) -> None:
         assert GuardRow(**entry).to_dict() == entry
 
 
-def test_hardly_moving_weights_ruin_the_held_out_loss(found: Found) -> None:
+def test_hardly_moving_weights_ruin_the_eval_loss(found: Found) -> None:
     assert found[1]["ruined"] > 1.01 * found[1]["baseline"]
 
 

@@ -13,7 +13,7 @@ from hasten.errors import InputError
 from hasten.measure.ablation import Design
 from hasten.measure.experiment import design_words
 from hasten.measure.record import ExperimentRecord
-from hasten.measure.rounds import Rounds, arms_of
+from hasten.measure.rounds import Rounds, variants_of
 from pretence import KINDS, NAMES, PLANS, log, pretend
 
 DESIGN = Design(rounds=4, steps=2, warmup=1, evaluations=2)
@@ -38,7 +38,7 @@ def test_a_finished_experiment_answers_from_its_record(tmp_path: Path, whole: by
     with ExperimentRecord(tmp_path / "record.jsonl", "k") as record:
         found = pretend(tmp_path, DESIGN, plans=TWO, record=record)
     assert len(log(tmp_path)) == began  # no process was started
-    assert [len(arm.rounds) for arm in found.arms] == [4, 4]
+    assert [len(variant.rounds) for variant in found.variants] == [4, 4]
     assert not found.design["resumed"]
     assert (tmp_path / "record.jsonl").read_bytes() == whole
 
@@ -54,19 +54,19 @@ def test_after_a_kill_only_the_missing_rounds_are_measured(tmp_path: Path, kept:
     with ExperimentRecord(path, "k") as record, pytest.raises(Killed):
         pretend(tmp_path, DESIGN, plans=TWO, record=record, tell=tell)
     with path.open("ab") as file:
-        file.write(b'{"event": "turn", "arm": "base')  # in the middle of a line
+        file.write(b'{"event": "turn", "variant": "base')  # in the middle of a line
     with ExperimentRecord(path, "k") as record:
         found = pretend(tmp_path, DESIGN, plans=TWO, record=record)
         rounds = Rounds(record.events, "baseline", DESIGN)
-    assert [len(arm.rounds) for arm in found.arms] == [4, 4]
+    assert [len(variant.rounds) for variant in found.variants] == [4, 4]
     assert [key for key in rounds.complete("all") if key[0] == 1] == [
         (1, number) for number in range(1, kept + 1)
     ]
     assert found.design["resumed"]
-    for arm in found.arms:
-        tokens = [at for at, _ in arm.losses]
+    for variant in found.variants:
+        tokens = [at for at, _ in variant.losses]
         assert tokens == sorted(set(tokens))  # one sitting's curve, not two glued together
-        assert arm.held_out[-1][0] == tokens[-1]
+        assert variant.eval_data[-1][0] == tokens[-1]
 
 
 def test_after_a_kill_at_the_end_the_techniques_are_asked_once_more(tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_after_a_kill_at_the_end_the_techniques_are_asked_once_more(tmp_path: Pa
     with ExperimentRecord(path, "k") as record:
         found = pretend(tmp_path, DESIGN, plans=TWO, record=record)
     assert log(tmp_path)[before:] == [f"start {NAMES['all']}", f"steps {NAMES['all']} 1"]
-    assert found.arms[-1].ledger is not None
-    assert found.arms[-1].held_out[-1][0] == found.arms[-1].losses[-1][0] == 90
+    assert found.variants[-1].ledger is not None
+    assert found.variants[-1].eval_data[-1][0] == found.variants[-1].losses[-1][0] == 90
 
 
 @settings(max_examples=60, deadline=None)
@@ -97,8 +97,8 @@ def test_any_beginning_of_a_record_can_be_read(
     path.write_bytes(whole[:cut])
     with ExperimentRecord(path, "k") as record:
         events = list(record.events)
-    arms = arms_of(events, TWO, KINDS, DESIGN)
-    assert len(arms[0].rounds) == len(arms[1].rounds) <= DESIGN.rounds
+    variants = variants_of(events, TWO, KINDS, DESIGN)
+    assert len(variants[0].rounds) == len(variants[1].rounds) <= DESIGN.rounds
     assert design_words(events, "baseline", DESIGN)["rounds"] == DESIGN.rounds
     text = path.read_text()
     assert text.endswith("\n")
@@ -165,11 +165,11 @@ def test_a_full_disk_in_a_turn_loses_that_turn_alone(
     with ExperimentRecord(path, "k") as record:
         assert len(Rounds(record.events, "baseline", DESIGN).complete("all")) == 1
         assert [
-            len(a.rounds) for a in pretend(tmp_path, DESIGN, plans=TWO, record=record).arms
+            len(a.rounds) for a in pretend(tmp_path, DESIGN, plans=TWO, record=record).variants
         ] == [*(4, 4)]
 
 
 def test_an_experiment_needs_no_file(tmp_path: Path) -> None:
     found = pretend(tmp_path, Design(rounds=1, steps=1), plans=TWO)
     assert not (tmp_path / "record.jsonl").exists()
-    assert len(found.arms[0].rounds) == 1
+    assert len(found.variants[0].rounds) == 1

@@ -1,4 +1,4 @@
-"""What a turn is worth: found step by step beside the other arms of its round."""
+"""What a turn is worth: found step by step beside the other variants of its round."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def turn(found: Sequence[float], tokens: Sequence[int] | None = None) -> Event:
     return {"event": "turn", "steps": steps}
 
 
-def test_an_arm_that_is_faster_by_a_factor_in_every_step_is_worth_that_factor_more() -> None:
+def test_an_variant_that_is_faster_by_a_factor_in_every_step_is_worth_that_factor_more() -> None:
     base = [100.0, 900.0, 250.0, 4000.0]
-    found = rates({"base": turn(base), "arm": turn([1.3 * rate for rate in base])})
-    assert found["arm"] / found["base"] == pytest.approx(1.3)
+    found = rates({"base": turn(base), "variant": turn([1.3 * rate for rate in base])})
+    assert found["variant"] / found["base"] == pytest.approx(1.3)
     assert min(base) < found["base"] < max(base)
 
 
 @given(st.lists(st.tuples(speeds, speeds), min_size=1, max_size=9))
-def test_between_two_arms_it_is_the_median_of_the_ratios_of_like_steps(
+def test_between_two_variants_it_is_the_median_of_the_ratios_of_like_steps(
     pairs: list[tuple[float, float]],
 ) -> None:
     found = rates({"a": turn([a for a, _ in pairs]), "b": turn([b for _, b in pairs])})
@@ -42,22 +42,22 @@ def test_between_two_arms_it_is_the_median_of_the_ratios_of_like_steps(
     assert found["b"] / found["a"] == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_step_that_was_disturbed_in_one_arm_changes_nothing_between_any_two() -> None:
+def test_a_step_that_was_disturbed_in_one_variant_changes_nothing_between_any_two() -> None:
     base = [100.0, 900.0, 250.0]
-    arms = {"base": base, "twice": [200.0, 1800.0, 500.0], "same": [100.0, 900.0, 1.0]}
-    found = rates({name: turn(values) for name, values in arms.items()})
+    variants = {"base": base, "twice": [200.0, 1800.0, 500.0], "same": [100.0, 900.0, 1.0]}
+    found = rates({name: turn(values) for name, values in variants.items()})
     assert found["twice"] / found["base"] == pytest.approx(2.0)
     assert found["same"] / found["base"] == pytest.approx(1.0)
 
 
-def test_an_arm_that_took_other_tokens_has_the_median_of_its_own_steps() -> None:
+def test_an_variant_that_took_other_tokens_has_the_median_of_its_own_steps() -> None:
     base, other = [100.0, 900.0, 250.0], [700.0, 10.0, 20.0]
     found = rates({"base": turn(base), "packed": turn(other, [300, 0, 0])})
     assert found["packed"] == 20.0
     assert found["base"] == pytest.approx(250.0)
 
 
-def test_alone_in_its_round_an_arm_is_worth_the_median_of_its_steps() -> None:
+def test_alone_in_its_round_an_variant_is_worth_the_median_of_its_steps() -> None:
     assert rates({"base": turn([10.0, 30.0, 20.0])})["base"] == pytest.approx(20.0)
     assert rates({"base": turn([0.0, 0.0])})["base"] == 0.0
 

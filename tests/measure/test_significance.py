@@ -94,12 +94,12 @@ def test_holm_rejects_what_its_definition_rejects(p: list[float]) -> None:
     assert sorted(corrected) == [corrected[n] for n in by_size]
 
 
-def test_twelve_arms_that_do_nothing_are_rarely_called_anything() -> None:
+def test_twelve_variants_that_do_nothing_are_rarely_called_anything() -> None:
     rng, alarms, raw = np.random.default_rng(3), 0, 0
     for _ in range(400):
-        base = rng.normal(0, 0.03, 8)  # shared, so the arms are not independent
-        arms = [list(np.exp(rng.normal(0, 0.03, 8) - base)) for _ in range(12)]
-        p = [p_beyond(arm, 0.0) for arm in arms]  # no floor: the correction alone protects
+        base = rng.normal(0, 0.03, 8)  # shared, so the variants are not independent
+        variants = [list(np.exp(rng.normal(0, 0.03, 8) - base)) for _ in range(12)]
+        p = [p_beyond(variant, 0.0) for variant in variants]  # no floor: the correction alone protects
         alarms += min(holm(p)) <= DOUBT
         raw += min(p) <= DOUBT
     assert alarms / 400 <= 0.07
@@ -178,11 +178,11 @@ def test_words_of_several_ratios_are_those_of_one_after_the_correction(change: f
     assert {judged["a"].rivals, judged["c"].rivals} == {2, 3}
 
 
-def test_more_arms_and_a_wider_floor_need_more_rounds() -> None:
+def test_more_variants_and_a_wider_floor_need_more_rounds() -> None:
     few = ratio_of(drawn(0.05, 0.03, 4))
     alone, among, floored = (
         rounds_needed(few),
-        rounds_needed(few, arms=12),
+        rounds_needed(few, variants=12),
         rounds_needed(few, floor=0.04),
     )
     assert isinstance(alone, int)
@@ -198,7 +198,7 @@ def test_the_rounds_needed_are_bounded_and_unknown_after_one() -> None:
     assert rounds_needed(Interval(1.5, 1.5, 0.0, math.inf, 2)) is None
 
 
-@given(ratios=RATIOS, arms=st.integers(1, 20))
-def test_rounds_needed_is_a_number_from_one_to_the_bound(ratios: list[float], arms: int) -> None:
-    more = rounds_needed(ratio_of(ratios), arms=arms)
+@given(ratios=RATIOS, variants=st.integers(1, 20))
+def test_rounds_needed_is_a_number_from_one_to_the_bound(ratios: list[float], variants: int) -> None:
+    more = rounds_needed(ratio_of(ratios), variants=variants)
     assert more == "more than 200" or (isinstance(more, int) and 1 <= more <= MOST_ROUNDS)

@@ -52,10 +52,10 @@ class Pretended:
 
 def round_of(workers: dict[str, Pretended]) -> dict[str, Turn | WorkerError]:
     """A round of ten steps of each."""
-    arms = {name: ArmProcess(worker) for name, worker in workers.items()}
-    for arm in arms.values():
-        arm.begin(2)
-    return dict(run_round(arms, [10], random.Random(0), LoadMeter(2)))
+    variants = {name: ArmProcess(worker) for name, worker in workers.items()}
+    for variant in variants.values():
+        variant.begin(2)
+    return dict(run_round(variants, [10], random.Random(0), LoadMeter(2)))
 
 
 def test_slower_workers_have_longer_slices_and_all_end_together() -> None:
@@ -81,12 +81,12 @@ def test_one_that_fails_leaves_the_others_their_turn() -> None:
 def test_a_worker_that_works_on_and_on_in_its_slices_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule, "LEAST_TIMEOUT", 0.2)
     worker = Pretended(1e-3, [])
-    arm = ArmProcess(worker, clock=lambda: worker.worked)
-    arm.begin(2)
+    variant = ArmProcess(worker, clock=lambda: worker.worked)
+    variant.begin(2)
     worker.pace = 1.0  # a thousand times slower now
-    arm.begin_slices(10)
+    variant.begin_slices(10)
     with pytest.raises(WorkerError, match="no answer within 0 s: it hangs"):
-        arm.go_on(0.3)
+        variant.go_on(0.3)
 
 
 def test_background_load_is_put_down_to_those_in_whose_slices_it_was(

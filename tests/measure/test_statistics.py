@@ -30,7 +30,7 @@ def interval(low: float, high: float) -> Interval:
     return Interval(middle, middle, low, high, 5)
 
 
-def test_pairing_removes_what_both_arms_of_a_round_suffer() -> None:
+def test_pairing_removes_what_both_variants_of_a_round_suffer() -> None:
     ratio = paired_ratio([100.0, 50.0, 400.0], [120.0, 60.0, 480.0])
     assert (ratio.low, ratio.estimate, ratio.high) == pytest.approx((1.2, 1.2, 1.2))
 
@@ -58,7 +58,7 @@ def test_the_estimate_lies_in_its_interval_whatever_was_measured(
 
 
 @given(pairs=st.lists(st.tuples(ENDS, ENDS), min_size=2, max_size=9))
-def test_exchanging_the_arms_inverts_the_interval(pairs: list[tuple[float, float]]) -> None:
+def test_exchanging_the_variants_inverts_the_interval(pairs: list[tuple[float, float]]) -> None:
     baseline, other = zip(*pairs, strict=True)
     there, back = paired_ratio(baseline, other), paired_ratio(other, baseline)
     inverted = (1 / back.high, 1 / back.estimate, 1 / back.low)
@@ -89,10 +89,10 @@ def test_a_summary_carries_median_low_and_high() -> None:
 @pytest.mark.parametrize(
     ("baseline", "other", "words"),
     [
-        ([1.0, 2.0], [1.0], "2 and the other arm 1"),
+        ([1.0, 2.0], [1.0], "2 and the other variant 1"),
         ([], [], "no rounds"),
         ([1.0, 0.0], [1.0, 1.0], "Round 2 of the baseline is 0"),
-        ([1.0], [math.nan], "Round 1 of the other arm is nan"),
+        ([1.0], [math.nan], "Round 1 of the other variant is nan"),
         ([1.0], [math.inf], "inf"),
     ],
 )
@@ -232,7 +232,7 @@ def test_what_techniques_do_together_is_compared_with_their_product() -> None:
     assert one.median == pytest.approx(1.35)
 
 
-def test_arms_of_other_rounds_cannot_be_multiplied() -> None:
+def test_variants_of_other_rounds_cannot_be_multiplied() -> None:
     with pytest.raises(InputError, match="same rounds"):
         joint_ratio([1.0, 1.0], [1.0, 1.0], [[1.0]])
 

@@ -47,9 +47,9 @@ def test_two_workers_of_a_plan_that_saves_train_side_by_side_and_leave_nothing(
         for worker in both:
             assert worker.ready()["startup_seconds"]
         one, two = (losses(worker, 2) for worker in both)
-        assert list((tmp_path / "out").glob("arm-*"))
+        assert list((tmp_path / "out").glob("variant-*"))
     assert one == two
-    assert not list((tmp_path / "out").glob("arm-*"))
+    assert not list((tmp_path / "out").glob("variant-*"))
 
 
 def test_compiling_is_counted_and_timed() -> None:
@@ -92,7 +92,7 @@ def test_a_worker_that_is_forked_trains_as_one_that_was_spawned(tmp_path: Path) 
         path.write_text(text)
     with WorkerPool(tmp_path) as pool:
         assert forked == [trained(pool, "spawned")] * 2
-    assert not list((tmp_path / "out").glob("arm-*"))
+    assert not list((tmp_path / "out").glob("variant-*"))
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_two_ranks_train_as_one_process_does_and_tell_of_their_own_switches(tmp_
     recipe = recipe_from(small(tmp_path, nproc=2, plan=["half"], max_steps=9), "test")
     path = written(recipe, tmp_path, ranks=2)
     with WorkerPool(tmp_path) as pool:
-        worker = pool.start(spec(path, Plan([Half(minimum=0)]), ranks=2), "arm")
+        worker = pool.start(spec(path, Plan([Half(minimum=0)]), ranks=2), "variant")
         worker.ready()
         found = worker.request("steps", 600, count=3)
         last, end = worker.request("evaluate", 600), worker.request("finish", 600)
@@ -110,12 +110,12 @@ def test_two_ranks_train_as_one_process_does_and_tell_of_their_own_switches(tmp_
     assert end["ledger"]["parallel_efficiency"] > 0
     assert end["samples"]
     assert not found["apart"]
-    alone = RecipeJob(recipe.model_copy(update={"nproc": 1, "plan": []}), {}, tmp_path / "arm")
+    alone = RecipeJob(recipe.model_copy(update={"nproc": 1, "plan": []}), {}, tmp_path / "variant")
     expected = alone.handle("steps", {"count": 3})["steps"]
     assert [s["tokens"] for s in found["steps"]] == [s["tokens"] for s in expected]
     assert last["tokens"] == sum(s["tokens"] for s in expected)
     assert [s["loss"] for s in found["steps"]] == pytest.approx(
         [s["loss"] for s in expected], rel=2e-3
     )
-    held_out = alone.handle("evaluate", {})["held_out_loss"]
-    assert last["held_out_loss"] == pytest.approx(held_out, rel=2e-3)
+    eval_data = alone.handle("evaluate", {})["eval_loss"]
+    assert last["eval_loss"] == pytest.approx(eval_data, rel=2e-3)

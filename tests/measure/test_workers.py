@@ -162,7 +162,7 @@ def test_the_clock_of_a_worker_stands_still_while_it_is_stopped(tmp_path: Path, 
         ("killed", "the process ended with code -9: killed, most likely for want of memory"),
         ("hangs", "no answer within 1 s: it hangs"),
         ("garbles", "its answer can't be read: 'no JSON'"),
-        ("refuses", "the data has too few records"),
+        ("refuses", "the data has too few examples"),
         ("memory", "MemoryError: can't allocate memory"),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_failure_is_reported_and_other_workers_go_on(
             "rank 1: the process ended with code -9: killed, most likely for want of memory",
         ),
         ("ends", "rank 1: the process ended with code 7: last words"),
-        ("refuses", "rank 1: the data has too few records"),
+        ("refuses", "rank 1: the data has too few examples"),
         ("hangs", "no answer within 60 s: rank 1 didn't answer"),
     ],
 )
@@ -353,7 +353,7 @@ def test_nothing_is_forked_for_an_accelerator_nor_for_several_ranks(tmp_path: Pa
 
 # What several ranks say together.
 
-STEP = {"step": 1, "loss": 2.0, "tokens": 100, "slots": 120, "peak_memory_bytes": 5}
+STEP = {"step": 1, "loss": 2.0, "tokens": 100, "positions": 120, "peak_memory_bytes": 5}
 
 
 def step(seconds: float, **changes: Any) -> dict[str, Any]:
@@ -384,4 +384,4 @@ def test_ranks_apart_count_their_mean_tokens_and_the_slowest_turn() -> None:
 
 
 def test_other_replies_are_the_first_rank_s() -> None:
-    assert merge_replies([{"held_out_loss": 2.0}, {"held_out_loss": 2.5}]) == {"held_out_loss": 2.0}
+    assert merge_replies([{"eval_loss": 2.0}, {"eval_loss": 2.5}]) == {"eval_loss": 2.0}

@@ -18,7 +18,7 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.routing import BalancedRouting
-from tiny import job_facts, language_job, records, tiny_model
+from tiny import job_facts, language_job, examples, tiny_model
 
 
 def _given(architecture: str, thawed: bool) -> nn.Module:
@@ -35,10 +35,10 @@ CASES: dict[str, tuple[str, tuple[Technique, ...]]] = {
 
 
 def train_newest(world: World) -> dict[str, list[float]]:
-    """The losses of every case; some records are shorter than what V4 compresses to a key."""
+    """The losses of every case; some examples are shorter than what V4 compresses to a key."""
     found = {}
     for case, (architecture, plan) in CASES.items():
-        data = [*records(6, seed=4, longest=3), *records(6, seed=5, longest=12)]
+        data = [*examples(6, seed=4, longest=3), *examples(6, seed=5, longest=12)]
         # Some come with indexers that nobody has frozen, as models of the user's own do.
         given = partial(_given, architecture, thawed="packed" not in case)
         job = language_job(given, data=data, batch=4)

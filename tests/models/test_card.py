@@ -28,7 +28,7 @@ SUMMARY: dict[str, Any] = {
     "tokens_per_second": 8684.2,
     "world_size": 1,
     "peak_memory_bytes": 726_122_496,
-    "held_out_loss": 1.2345,
+    "eval_loss": 1.2345,
     "metrics": {"token_accuracy": 0.5},
     "hardware": {"cpu": "A CPU", "accelerators": []},
     "versions": {"python": "3.11.7", "torch": "2.13.0"},
@@ -38,7 +38,7 @@ SUMMARY: dict[str, Any] = {
 }
 SPAN = {"median": 1.5, "low": 1.4, "high": 1.6}
 UNKNOWN = dict.fromkeys(SPAN)
-ARM = {"techniques": [], "tokens_per_second": UNKNOWN}
+VARIANT = {"techniques": [], "tokens_per_second": UNKNOWN}
 REPORT = {
     "schema": 2,
     "title": "t",
@@ -48,13 +48,13 @@ REPORT = {
     "versions": {},
     "recipe": {},
     "seed": 0,
-    "arms": [
-        {**ARM, "name": "baseline", "ratio": SPAN, "verdict": "baseline"},
-        {**ARM, "name": "only packed", "ratio": SPAN, "against": "baseline", "effect": SPAN}
-        | {"verdict": "helped", "quality": "worse: held-out loss 2.0 → 2.1"},
-        {**ARM, "name": "only half", "ratio": UNKNOWN, "verdict": "failed: no memory"},
+    "variants": [
+        {**VARIANT, "name": "baseline", "ratio": SPAN, "verdict": "baseline"},
+        {**VARIANT, "name": "only packed", "ratio": SPAN, "against": "baseline", "effect": SPAN}
+        | {"verdict": "helped", "quality": "worse: eval loss 2.0 → 2.1"},
+        {**VARIANT, "name": "only half", "ratio": UNKNOWN, "verdict": "failed: no memory"},
     ],
-    "quality": {"margin": 0.01, "verdict": "undecided", "text": "Held-out loss 1.24 → 1.23"},
+    "quality": {"margin": 0.01, "verdict": "undecided", "text": "Eval loss 1.24 → 1.23"},
 }
 
 

@@ -30,7 +30,7 @@ from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.routing import BalancedRouting
 from models.newest_rank_jobs import train_newest
 from ranks import on_ranks
-from tiny import NEWER, job_facts, language_job, records, session_of, tiny_config, tiny_model
+from tiny import NEWER, job_facts, language_job, examples, session_of, tiny_config, tiny_model
 
 TOKENS = torch.arange(3, 43).view(2, 20)
 BALANCED, AHEAD = BalancedRouting(speed=0.01), MultiTokenPrediction()
@@ -86,7 +86,7 @@ def test_no_token_of_v32_sees_another_document_of_its_row(index_topk: int, docum
     model = built("deepseek_v32", index_topk=index_topk).eval()
     if documents:
         use_document_attention(model)
-    found = packed(records(4, seed=1))
+    found = packed(examples(4, seed=1))
     ids, inputs = found.pop("input_ids"), {**found, "use_cache": False}
     del inputs["labels"]
     before = model(input_ids=ids, **inputs).logits
@@ -110,7 +110,7 @@ def test_the_indexer_runs_for_documents_that_have_more_keys_than_it_chooses() ->
         layer.self_attn.indexer.wk.register_forward_hook(
             lambda module, given, out: seen.append(out.shape[1])
         )
-    found = packed([r for r in records(8, seed=1) if r.length > 2])
+    found = packed([r for r in examples(8, seed=1) if r.length > 2])
     del found["labels"]
     model(**found, use_cache=False)
     long = [n for n in found["document_lengths"] if n > 10]
@@ -236,7 +236,7 @@ def test_what_transformers_refuses_is_one_sentence(
 
 @pytest.mark.slow
 def test_two_ranks_train_like_one_process(tmp_path: Path) -> None:
-    """Weights without a gradient, for all records or for short ones, keep no rank waiting."""
+    """Weights without a gradient, for all examples or for short ones, keep no rank waiting."""
     alone = train_newest(World())
     for found in on_ranks("models.newest_rank_jobs:train_newest", tmp_path):
         for case, losses in alone.items():

@@ -200,6 +200,6 @@ def test_other_tools_keep_their_files_in_the_runs_folder(
     pytest.importorskip(name)
     found = Writers([name], tmp_path / "run", {"model": "m", "plan": []})
     found.step({"step": 3, "loss": 1.25})
-    found.evaluation({"step": 3, "held_out_loss": 1.5})
+    found.evaluation({"step": 3, "eval_loss": 1.5})
     found.close()
     assert list((tmp_path / "run").glob(files))

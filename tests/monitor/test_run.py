@@ -30,7 +30,7 @@ def test_a_running_run_has_rates_cost_and_eta(tmp_path: Path) -> None:
     assert found["status"] == "running"
     assert (found["step"], found["total_steps"], found["tokens"]) == (20, 40, 20_000)
     assert found["loss"] == pytest.approx(5 / 1.4)
-    assert found["held_out_loss"] == 4.5
+    assert found["eval_loss"] == 4.5
     assert found["eta_seconds"] == pytest.approx(20 * 0.5)
     assert found["cost"] == pytest.approx(3.6 * 20 * 0.5 / 3600)
     assert found["data_stall_share"] == pytest.approx(0.1)
@@ -134,11 +134,11 @@ def test_a_skipped_step_is_an_event_and_a_gap(tmp_path: Path) -> None:
 def test_events_of_all_kinds_come_newest_first(tmp_path: Path) -> None:
     folder = write_run(tmp_path, 3)
     append(folder / "spikes.jsonl", {"step": 7, "limit": 3.25, "did": "went back"})
-    append(folder / "quarantined.jsonl", {"step": 9, "rank": 1, "records": [4, 5]})
+    append(folder / "quarantined.jsonl", {"step": 9, "rank": 1, "examples": [4, 5]})
     run = Run("r", folder)
     read(run)
     assert [(e["kind"], e["text"]) for e in run.events.newest()] == [
-        ("quarantined", "rank 1: not finite, 2 records written down"),
+        ("quarantined", "rank 1: not finite, 2 examples written down"),
         ("spike", "loss above 3.25: went back"),
     ]
 

@@ -49,11 +49,11 @@ def of_wandb(run: Path) -> Series:
     [path] = run.glob("wandb/offline-run-*/*.wandb")
     found: Series = {}
     for data in pieces_of_wandb(path.read_bytes()):
-        record = pieces.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") != "history":
+        example = pieces.Record()
+        example.ParseFromString(data)
+        if example.WhichOneof("record_type") != "history":
             continue
-        items = record.history.item
+        items = example.history.item
         line = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
         for tag, value in line.items():
             if tag.startswith(("train/", "eval/")):
@@ -104,7 +104,7 @@ def test_a_tool_reads_back_the_run_s_own_numbers(name: str, tmp_path: Path) -> N
     run = tmp_path / "run"
     found, wanted = READERS[name](run), expected(run)
     assert set(found) == set(wanted)
-    assert {"train/loss", "train/tokens_per_second", "eval/held_out_loss"} <= set(found)
+    assert {"train/loss", "train/tokens_per_second", "eval/eval_loss"} <= set(found)
     assert sorted(found["train/loss"]) == [1, 2, 3, 4]
     for tag, series in wanted.items():
         assert found[tag] == pytest.approx(series, rel=1e-6)  # TensorBoard has float32

@@ -179,7 +179,7 @@ def test_words_of_a_layout_are_fields() -> None:
 
 
 def a_run(folder: Path, seconds: float, steps: int = 10) -> Path:
-    row = {"slots": JOB.global_batch * JOB.sequence, "peak_memory_bytes": 5e10}
+    row = {"positions": JOB.global_batch * JOB.sequence, "peak_memory_bytes": 5e10}
     row |= {"passes_seconds": 0.9 * seconds, "optimizer_seconds": 0.1 * seconds}
     slow = [{**row, "step_seconds": 9 * seconds, "data_seconds": 1.0}] * 3  # warming up
     rows = slow + [{**row, "step_seconds": seconds, "data_seconds": 0.0}] * steps

@@ -126,10 +126,10 @@ def test_an_attempt_knows_what_those_before_it_measured(tmp_path: Path) -> None:
     assert evaluations_before(session, file) == []
     session.progress.step = 4
     lines = [
-        *('{"step": 2, "tokens": 7, "held_out_loss": 1.5, "own": 3}', '{"step": 3}', "[1]"),
-        *('{"step": 3, "tokens": 8, "held_out_loss": null}', "half a"),
-        *('{"step": 4, "tokens": 9, "held_out_loss": 1.0}',),
-        *('{"step": 6, "tokens": 9, "held_out_loss": 0.5}', '{"step": 7, "tok'),
+        *('{"step": 2, "tokens": 7, "eval_loss": 1.5, "own": 3}', '{"step": 3}', "[1]"),
+        *('{"step": 3, "tokens": 8, "eval_loss": null}', "half a"),
+        *('{"step": 4, "tokens": 9, "eval_loss": 1.0}',),
+        *('{"step": 6, "tokens": 9, "eval_loss": 0.5}', '{"step": 7, "tok'),
     ]
     file.write_text("\n".join(lines))
     assert evaluations_before(session, file) == [Evaluation(2, 7, 1.5), Evaluation(4, 9, 1.0)]

@@ -146,7 +146,7 @@ def test_the_imported_recipe_trains(
     text = form.format(model="deepseek-llm-tiny", folder=Path(data).parent, data=data)
     path, recipe = tmp_path / "config.yaml", tmp_path / "recipe.yaml"
     path.write_text(text)
-    changes = [f"output={tmp_path}/run", "vocabulary=400", "held_out=4", "max_records=40"]
+    changes = [f"output={tmp_path}/run", "vocabulary=400", "eval_data=4", "max_examples=40"]
     import_(path, changes, recipe, 1)
     assert "taken over" in capsys.readouterr().out
     summary = train(load_recipe(recipe), tell=lambda text: None)

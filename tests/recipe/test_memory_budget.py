@@ -25,7 +25,7 @@ from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.recompute import Recompute
 from memory_rank_jobs import ON_RANKS, both
 from ranks import on_ranks
-from tiny import job_facts, language_job, records
+from tiny import job_facts, language_job, examples
 
 PLANS: tuple[tuple[Technique, ...], ...] = (
     (),
@@ -81,7 +81,7 @@ def nothing_resident(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def setup_of(plan: Plan | None = None) -> Setup:
-    job = language_job(data=records(8))
+    job = language_job(data=examples(8))
     known = job_facts(job)
     known = replace(known, model=replace(known.model, parameters=10**9))
     return prepare(job, plan or Plan(), known)

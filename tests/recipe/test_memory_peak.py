@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hasten.core.facts import Facts, RecordFacts, seen_at_start
+from hasten.core.facts import Facts, ExampleStats, seen_at_start
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
 from hasten.core.setup import prepare
@@ -38,7 +38,7 @@ from hasten.techniques.layers import FusedLayers
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.recompute import Recompute
 from paper_recipes import MASTERS, paper_recipe
-from tiny import COMMON, job_facts, language_job, records
+from tiny import COMMON, job_facts, language_job, examples
 
 WIDTH, INNER, LAYERS, VOCABULARY = 128, 344, 4, 2000
 WITHIN = 0.2
@@ -110,7 +110,7 @@ def test_live_tensors_of_a_step_are_what_was_forecast(
     """A tensor's bytes say nothing of the heap that it lies in."""
     monkeypatch.setattr(memory_check, "HEAP_SPARE", 1.0)
     techniques, built = PLANS[name], model()
-    job = language_job(lambda: built, data=records(8, longest=400), steps=2)
+    job = language_job(lambda: built, data=examples(8, longest=400), steps=2)
     known = shaped(job_facts(job), built)
     if any(t.obstacles(known) for t in techniques):
         pytest.skip("a technique of this plan can't run here")
@@ -172,7 +172,7 @@ def test_a_simulated_gpu_takes_what_was_forecast(tmp_path: Path) -> None:
             device="cuda",
             hardware=replace(here.hardware, accelerators=(card,)),
             model=model_facts(recipe, None),
-            records=RecordFacts(64, 64 * 512, 512, 1.0),
+            examples=ExampleStats(64, 64 * 512, 512, 1.0),
         )
         plan = Plan.from_list(recipe.plan, catalogue())
         single = GPU_PLANS[name][1] == 4
@@ -204,9 +204,9 @@ def test_a_process_takes_what_hasten_train_prints(tmp_path: Path, keys: dict[str
     recipe = {
         "model": "deepseek-llm-tiny",
         "dataset": "stdlib",
-        "held_out": 24,
+        "eval_data": 24,
         "cutoff_len": 512,
-        "max_records": 400,
+        "max_examples": 400,
         "max_steps": 4,
         "device": "cpu",
         "output": str(tmp_path / "run"),

@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 def recipe(folder: Path, **changes: Any) -> Recipe:
     b = {"path": str(folder / "b.parquet"), "columns": {"question": "ask", "answer": "say"}}
-    given = {"dataset": [{"path": str(folder / "a.jsonl"), "weight": 2.5}, b], "held_out": 0.25}
+    given = {"dataset": [{"path": str(folder / "a.jsonl"), "weight": 2.5}, b], "eval_data": 0.25}
     shape = {"model": "deepseek-llm-tiny", "vocabulary": 400, "max_steps": 1}
     return Recipe(**{**shape, **given, **changes})
 
@@ -40,19 +40,19 @@ def answers(conversations: Any) -> list[str]:
     return [conversation.messages[-1].content for conversation in conversations]
 
 
-def test_weights_repeat_records_but_none_that_is_held_out(folder: Path) -> None:
+def test_weights_repeat_records_but_none_that_is_eval_data(folder: Path) -> None:
     told: list[str] = []
     found = read_source(recipe(folder), told.append)
-    train, held_out = answers(found.train), answers(found.held_out)
-    assert len(held_out) == len({*held_out}) == 15
-    assert not {*train} & {*held_out}
-    assert {*train} | {*held_out} == {row["answer"] for row in [*rows("a", 40), *rows("b", 20)]}
+    train, eval_data = answers(found.train), answers(found.eval_data)
+    assert len(eval_data) == len({*eval_data}) == 15
+    assert not {*train} & {*eval_data}
+    assert {*train} | {*eval_data} == {row["answer"] for row in [*rows("a", 40), *rows("b", 20)]}
     counts = {name: train.count(name) for name in {*train}}
     assert {times for name, times in counts.items() if name[0] == "a"} == {2, 3}
     assert {times for name, times in counts.items() if name[0] == "b"} == {1}
     of_a = sum(name[0] == "a" for name in counts)
-    assert f"{folder / 'a.jsonl'}: {of_a} records to train on, weight 2.5" in told
-    assert f"{folder / 'b.parquet'} (parquet): question records" in told
+    assert f"{folder / 'a.jsonl'}: {of_a} examples to train on, weight 2.5" in told
+    assert f"{folder / 'b.parquet'} (parquet): question examples" in told
     again = read_source(recipe(folder), told.append)
     assert answers(again.train) == train
     assert answers(read_source(recipe(folder, seed=1), told.append).train) != train
@@ -77,10 +77,10 @@ def test_records_that_are_too_long_are_counted_and_told(folder: Path, fate: str)
     for path, row in (("a", rows("a", 40)), ("long", rows("long word " * 30, 3))):
         (folder / f"{path}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in row))
     files = [str(folder / name) for name in ("a.jsonl", "long.jsonl")]
-    job = recipe(folder, dataset=files, held_out=0, too_long=fate, cutoff_len=64, vocabulary=300)
+    job = recipe(folder, dataset=files, eval_data=0, too_long=fate, cutoff_len=64, vocabulary=300)
     data = prepare_data(job, folder / "out", told.append)
     assert data.note.long == 3
-    assert any("3 of 43 records are longer than cutoff_len=64" in text for text in told)
+    assert any("3 of 43 examples are longer than cutoff_len=64" in text for text in told)
     assert any(f"(too_long: {fate})" in text for text in told)
     if fate == "split":
         assert len(data.train) > 43
@@ -88,14 +88,14 @@ def test_records_that_are_too_long_are_counted_and_told(folder: Path, fate: str)
         assert len(data.train) == 40
         assert len(data.note.rejected) == 3
         (words,) = {reason for _, _, reason in data.note.rejected}
-        assert rejected_words(data.note) == f"3 records left out: {words}"
+        assert rejected_words(data.note) == f"3 examples left out: {words}"
 
 
 def test_a_listed_data_set_is_prepared_anew_when_its_file_changes(folder: Path) -> None:
     (folder / "dataset_info.json").write_text(
         json.dumps({"mine": {"file_name": "c.json", "columns": {"prompt": "q", "response": "a"}}})
     )
-    job = recipe(folder, dataset=f"{folder}:mine", held_out=0)
+    job = recipe(folder, dataset=f"{folder}:mine", eval_data=0)
     keys = []
     for count in (5, 6):
         (folder / "c.json").write_text(json.dumps([{"q": "x", "a": f"y{n}"} for n in range(count)]))
@@ -146,8 +146,8 @@ def test_a_hub_name_without_the_library_is_answered_with_the_way_to_it(
 
 def test_the_seed_decides_which_records_are_drawn(folder: Path) -> None:
     def drawn(seed: int) -> list[str]:
-        found = read_source(recipe(folder, max_records=20, seed=seed), lambda text: None)
-        return sorted({*answers(found.train), *answers(found.held_out)})
+        found = read_source(recipe(folder, max_examples=20, seed=seed), lambda text: None)
+        return sorted({*answers(found.train), *answers(found.eval_data)})
 
     assert drawn(1) == drawn(1)
     assert len({tuple(drawn(seed)) for seed in range(4)}) > 1
@@ -155,9 +155,9 @@ def test_the_seed_decides_which_records_are_drawn(folder: Path) -> None:
 
 def test_columns_that_are_not_read_are_named_once(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "q", "at": 3}, {"role": "assistant", "content": "a"}]
-    records = [{"messages": turns, "source": "x", "note": ""}] * 3
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    examples = [{"messages": turns, "source": "x", "note": ""}] * 3
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
     told: list[str] = []
     read_source(recipe(tmp_path, dataset=str(tmp_path / "a.jsonl")), told.append)
     place = f"{tmp_path / 'a.jsonl'} (jsonl)"
-    assert told == [f"{place}: messages records; not read: messages[].at, source"]
+    assert told == [f"{place}: messages examples; not read: messages[].at, source"]

@@ -37,7 +37,7 @@ def test_overrides_win_and_are_read_as_yaml(tmp_path: Path) -> None:
 
 def test_a_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
     price = {"currency": "EUR", "per_device_hour": 2.5}
-    recipe = Recipe(**{**GOOD, "price": price, "plan": [{"packed": None}], "held_out": "x.jsonl"})
+    recipe = Recipe(**{**GOOD, "price": price, "plan": [{"packed": None}], "eval_data": "x.jsonl"})
     assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
 
 

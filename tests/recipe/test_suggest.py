@@ -20,7 +20,7 @@ from hasten.recipe.suggest import suggest
 from hasten.training.run import train
 from sample_data import dataset
 
-CHANGES = ["max_steps=2", "max_records=80", "vocabulary=400", "cutoff_len=64"]
+CHANGES = ["max_steps=2", "max_examples=80", "vocabulary=400", "cutoff_len=64"]
 
 
 def test_it_writes_a_recipe_that_trains(

@@ -45,7 +45,7 @@ def recipe(folder: Path, template: str, tokens: tuple[str, ...] = (), **changes:
             "model": "deepseek-llm-tiny",
             "tokenizer": str(folder / "tokenizer"),
             "dataset": str(folder / "data.jsonl"),
-            "held_out": 0,
+            "eval_data": 0,
             "max_steps": 1,
             "output": str(folder / "run"),
             "data_workers": 1,

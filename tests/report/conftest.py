@@ -1,4 +1,4 @@
-"""A realistic report for the tests: six arms of one fine-tuning job, drawn from a seed."""
+"""A realistic report for the tests: six variants of one fine-tuning job, drawn from a seed."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import pytest
 
 from hasten.measure.statistics import claim_verdict, paired_ratio, spread, verdict
 
-# name, techniques, speed against the baseline, GB, final held-out loss, share of padding
-ARMS: list[tuple[str, list[str], float, float, float, float]] = [
+# name, techniques, speed against the baseline, GB, final eval loss, share of padding
+VARIANTS: list[tuple[str, list[str], float, float, float, float]] = [
     ("baseline", [], 1.0, 61.2, 2.4131, 0.38),
     ("packing", ["PackWithinStep"], 1.47, 58.9, 2.4128, 0.004),
     ("chunked loss", ["ChunkedLoss"], 1.06, 41.7, 2.4131, 0.38),
@@ -30,18 +30,18 @@ def realistic_report() -> dict[str, Any]:
     weather = rng.lognormal(0, 0.015, 8)
     rounds = {
         name: list(21_400 * factor * weather * rng.lognormal(0, 0.012, 8))
-        for name, _, factor, *_ in ARMS
+        for name, _, factor, *_ in VARIANTS
     }
     return {
         "schema": 2,
         "title": "DeepSeek-V2-Lite, LoRA fine-tuning on 48,000 conversations",
         "created": "2026-11-20T14:03:27+00:00",
         "command": "hasten speedup recipe.yaml rounds=8 seed=20",
-        "arms": [_arm(arm, rounds, rng) for arm in ARMS],
+        "variants": [_variant(variant, rounds, rng) for variant in VARIANTS],
         "claims": [_claim(name, rounds) for name in CLAIMED],
         "quality": {
             "margin": 0.005,
-            "text": "Held-out loss after 10 million tokens differs by +0.0011 (95 % interval "
+            "text": "Eval loss after 10 million tokens differs by +0.0011 (95 % interval "
             "−0.0012 to +0.0034 over 3 paired seeds), within the margin.",
             "verdict": "not worse",
         },
@@ -50,7 +50,7 @@ def realistic_report() -> dict[str, Any]:
                 "prompt": "解释一下什么是梯度累积。",
                 "answer": "梯度累积把一个大批次拆成若干小批次:依次前向和反向,"
                 "把梯度相加,最后只更新一次权重。\n\n```python\nloss = total / trained_tokens\n```",
-                "arm": "all techniques",
+                "variant": "all techniques",
             }
         ],
         "hardware": {
@@ -62,7 +62,7 @@ def realistic_report() -> dict[str, Any]:
         "versions": {"hasten": "0.1.0", "python": "3.11.9", "torch": "2.13.0", "triton": None},
         "recipe": {
             "model": "deepseek-ai/DeepSeek-V2-Lite",
-            "dataset": {"path": "conversations.jsonl", "format": "sharegpt", "held_out": 0.02},
+            "dataset": {"path": "conversations.jsonl", "format": "sharegpt", "eval_data": 0.02},
             "finetuning_type": "lora",
             "cutoff_len": 4096,
             "learning_rate": 2e-4,
@@ -73,18 +73,18 @@ def realistic_report() -> dict[str, Any]:
             "currency": "USD",
             "per_device_hour": 2.49,
             "per_million_tokens": {
-                name: 2.49 / 3600 / 21_400 / factor * 1e6 for name, _, factor, *_ in ARMS
+                name: 2.49 / 3600 / 21_400 / factor * 1e6 for name, _, factor, *_ in VARIANTS
             },
         },
     }
 
 
-def _arm(arm: Any, rounds: dict[str, list[float]], rng: np.random.Generator) -> dict[str, Any]:
-    name, techniques, factor, gigabytes, final_loss, padding = arm
+def _variant(variant: Any, rounds: dict[str, list[float]], rng: np.random.Generator) -> dict[str, Any]:
+    name, techniques, factor, gigabytes, final_loss, padding = variant
     tokens = np.linspace(0, 1e7, 400)
     fall = 0.9 * np.exp(-tokens / 1.4e6)
     training = final_loss - 0.03 + fall + rng.normal(0, 0.03, 400)
-    held_out = final_loss + 0.87 * np.exp(-tokens[::40] / 1.4e6)
+    eval_data = final_loss + 0.87 * np.exp(-tokens[::40] / 1.4e6)
     ratio = paired_ratio(rounds["baseline"], rounds[name])
     step = 0.766 / factor
     return {
@@ -96,8 +96,8 @@ def _arm(arm: Any, rounds: dict[str, list[float]], rng: np.random.Generator) -> 
         "effect": ratio.summary(),
         "quality": None if name == "baseline" else "not worse",
         "peak_memory_bytes": int(gigabytes * 1e9),
-        "held_out_loss": final_loss,
-        "held_out_curve": np.stack([tokens[::40], held_out], 1).tolist(),
+        "eval_loss": final_loss,
+        "eval_curve": np.stack([tokens[::40], eval_data], 1).tolist(),
         "loss_curve": np.stack([tokens, training], 1).tolist(),
         "step_seconds": {"median": step, "p50": step * 0.99, "p99": step * 1.21},
         "rounds": rounds[name],

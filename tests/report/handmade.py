@@ -1,4 +1,4 @@
-"""Hand-made arms, whose ratios, losses and prices are known without measuring."""
+"""Hand-made variants, whose ratios, losses and prices are known without measuring."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Proof, Technique
-from hasten.measure.ablation import Arm
+from hasten.measure.ablation import Variant
 from hasten.report.build import report_of
 from hasten.report.schema import read_report
 
@@ -46,33 +46,33 @@ class Other(Fake):
     slot = Slot.LOSS
 
 
-def arm(
+def variant(
     *techniques: Technique,
     speed: float = 1.0,
     noise: Sequence[float] = (1.01, 0.99, 1.0, 1.005, 0.995),
     loss: float = 2.0,
     memory: float = 4e9,
     **changes: Any,
-) -> Arm:
-    """An arm that has the weather of the others and a noise of its own."""
+) -> Variant:
+    """A variant that has the weather of the others and a noise of its own."""
     settings: dict[str, Any] = {
         "name": "+".join(t.name() for t in techniques) or "baseline",
         "plan": Plan(techniques),
         "rounds": [1000 * speed * w * n for w, n in zip(WEATHER, noise, strict=True)],
         "steps": [
-            {"step_seconds": s, "slots": 100, "tokens": 80} for s in (0.1, 0.2, 0.3, 0.4, 0.9)
+            {"step_seconds": s, "positions": 100, "tokens": 80} for s in (0.1, 0.2, 0.3, 0.4, 0.9)
         ],
         "losses": [(80, 3.0), (160, loss)],
-        "held_out": [(0, 4.0), (160, loss)],
+        "eval_data": [(0, 4.0), (160, loss)],
         "peak_memory_bytes": int(memory),
         "acted": [{"technique": t.name(), "acted": True, "evidence": "seen"} for t in techniques],
     }
-    return Arm(**settings | changes)
+    return Variant(**settings | changes)
 
 
-def findings(*arms: Arm, **more: Any) -> dict[str, Any]:
+def findings(*variants: Variant, **more: Any) -> dict[str, Any]:
     return report_of(
-        arms,
+        variants,
         title="t",
         command="c",
         hardware={},
@@ -82,15 +82,15 @@ def findings(*arms: Arm, **more: Any) -> dict[str, Any]:
     )
 
 
-def report(*arms: Arm, **more: Any) -> dict[str, Any]:
+def report(*variants: Variant, **more: Any) -> dict[str, Any]:
     """The findings as the page reads them, so that every test also checks the schema."""
-    return read_report(findings(*arms, **more))
+    return read_report(findings(*variants, **more))
 
 
-def baseline(**changes: Any) -> Arm:
-    return arm(noise=(1, 1, 1, 1, 1), **changes)
+def baseline(**changes: Any) -> Variant:
+    return variant(noise=(1, 1, 1, 1, 1), **changes)
 
 
-def verdict_of(*arms: Arm) -> str:
-    word: str = report(*arms)["arms"][-1]["verdict"]
+def verdict_of(*variants: Variant) -> str:
+    word: str = report(*variants)["variants"][-1]["verdict"]
     return word

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hasten.report.judgement import fastest_of_equal_quality, judge_arms, measured_arm
+from hasten.report.judgement import fastest_of_equal_quality, judge_variants, measured_variant
 from hasten.report.schema import read_report
 
 
@@ -15,12 +15,12 @@ def judged(report: Mapping[str, Any]) -> dict[str, Any]:
     A row that is compared with the baseline keeps its own verdict, and its ratio is its effect.
     """
     read = read_report(report)
-    base = read["arms"][0]
-    arms = [measured_arm(row, base) for row in read["arms"]]
-    plans = {row["name"]: row["techniques"] for row in read["arms"]}
-    found = judge_arms(arms, read["guard"], plans=plans, floor=read["noise"]["floor"])
+    base = read["variants"][0]
+    variants = [measured_variant(row, base) for row in read["variants"]]
+    plans = {row["name"]: row["techniques"] for row in read["variants"]}
+    found = judge_variants(variants, read["guard"], plans=plans, floor=read["noise"]["floor"])
     rows = []
-    for plain, row, said in zip(report["arms"], read["arms"], found, strict=True):
+    for plain, row, said in zip(report["variants"], read["variants"], found, strict=True):
         of_row: dict[str, Any] = {"against": base["name"], "effect": row["ratio"]}
         if row["verdict"].partition(":")[0] in ("baseline", "failed"):
             of_row = {"against": None, "effect": None}
@@ -34,5 +34,5 @@ def judged(report: Mapping[str, Any]) -> dict[str, Any]:
                 "rounds_needed": said.rounds_needed,
             }
         rows.append({"quality": said.quality, **plain, **of_row})
-    best = fastest_of_equal_quality({"arms": rows})
-    return {**report, "arms": rows, "fastest": best and best["name"]}
+    best = fastest_of_equal_quality({"variants": rows})
+    return {**report, "variants": rows, "fastest": best and best["name"]}

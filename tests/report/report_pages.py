@@ -51,21 +51,21 @@ def full_report() -> Report:
     return result
 
 
-def large_report(arms: int, rounds: int) -> Report:
-    """The full example with so many arms of so many rounds; the first and the last stay."""
+def large_report(variants: int, rounds: int) -> Report:
+    """The full example with so many variants of so many rounds; the first and the last stay."""
     report = full_report()
-    first, *others, last = report["arms"]
+    first, *others, last = report["variants"]
     many = [first]
-    for number in range(arms - 2):
-        arm = others[number % len(others)]
-        many.append(arm | {"name": f"{arm['name']} {number}"})
-    report["arms"] = [
-        arm
+    for number in range(variants - 2):
+        variant = others[number % len(others)]
+        many.append(variant | {"name": f"{variant['name']} {number}"})
+    report["variants"] = [
+        variant
         | {
-            "rounds": [arm["rounds"][i % 8] * (1 + i / 1e4) for i in range(rounds)],
+            "rounds": [variant["rounds"][i % 8] * (1 + i / 1e4) for i in range(rounds)],
             "foreign_load": [0.01 + i / 7e4 for i in range(rounds)],
         }
-        for arm in [*many, last]
+        for variant in [*many, last]
     ]
     return report
 
@@ -73,12 +73,12 @@ def large_report(arms: int, rounds: int) -> Report:
 def reports() -> st.SearchStrategy[Report]:
     """Any report that the shapes allow, small in its numbers of entries."""
     fixed = {"schema": st.just(2), "created": st.just("2026-11-21T09:30:00+00:00")}
-    arms = st.lists(_of(REPORT["arms"][0]), min_size=1, max_size=4, unique_by=lambda a: a["name"])
-    others = {k: v for k, v in REPORT.items() if k not in ("schema", "created", "arms")}
+    variants = st.lists(_of(REPORT["variants"][0]), min_size=1, max_size=4, unique_by=lambda a: a["name"])
+    others = {k: v for k, v in REPORT.items() if k not in ("schema", "created", "variants")}
     return st.builds(
         lambda free, fixed: free | fixed,
         _of(others),
-        st.fixed_dictionaries(fixed | {"arms": arms}),
+        st.fixed_dictionaries(fixed | {"variants": variants}),
     )
 
 

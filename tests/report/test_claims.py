@@ -1,4 +1,4 @@
-"""What was promised against what hand-made arms show."""
+"""What was promised against what hand-made variants show."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from report.handmade import (
     SPEED,
     Fake,
     Other,
-    arm,
+    variant,
     baseline,
     report,
     verdict_of,
 )
 
 
-def test_a_claim_is_judged_by_the_arms_that_differ_by_its_technique_alone() -> None:
+def test_a_claim_is_judged_by_the_variants_that_differ_by_its_technique_alone() -> None:
     one, two = Fake(((SPEED, 1.2),)), Other(((SPEED, 1.5), ("wire_bytes", 0.1)))
-    both = arm(one, two, speed=1.3 * 1.1, kind="all")
-    rungs = [baseline(), arm(one, speed=1.3, kind="ladder"), both]
+    both = variant(one, two, speed=1.3 * 1.1, kind="all")
+    rungs = [baseline(), variant(one, speed=1.3, kind="ladder"), both]
     first, second, third = report(*rungs)["claims"]
     assert first["measured"].startswith("1.30× [")
     assert (first["claimed"], first["verdict"]) == ("1.20×", "held")
@@ -29,33 +29,33 @@ def test_a_claim_is_judged_by_the_arms_that_differ_by_its_technique_alone() -> N
     assert third["verdict"] == "not comparable"
 
 
-def test_a_claim_without_two_such_arms_is_left_open() -> None:
+def test_a_claim_without_two_such_variants_is_left_open() -> None:
     one, two = Fake(((SPEED, 1.2),)), Other(((SPEED, 1.2),))
-    for claim in report(baseline(), arm(one, two, speed=2.0))["claims"]:
+    for claim in report(baseline(), variant(one, two, speed=2.0))["claims"]:
         assert (claim["measured"], claim["verdict"]) == ("not measured apart", "not comparable")
     assert report(baseline())["claims"] == []
 
 
-def test_a_failed_arm_gives_way_to_another_pair() -> None:
+def test_a_failed_variant_gives_way_to_another_pair() -> None:
     one, two = Fake(((SPEED, 1.2),)), Other()
-    without = arm(two, kind="left out")
-    arms = [baseline(), arm(one, failed="x"), without, arm(one, two, speed=1.5, kind="all")]
-    claim = report(*arms)["claims"][0]
+    without = variant(two, kind="left out")
+    variants = [baseline(), variant(one, failed="x"), without, variant(one, two, speed=1.5, kind="all")]
+    claim = report(*variants)["claims"][0]
     assert claim["measured"].startswith("1.50×")
 
 
 def test_a_claim_of_a_technique_that_did_not_act_is_not_held() -> None:
     idle = [{"technique": "fake", "acted": False, "evidence": "nothing"}]
-    with_it = arm(Fake(((SPEED, 1.2),)), speed=1.5, acted=idle)
+    with_it = variant(Fake(((SPEED, 1.2),)), speed=1.5, acted=idle)
     assert report(baseline(), with_it)["claims"][0]["verdict"] == "not comparable: it did not act"
 
 
-def test_a_claim_of_speed_is_not_held_where_the_same_arm_s_model_is_worse() -> None:
-    first = arm(held_out=[(100, 2.0)])
-    worse = arm(Fake(((SPEED, 1.2),)), speed=1.5, held_out=[(100, 2.5)])
+def test_a_claim_of_speed_is_not_held_where_the_same_variant_s_model_is_worse() -> None:
+    first = variant(eval_data=[(100, 2.0)])
+    worse = variant(Fake(((SPEED, 1.2),)), speed=1.5, eval_data=[(100, 2.5)])
     (claim,) = report(first, worse)["claims"]
     assert claim["verdict"] == "fell short: the model is worse"
-    as_good = arm(Fake(((SPEED, 1.2),)), speed=1.5, held_out=[(100, 2.0)])
+    as_good = variant(Fake(((SPEED, 1.2),)), speed=1.5, eval_data=[(100, 2.0)])
     assert report(first, as_good)["claims"][0]["verdict"] == "held"
 
 
@@ -74,46 +74,46 @@ def test_a_claim_of_speed_is_not_held_where_the_same_arm_s_model_is_worse() -> N
 def test_memory_that_falls_by_less_than_promised_falls_short(
     used: float, measured: str, word: str
 ) -> None:
-    lean = arm(Fake(((MEMORY, 0.7),)), memory=4e9 * used)
+    lean = variant(Fake(((MEMORY, 0.7),)), memory=4e9 * used)
     claim = report(baseline(), lean)["claims"][0]
     assert (claim["claimed"], claim["measured"], claim["verdict"]) == ("0.70×", measured, word)
 
 
 def test_a_promise_of_little_more_memory_can_be_kept() -> None:
-    claim = report(baseline(), arm(Fake(((MEMORY, 1.1),)), memory=4.2e9))["claims"][0]
+    claim = report(baseline(), variant(Fake(((MEMORY, 1.1),)), memory=4.2e9))["claims"][0]
     assert claim["verdict"] == "held"
 
 
-def test_claims_are_corrected_for_their_number_as_arms_are() -> None:
+def test_claims_are_corrected_for_their_number_as_variants_are() -> None:
     noise = (1.03, 0.98, 1.0, 1.01, 0.99)
     promised = Fake(((SPEED, 1.03),)), Other(((SPEED, 1.2),))
-    first = arm(promised[0], speed=1.035, noise=noise, kind="ladder")
-    alone = [first, arm(*promised, speed=1.04, noise=noise, kind="all")]
+    first = variant(promised[0], speed=1.035, noise=noise, kind="ladder")
+    alone = [first, variant(*promised, speed=1.04, noise=noise, kind="all")]
     first, second = report(baseline(), *alone)["claims"]
     assert first["verdict"] == "not comparable"
     assert second["verdict"] == "fell short"
-    single = report(baseline(), arm(promised[0], speed=1.035, noise=noise))["claims"]
+    single = report(baseline(), variant(promised[0], speed=1.035, noise=noise))["claims"]
     assert single[0]["verdict"] == "held"
 
 
-def test_a_baseline_with_techniques_is_no_part_of_what_an_arm_claims_or_does() -> None:
+def test_a_baseline_with_techniques_is_no_part_of_what_an_variant_claims_or_does() -> None:
     shared = Other()
     acted = [{"technique": "other", "acted": True, "evidence": "seen"}]
     idle = [*acted, {"technique": "fake", "acted": False, "evidence": "0 modules"}]
-    base = arm(shared, name="baseline", noise=(1, 1, 1, 1, 1), acted=acted)
-    assert verdict_of(base, arm(Fake(), shared, speed=1.5, acted=idle)) == (
+    base = variant(shared, name="baseline", noise=(1, 1, 1, 1, 1), acted=acted)
+    assert verdict_of(base, variant(Fake(), shared, speed=1.5, acted=idle)) == (
         "no effect: fake did not act"
     )
-    found = report(base, arm(Fake(((SPEED, 2.0),)), shared, speed=1.5))
-    assert found["arms"][1]["verdict"] == "helped"  # that it was promised more is the claim's
+    found = report(base, variant(Fake(((SPEED, 2.0),)), shared, speed=1.5))
+    assert found["variants"][1]["verdict"] == "helped"  # that it was promised more is the claim's
     assert found["claims"][0]["verdict"] == "fell short"
 
 
 @pytest.mark.parametrize("spoilt", ["loss", "guard"])
-def test_no_claim_is_held_by_an_arm_whose_model_is_worse(spoilt: str) -> None:
+def test_no_claim_is_held_by_an_variant_whose_model_is_worse(spoilt: str) -> None:
     promised = Fake(((SPEED, 1.2), (MEMORY, 0.7)))
-    fast = arm(promised, speed=1.5, memory=2e9, loss=2.5 if spoilt == "loss" else 2.0)
+    fast = variant(promised, speed=1.5, memory=2e9, loss=2.5 if spoilt == "loss" else 2.0)
     line = {"technique": "fake", "verdict": "differs", "text": "gradient off by 0.3"}
     found = report(baseline(), fast, guard=[line] if spoilt == "guard" else [])
-    assert found["arms"][1]["quality"].startswith("worse: ")
+    assert found["variants"][1]["quality"].startswith("worse: ")
     assert {c["verdict"] for c in found["claims"]} == {"fell short: the model is worse"}

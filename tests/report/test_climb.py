@@ -9,7 +9,7 @@ import pytest
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
-from hasten.measure.ablation import Arm
+from hasten.measure.ablation import Variant
 from hasten.report.speedup import by_gain, climb, decide
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
@@ -18,17 +18,17 @@ from hasten.techniques.optimizer import FusedAdamW
 TECHNIQUES: list[Technique] = [Packed(), DocumentAttention(), FusedAdamW()]
 
 
-def pair(before: Plan, after: Plan, gain: float, noise: float = 0.01) -> tuple[Arm, Arm]:
+def pair(before: Plan, after: Plan, gain: float, noise: float = 0.01) -> tuple[Variant, Variant]:
     """Eight paired rounds that differ by a gain, and noise."""
     rng = random.Random(str(after))
     base = [100 * (1 + rng.gauss(0, 0.05)) for _ in range(8)]
     ours = [value * gain * (1 + rng.gauss(0, noise)) for value in base]
-    one = Arm("so far", before, rounds=base, held_out=[(10, 2.0)])
-    return one, Arm("+", after, rounds=ours, held_out=[(10, 2.0)])
+    one = Variant("so far", before, rounds=base, eval_data=[(10, 2.0)])
+    return one, Variant("+", after, rounds=ours, eval_data=[(10, 2.0)])
 
 
 def gains(table: Mapping[str, float]) -> object:
-    def measure(before: Plan, after: Plan) -> tuple[Arm, Arm]:
+    def measure(before: Plan, after: Plan) -> tuple[Variant, Variant]:
         (new,) = set(after.techniques) - set(before.techniques)
         return pair(before, after, table[new.name()])
 
@@ -48,7 +48,7 @@ def test_only_what_pays_is_kept() -> None:
 def test_each_technique_stands_on_what_was_kept_before() -> None:
     seen = []
 
-    def measure(before: Plan, after: Plan) -> tuple[Arm, Arm]:
+    def measure(before: Plan, after: Plan) -> tuple[Variant, Variant]:
         seen.append((str(before), str(after)))
         return pair(before, after, 1.0 if before == Plan() else 1.5)
 
@@ -82,7 +82,7 @@ def test_more_techniques_make_each_decision_stricter() -> None:
             {"acted": [{"technique": "packed", "acted": False, "evidence": ""}]},
             "it did not act",
         ),
-        ({"held_out": [(10, 2.5)]}, "Held-out loss"),
+        ({"eval_data": [(10, 2.5)]}, "Eval loss"),
     ],
 )
 def test_speed_alone_keeps_nothing(change: dict[str, object], why: str) -> None:
@@ -101,8 +101,8 @@ def test_without_a_base_there_is_no_gain() -> None:
 
 
 def test_by_gain_the_best_comes_first_and_the_unmeasured_last() -> None:
-    base = Arm("baseline", Plan(), rounds=[100.0] * 3)
-    arms = [base]
+    base = Variant("baseline", Plan(), rounds=[100.0] * 3)
+    variants = [base]
     for technique, speed in zip(TECHNIQUES[1:], (90.0, 130.0), strict=True):
-        arms.append(Arm(technique.name(), Plan([technique]), rounds=[speed] * 3))
-    assert by_gain(TECHNIQUES, arms) == [FusedAdamW(), DocumentAttention(), Packed()]
+        variants.append(Variant(technique.name(), Plan([technique]), rounds=[speed] * 3))
+    assert by_gain(TECHNIQUES, variants) == [FusedAdamW(), DocumentAttention(), Packed()]

@@ -1,4 +1,4 @@
-"""Noise, builds, groups and interaction from hand-made arms, whose ratios are known."""
+"""Noise, builds, groups and interaction from hand-made variants, whose ratios are known."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hasten.core.plan import Plan
-from hasten.measure.ablation import Arm
+from hasten.measure.ablation import Variant
 from hasten.report.judgement import (
     floor_of,
     interaction_of,
@@ -27,37 +27,37 @@ WEATHER = (100.0, 50.0, 160.0, 80.0, 120.0, 90.0)
 JITTER = (1.001, 0.999, 1.002, 0.998, 1.0, 1.0)
 
 
-def arm(
+def variant(
     name: str,
     plan: Sequence[Any] = (),
     speed: float = 1.0,
     weather: Sequence[float] = WEATHER,
     **changes: Any,
-) -> Arm:
+) -> Variant:
     rounds = [w * speed * j for w, j in zip(weather, JITTER, strict=True)]
-    return Arm(name, Plan(plan), rounds=rounds, **changes)
+    return Variant(name, Plan(plan), rounds=rounds, **changes)
 
 
-def baseline(**changes: Any) -> Arm:
-    return Arm("baseline", Plan(), rounds=list(WEATHER), kind="baseline", **changes)
+def baseline(**changes: Any) -> Variant:
+    return Variant("baseline", Plan(), rounds=list(WEATHER), kind="baseline", **changes)
 
 
-def experiment(together: float) -> list[Arm]:
+def experiment(together: float) -> list[Variant]:
     return [
         baseline(),
-        arm("only packed", [Packed()], 1.2, kind="alone"),
-        arm("only fused_layers", [FusedLayers()], 1.5, kind="alone"),
-        arm("all", [Packed(), FusedLayers()], together, kind="all"),
+        variant("only packed", [Packed()], 1.2, kind="alone"),
+        variant("only fused_layers", [FusedLayers()], 1.5, kind="alone"),
+        variant("all", [Packed(), FusedLayers()], together, kind="all"),
     ]
 
 
 def test_without_a_second_copy_there_is_no_noise_to_report() -> None:
-    assert noise_of([baseline(), arm("a", [Packed()])]) is None
-    assert floor_of([baseline(), arm("a", [Packed()])]) == 0.01
+    assert noise_of([baseline(), variant("a", [Packed()])]) is None
+    assert floor_of([baseline(), variant("a", [Packed()])]) == 0.01
 
 
 def test_a_second_copy_shows_the_noise() -> None:
-    found = noise_of([baseline(), arm("again", kind="again"), arm("a", [Packed()])])
+    found = noise_of([baseline(), variant("again", kind="again"), variant("a", [Packed()])])
     assert found is not None
     assert found["floor"] == 0.01
     assert found["ratio"]["low"] < 1 < found["ratio"]["high"]
@@ -65,7 +65,7 @@ def test_a_second_copy_shows_the_noise() -> None:
 
 
 def test_copies_that_differ_beyond_doubt_are_said_to() -> None:
-    found = noise_of([baseline(), arm("again", speed=1.04, kind="again")])
+    found = noise_of([baseline(), variant("again", speed=1.04, kind="again")])
     assert found is not None
     assert "they differ beyond doubt" in found["text"]
     assert found["floor"] == pytest.approx(0.04, abs=1e-3)
@@ -76,7 +76,7 @@ def losses(*values: float) -> list[tuple[int, float]]:
 
 
 def test_copies_that_do_not_compute_the_same_are_said_not_to() -> None:
-    first, copy = baseline(losses=losses(8, 7, 6)), arm("again", kind="again")
+    first, copy = baseline(losses=losses(8, 7, 6)), variant("again", kind="again")
     copy.losses = losses(8, 7 * (1 + 1e-4), 5.7)
     found = noise_of([first, copy])
     assert found is not None
@@ -85,7 +85,7 @@ def test_copies_that_do_not_compute_the_same_are_said_not_to() -> None:
 
 @pytest.mark.parametrize("theirs", [(8, 7, 6), (8, 7 * (1 + 1e-7), 6), (8, 7)])
 def test_the_order_of_sums_is_no_difference_between_copies(theirs: tuple[float, ...]) -> None:
-    first, copy = baseline(losses=losses(8, 7, 6)), arm("again", kind="again")
+    first, copy = baseline(losses=losses(8, 7, 6)), variant("again", kind="again")
     copy.losses = losses(*theirs)
     found = noise_of([first, copy])
     assert found is not None
@@ -93,7 +93,7 @@ def test_the_order_of_sums_is_no_difference_between_copies(theirs: tuple[float, 
 
 
 def test_one_round_of_a_second_copy_promises_nothing() -> None:
-    copy = arm("again", kind="again")
+    copy = variant("again", kind="again")
     copy.rounds = copy.rounds[:1]
     found = noise_of([baseline(), copy])
     assert found is not None
@@ -114,8 +114,8 @@ def test_all_is_compared_with_the_product_of_the_singles(together: float, words:
 
 
 def test_an_interaction_nobody_can_know_is_not_measured() -> None:
-    ladder = [baseline(), arm("+ packed", [Packed()], kind="ladder"), experiment(1.8)[-1]]
-    assert interaction_of(ladder) is None  # no arm has one technique alone by design
+    ladder = [baseline(), variant("+ packed", [Packed()], kind="ladder"), experiment(1.8)[-1]]
+    assert interaction_of(ladder) is None  # no variant has one technique alone by design
     missing = experiment(1.8)
     missing[2].failed = "killed"
     found = interaction_of(missing)
@@ -129,20 +129,20 @@ def test_an_interaction_nobody_can_know_is_not_measured() -> None:
     assert "alive together" in said["text"]
 
 
-def test_arms_of_a_group_are_paired_with_the_baseline_of_their_own_rounds() -> None:
+def test_variants_of_a_group_are_paired_with_the_baseline_of_their_own_rounds() -> None:
     later = [3.0 * w for w in reversed(WEATHER)]  # another hour, another weather
-    grouped = arm("b", [FusedLayers()], 1.5, later, beside=later)
+    grouped = variant("b", [FusedLayers()], 1.5, later, beside=later)
     ratio = ratio_to(grouped, baseline())
     assert ratio is not None
     assert ratio.estimate == pytest.approx(1.5, rel=1e-3)
     assert ratio.high / ratio.low < 1.01  # its weather cancels
 
 
-def test_arms_of_different_groups_are_compared_through_the_baseline() -> None:
+def test_variants_of_different_groups_are_compared_through_the_baseline() -> None:
     later = [3.0 * w for w in reversed(WEATHER)]
     base = baseline(beside=list(WEATHER))
-    one = arm("a", [Packed()], 1.2, beside=list(WEATHER), kind="ladder")
-    both = arm("ab", [Packed(), FusedLayers()], 1.8, later, beside=later, kind="all")
+    one = variant("a", [Packed()], 1.2, beside=list(WEATHER), kind="ladder")
+    both = variant("ab", [Packed(), FusedLayers()], 1.8, later, beside=later, kind="all")
     found = ratio_between(both, one, base)
     assert found is not None
     ratio, rounds = found
@@ -158,7 +158,7 @@ def test_arms_of_different_groups_are_compared_through_the_baseline() -> None:
 
 def test_two_builds_are_compared_through_the_baseline() -> None:
     builds = [0, 0, 0, 1, 1, 1]
-    same, other = arm("a", [Packed()], 1.2, builds=builds), arm("b", [Packed()], builds=builds)
+    same, other = variant("a", [Packed()], 1.2, builds=builds), variant("b", [Packed()], builds=builds)
     other.rounds = [
         v * (1.1 if build else 1.0) for v, build in zip(other.rounds, builds, strict=True)
     ]
@@ -175,6 +175,6 @@ def test_two_builds_are_compared_through_the_baseline() -> None:
 
 
 def test_builds_of_a_single_round_are_not_compared() -> None:
-    assert rebuilt_of(arm("a", [Packed()]), baseline()) is None
-    fresh = arm("a", [DocumentAttention()], builds=[0, 1, 2, 3, 4, 5])
+    assert rebuilt_of(variant("a", [Packed()]), baseline()) is None
+    fresh = variant("a", [DocumentAttention()], builds=[0, 1, 2, 3, 4, 5])
     assert rebuilt_of(fresh, baseline()) is None

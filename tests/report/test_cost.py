@@ -81,13 +81,13 @@ def test_the_report_s_cost_is_priced_per_token_and_readable(report: dict[str, An
     report["design"] = {"seconds": 1800.0}
     found = cost_of_experiment(report, PRICE)
     assert found is not None
-    base = report["arms"][0]
+    base = report["variants"][0]
     by_hand = 4 * 0.6 / 3600 / base["tokens_per_second"]["median"] * 1e6
     assert found["per_million_tokens"]["baseline"] == pytest.approx(by_hand)
     assert found["experiment"] == {"seconds": 1800.0, "money": pytest.approx(1.2), "kwh": None}
     assert found["energy"] == {"kwh_per_million_tokens": {}, "source": "not measured"}
     assert found["payback"]["hours"] == pytest.approx(
-        0.5 / (report["arms"][-1]["ratio"]["median"] - 1)
+        0.5 / (report["variants"][-1]["ratio"]["median"] - 1)
     )
     assert read_report({**report, "cost": found})["cost"]["currency"] == "CNY"
 
@@ -119,8 +119,8 @@ def test_without_a_price_nothing_is_said_and_worse_quality_saves_nothing(
     assert found["payback"]["hours"] is None
 
 
-def test_a_failed_arm_has_no_price(report: dict[str, Any]) -> None:
-    report["arms"][1]["verdict"] = "failed: killed"
+def test_a_failed_variant_has_no_price(report: dict[str, Any]) -> None:
+    report["variants"][1]["verdict"] = "failed: killed"
     found = cost_of_experiment(report, PRICE)
     assert found is not None
     assert "packing" not in found["per_million_tokens"]
@@ -139,13 +139,13 @@ def test_the_articles_table_says_what_is_missing_measured_and_not_comparable(
     assert total["verdict"] == "held"  # 1.62 is above 1.47
     assert rows["9.8 -> 6.5 GB"]["measured"] == "0.63×"
     quality = rows["accuracy 92.3 -> 92.1 %"]
-    assert quality["measured"].startswith("held-out loss ")
+    assert quality["measured"].startswith("eval loss ")
     assert quality["verdict"] == {"not worse": "held"}[report["quality"]["verdict"]]
     assert any(r["verdict"].startswith("not comparable") for r in rows.values())
     assert len(read_report({**report, "claims": list(rows.values())})["claims"]) == len(rows)
 
 
-def test_a_promise_is_judged_beyond_the_noise_and_the_number_of_arms(
+def test_a_promise_is_judged_beyond_the_noise_and_the_number_of_variants(
     report: dict[str, Any],
 ) -> None:
     def word() -> str:
@@ -153,7 +153,7 @@ def test_a_promise_is_judged_beyond_the_noise_and_the_number_of_arms(
         return rows["12.5 -> 18.4 it/s, +47 %"]["verdict"]
 
     assert word() == "held"
-    final = report["arms"][-1]
+    final = report["variants"][-1]
     for verdict in ("undecided: within the noise of 90.0 %", "undecided: not beyond doubt"):
         final["verdict"] = verdict
         assert word() == "not comparable"
@@ -182,12 +182,12 @@ def test_a_promise_that_only_the_plan_makes_is_checked_on_the_technique_alone(
         return next(r for r in rows if r["technique"] == "dynamic batch")
 
     assert row()["measured"] == "not measured apart"
-    arm = report["arms"][1]
-    arm["techniques"] = ["adaptive_batch(start=1024)"]
-    arm["acted"] = [{"technique": "adaptive_batch", "acted": True, "evidence": ""}]
+    variant = report["variants"][1]
+    variant["techniques"] = ["adaptive_batch(start=1024)"]
+    variant["acted"] = [{"technique": "adaptive_batch", "acted": True, "evidence": ""}]
     assert row()["measured"].startswith("1.4")
     assert row()["verdict"] == "held"
-    arm["acted"][0]["acted"] = False
+    variant["acted"][0]["acted"] = False
     assert row()["verdict"] == "not comparable: it did not act"
     report["claims"].append({"technique": "adaptive_batch", "metric": "tokens_per_second"})
     with pytest.raises(StopIteration):
@@ -196,7 +196,7 @@ def test_a_promise_that_only_the_plan_makes_is_checked_on_the_technique_alone(
 
 def test_an_undecided_gain_may_pay_and_no_effect_never_does(report: dict[str, Any]) -> None:
     report["design"] = {"seconds": 60.0}
-    final = report["arms"][-1]
+    final = report["variants"][-1]
     final["verdict"], final["ratio"] = "undecided", {"median": 1.9, "low": 0.8, "high": 4.5}
     found = cost_of_experiment(report, PRICE)
     assert found is not None
@@ -239,14 +239,14 @@ def test_every_figure_of_the_articles_has_a_row_with_a_figure_or_a_reason(
 
 
 def shown_on_two_ranks(report: dict[str, Any]) -> None:
-    base, final = report["arms"][0], report["arms"][-1]
+    base, final = report["variants"][0], report["variants"][-1]
     step = dict.fromkeys(("forward", "backward"), 0.4)
     base["ledger"] = {"step": {**step, "communication": 0.2}, "parallel_efficiency": 0.8}
     final["ledger"] = {"step": {**step, "communication": 0.02}, "parallel_efficiency": 0.95}
-    for arm in (base, final):
-        arm["ledger"]["utilisation"] = 0.99
+    for variant in (base, final):
+        variant["ledger"]["utilisation"] = 0.99
     base["throughput_spread"], final["throughput_spread"] = 0.05, 0.03
-    report["design"] = {"ranks": 2, "epoch_tokens": 10_000, "epoch_records": 100}
+    report["design"] = {"ranks": 2, "epoch_tokens": 10_000, "epoch_examples": 100}
 
 
 def test_on_ranks_shares_are_shown_before_and_after_and_judged_by_what_was_said(
@@ -268,16 +268,16 @@ def test_on_ranks_shares_are_shown_before_and_after_and_judged_by_what_was_said(
 
 def test_figures_of_one_job_are_shown_and_compared_with_none(report: dict[str, Any]) -> None:
     shown_on_two_ranks(report)
-    for arm, rate in ((report["arms"][0], 1000.0), (report["arms"][-1], 2000.0)):
-        arm["tokens_per_second"] = {"median": rate, "low": rate, "high": rate}
-    names = [report["arms"][0]["name"], report["arms"][-1]["name"]]
+    for variant, rate in ((report["variants"][0], 1000.0), (report["variants"][-1], 2000.0)):
+        variant["tokens_per_second"] = {"median": rate, "low": rate, "high": rate}
+    names = [report["variants"][0]["name"], report["variants"][-1]["name"]]
     report["cost"] = {
         "currency": "CNY",
         "per_million_tokens": dict(zip(names, (4, 2), strict=True)),
     }
     rows = rows_of(report, 2)
     samples = rows["3,200 -> 12,800 samples/s, 4x"]
-    assert samples["measured"] == "10 → 20 records/s"  # 100 tokens in a record
+    assert samples["measured"] == "10 → 20 examples/s"  # 100 tokens in an example
     assert rows["an epoch 32 -> 21.5 min, -32.8 %"]["measured"].endswith("10.00 s → 5.00 s")
     cost = rows["4.32 CNY: 4 devices, 1.8 hours"]
     assert cost["measured"] == "0.04 → 0.02 CNY for a pass over the data"
@@ -290,8 +290,8 @@ def test_figures_of_one_job_are_shown_and_compared_with_none(report: dict[str, A
 def test_nothing_holds_where_the_model_is_worse(report: dict[str, Any]) -> None:
     shown_on_two_ranks(report)
     assert any(row["verdict"] == "held" for row in rows_of(report, 2).values())
-    final = report["arms"][-1]
-    final["quality"] = "worse: held-out loss 2.0 against 1.5"
+    final = report["variants"][-1]
+    final["quality"] = "worse: eval loss 2.0 against 1.5"
     rows = rows_of(report, 2)
     assert rows["12.5 -> 18.4 it/s, +47 %"]["verdict"] == "fell short: the model is worse"
     assert rows["9.8 -> 6.5 GB"]["verdict"] == "fell short: the model is worse"
@@ -300,9 +300,9 @@ def test_nothing_holds_where_the_model_is_worse(report: dict[str, Any]) -> None:
 
 
 def test_on_two_ranks_compression_is_a_switch_like_the_others(report: dict[str, Any]) -> None:
-    arm = report["arms"][1]
-    arm["techniques"] = ["topk(dense_share=0.0)"]
-    arm["acted"] = [{"technique": "topk", "acted": True, "evidence": "fewer bytes"}]
+    variant = report["variants"][1]
+    variant["techniques"] = ["topk(dense_share=0.0)"]
+    variant["acted"] = [{"technique": "topk", "acted": True, "evidence": "fewer bytes"}]
     rows = {r["claimed"]: r for r in preset_claims(preset("article", 2), report)}
     assert rows["+12 % speed"]["technique"] == "gradient compression"
     assert rows["+12 % speed"]["measured"].startswith("1.4")
@@ -310,7 +310,7 @@ def test_on_two_ranks_compression_is_a_switch_like_the_others(report: dict[str, 
 
 
 def test_quality_that_nobody_measured_is_not_said_to_have_held(report: dict[str, Any]) -> None:
-    report["arms"][-1]["held_out_loss"] = None
+    report["variants"][-1]["eval_loss"] = None
     rows = {r["claimed"]: r for r in preset_claims(preset("article"), report)}
     row = rows["accuracy 92.3 -> 92.1 %"]
     assert (row["measured"], row["verdict"]) == ("not measured", "not comparable")

@@ -1,4 +1,4 @@
-"""The verdict of every arm: quality before speed, proof before both, and several arms at once."""
+"""The verdict of every variant: quality before speed, proof before both, and several variants at once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from scipy import stats
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.measure.ablation import Design, Kind
-from hasten.measure.rounds import arms_of
-from hasten.report.judgement import judge_arms, on_the_whole, quality
+from hasten.measure.rounds import variants_of
+from hasten.report.judgement import judge_variants, on_the_whole, quality
 from hasten.report.schema import read_report
 from report.handmade import (
     Fake,
     Other,
-    arm,
+    variant,
     baseline,
     report,
     verdict_of,
@@ -45,12 +45,12 @@ GUILTY = {
 
 def test_a_technique_that_did_not_act_has_no_effect_whatever_was_measured() -> None:
     idle = [{"technique": "fake", "acted": False, "evidence": "the fast path was not taken"}]
-    assert verdict_of(baseline(), arm(Fake(), speed=2.0)) == "helped"
-    assert verdict_of(baseline(), arm(Fake(), speed=2.0, acted=idle)) == (
+    assert verdict_of(baseline(), variant(Fake(), speed=2.0)) == "helped"
+    assert verdict_of(baseline(), variant(Fake(), speed=2.0, acted=idle)) == (
         "no effect: fake did not act"
     )
     both = [*idle, {"technique": "other", "acted": True, "evidence": "seen"}]
-    assert verdict_of(baseline(), arm(Fake(), Other(), speed=2.0, acted=both)) == (
+    assert verdict_of(baseline(), variant(Fake(), Other(), speed=2.0, acted=both)) == (
         "helped: fake did not act"
     )
 
@@ -59,20 +59,20 @@ def test_a_technique_that_did_not_act_has_no_effect_whatever_was_measured() -> N
     ("loss", "word"),
     [
         *((2.0, "not worse"), (1.5, "not worse"), (2.019, "not worse")),
-        *((2.021, "worse: held-out loss 2.0000 → 2.0210"), (float("nan"), None)),
+        *((2.021, "worse: eval loss 2.0000 → 2.0210"), (float("nan"), None)),
     ],
 )
 def test_quality_is_judged_apart_from_speed(loss: float, word: str | None) -> None:
-    row = report(baseline(), arm(Fake(), speed=3.0, loss=loss))["arms"][1]
+    row = report(baseline(), variant(Fake(), speed=3.0, loss=loss))["variants"][1]
     assert row["verdict"] == "helped"
-    assert row["quality"] == (word or "worse: held-out loss 2.0000 → nan")
+    assert row["quality"] == (word or "worse: eval loss 2.0000 → nan")
 
 
 def test_a_row_of_a_ladder_is_judged_against_the_row_above() -> None:
     """The second technique takes back half of what the first gained, and is still beyond 1."""
-    first = arm(Fake(), speed=3.0, kind="ladder")
-    last = arm(Fake(), Other(), speed=1.5, noise=(1.02, 0.98, 1.0, 1.01, 1.0), kind="all")
-    rows = report(baseline(kind="baseline"), first, last)["arms"]
+    first = variant(Fake(), speed=3.0, kind="ladder")
+    last = variant(Fake(), Other(), speed=1.5, noise=(1.02, 0.98, 1.0, 1.01, 1.0), kind="all")
+    rows = report(baseline(kind="baseline"), first, last)["variants"]
     assert [row["against"] for row in rows] == [None, "baseline", "fake"]
     assert [row["verdict"] for row in rows] == ["baseline", "helped", "hurt"]
     assert rows[2]["ratio"]["median"] == pytest.approx(1.5, rel=1e-2)
@@ -83,9 +83,9 @@ def test_a_row_of_a_ladder_is_judged_against_the_row_above() -> None:
 
 
 def test_a_row_above_without_a_result_is_passed_over() -> None:
-    failed = arm(Fake(), kind="ladder", failed="no memory")
-    last = arm(Fake(), Other(), speed=2.0, kind="all")
-    rows = report(baseline(kind="baseline"), failed, last)["arms"]
+    failed = variant(Fake(), kind="ladder", failed="no memory")
+    last = variant(Fake(), Other(), speed=2.0, kind="all")
+    rows = report(baseline(kind="baseline"), failed, last)["variants"]
     assert [row["against"] for row in rows] == [None, None, "baseline"]
     assert [row["verdict"] for row in rows] == [
         "baseline",
@@ -96,39 +96,39 @@ def test_a_row_above_without_a_result_is_passed_over() -> None:
 
 def test_a_row_that_stands_for_dropped_ones_is_named_so_and_has_no_verdict() -> None:
     turn = {"event": "turn", "cohort": 1, "background_load": 0.0}
-    step = {"tokens": 10, "slots": 10, "step_seconds": 1.0, "loss": None}
+    step = {"tokens": 10, "positions": 10, "step_seconds": 1.0, "loss": None}
     events: list[Any] = [
-        {"event": "dropped", "text": "+ fake: no time for it", "arms": ["+ fake"]},
+        {"event": "dropped", "text": "+ fake: no time for it", "variants": ["+ fake"]},
         {"event": "cohort", "cohort": 1, "members": ["baseline", "+ other", "+ third"]},
     ]
     for round_ in (1, 2, 3):
         for name, rate in (("baseline", 1.0), ("+ other", 4.0), ("+ third", 6.0)):
             jitter = rate * (1 + 0.001 * round_)
             steps = [{**step, "tokens_per_second": jitter}]
-            events.append({**turn, "arm": name, "round": round_, "steps": steps})
+            events.append({**turn, "variant": name, "round": round_, "steps": steps})
     plan = [Fake(), Other(), Third()]
     plans = {"baseline": Plan()} | {
         f"+ {t.name()}": Plan(plan[: i + 1]) for i, t in enumerate(plan)
     }
     kinds: dict[str, Kind] = dict.fromkeys(plans, "ladder")
     kinds |= {"baseline": "baseline", "+ third": "all"}
-    arms = arms_of(events, plans, kinds, Design(rounds=3, steps=1))
-    assert [one.name for one in arms] == ["baseline", "+ fake + other", "+ third"]
-    said = judge_arms(arms)
+    variants = variants_of(events, plans, kinds, Design(rounds=3, steps=1))
+    assert [one.name for one in variants] == ["baseline", "+ fake + other", "+ third"]
+    said = judge_variants(variants)
     assert [one.verdict for one in said[1:]] == [
         "together: adds fake, other at once",
         "helped",
     ]
     assert said[1].effect is not None
     assert said[1].p_value is None
-    found = read_report(report(*arms))
-    assert on_the_whole(found["arms"][1], found) == "helped"  # the plan as a whole is known
+    found = read_report(report(*variants))
+    assert on_the_whole(found["variants"][1], found) == "helped"  # the plan as a whole is known
 
 
 def test_a_plan_without_a_technique_is_judged_against_the_whole_plan() -> None:
-    without = arm(Other(), name="without fake", speed=1.2, kind="left out")
-    whole = arm(Fake(), Other(), name="all", speed=1.5, kind="all")
-    rows = report(baseline(kind="baseline"), without, whole)["arms"]
+    without = variant(Other(), name="without fake", speed=1.2, kind="left out")
+    whole = variant(Fake(), Other(), name="all", speed=1.5, kind="all")
+    rows = report(baseline(kind="baseline"), without, whole)["variants"]
     assert [row["against"] for row in rows] == [None, "all", "baseline"]
     assert rows[1]["verdict"] == "hurt"  # leaving it out costs speed
     assert rows[1]["effect"]["median"] == pytest.approx(1.2 / 1.5, rel=1e-2)
@@ -137,36 +137,36 @@ def test_a_plan_without_a_technique_is_judged_against_the_whole_plan() -> None:
 def test_only_what_a_row_adds_can_fail_to_act_in_it() -> None:
     idle = [{"technique": "fake", "acted": False, "evidence": "no rows"}]
     seen = [*idle, {"technique": "other", "acted": True, "evidence": "seen"}]
-    first = arm(Fake(), speed=1.2, kind="ladder", acted=idle)
-    last = arm(Fake(), Other(), speed=2.0, kind="all", acted=seen)
-    rows = report(baseline(kind="baseline"), first, last)["arms"]
+    first = variant(Fake(), speed=1.2, kind="ladder", acted=idle)
+    last = variant(Fake(), Other(), speed=2.0, kind="all", acted=seen)
+    rows = report(baseline(kind="baseline"), first, last)["variants"]
     assert [row["verdict"] for row in rows[1:]] == ["no effect: fake did not act", "helped"]
 
 
 def test_quality_is_judged_after_equal_tokens_only() -> None:
-    good = quality(arm(Fake(), loss=2.01), baseline())
+    good = quality(variant(Fake(), loss=2.01), baseline())
     assert good["verdict"] == "not worse"
     assert "2.0000 → 2.0100 (+0.500 %) after the same 160 tokens" in good["text"]
-    assert quality(arm(Fake(), held_out=[(150, 2.0)]), baseline())["verdict"] == "undecided"
+    assert quality(variant(Fake(), eval_data=[(150, 2.0)]), baseline())["verdict"] == "undecided"
     for unknown in (float("nan"), 0.0, float("inf")):
-        assert quality(arm(Fake()), baseline(loss=unknown))["verdict"] == "undecided"
-    assert "rounding" in quality(arm(Fake(), held_out=[]), baseline())["text"]
+        assert quality(variant(Fake()), baseline(loss=unknown))["verdict"] == "undecided"
+    assert "rounding" in quality(variant(Fake(), eval_data=[]), baseline())["text"]
 
 
 def test_the_look_before_training_says_nothing_of_quality() -> None:
     untrained = [(0, 4.0)]
-    found = quality(arm(Fake(), held_out=untrained), baseline(held_out=untrained))
+    found = quality(variant(Fake(), eval_data=untrained), baseline(eval_data=untrained))
     assert found["verdict"] == "undecided"
-    rows = report(baseline(held_out=untrained), arm(Fake(), held_out=untrained))["arms"]
-    assert [row["held_out_loss"] for row in rows] == [None, None]
+    rows = report(baseline(eval_data=untrained), variant(Fake(), eval_data=untrained))["variants"]
+    assert [row["eval_loss"] for row in rows] == [None, None]
 
 
 @pytest.mark.parametrize("word", ["differs", "worse"])
 def test_a_technique_that_the_guard_finds_guilty_is_worse_however_fast(word: str) -> None:
-    arms = [baseline(), arm(Other(), speed=2.0), arm(Fake(), Other(), speed=3.0)]
-    found = report(*arms, guard=[{**GUILTY, "verdict": word}])
-    assert [a["verdict"] for a in found["arms"]] == ["baseline", "helped", "helped"]
-    quality_of = [a["quality"] for a in found["arms"]]
+    variants = [baseline(), variant(Other(), speed=2.0), variant(Fake(), Other(), speed=3.0)]
+    found = report(*variants, guard=[{**GUILTY, "verdict": word}])
+    assert [a["verdict"] for a in found["variants"]] == ["baseline", "helped", "helped"]
+    quality_of = [a["quality"] for a in found["variants"]]
     assert quality_of == [None, "not worse", "worse: fake: gradient off by 0.3"]
     assert found["quality"]["verdict"] == "worse"
     assert found["quality"]["text"].startswith("The guard finds: fake: gradient off by 0.3.")
@@ -175,41 +175,41 @@ def test_a_technique_that_the_guard_finds_guilty_is_worse_however_fast(word: str
 
 @pytest.mark.parametrize("word", ["equal", "not worse", "undecided", "not tested"])
 def test_a_guard_that_found_nothing_changes_no_verdict(word: str) -> None:
-    found = report(baseline(), arm(Fake(), speed=2.0), guard=[{**GUILTY, "verdict": word}])
-    assert found["arms"][1]["verdict"] == "helped"
-    assert found["arms"][1]["quality"] == "not worse"
+    found = report(baseline(), variant(Fake(), speed=2.0), guard=[{**GUILTY, "verdict": word}])
+    assert found["variants"][1]["verdict"] == "helped"
+    assert found["variants"][1]["quality"] == "not worse"
     assert found["quality"]["verdict"] == "not worse"
 
 
 def test_a_second_copy_of_the_baseline_has_no_verdict_and_sets_the_floor() -> None:
-    again = arm(name="again", kind="again", speed=1.06)
-    fast = arm(Fake(), speed=1.05)
+    again = variant(name="again", kind="again", speed=1.06)
+    fast = variant(Fake(), speed=1.05)
     assert verdict_of(baseline(), fast) == "helped"
     found = report(baseline(), again, fast)
-    copy, judged = found["arms"][1:]
+    copy, judged = found["variants"][1:]
     assert copy["verdict"] == "baseline: a second copy, for the noise"
     assert copy["p_value"] is copy["rounds_needed"] is None
     assert judged["verdict"] == "undecided: within the noise of 6.0 %"
     assert judged["corrected"] is False  # it alone was tested
 
 
-def test_several_arms_have_to_be_surer_than_one() -> None:
+def test_several_variants_have_to_be_surer_than_one() -> None:
     noise = (1.03, 0.98, 1.0, 1.01, 0.99)
-    barely = arm(Fake(), speed=1.04, noise=noise)
+    barely = variant(Fake(), speed=1.04, noise=noise)
     assert verdict_of(baseline(), barely) == "helped"
-    others = [arm(Other(), name=f"other {n}", noise=noise) for n in range(5)]
-    rows = report(baseline(), barely, *others)["arms"]
-    assert rows[1]["verdict"].startswith("undecided: not beyond doubt among several arms")
+    others = [variant(Other(), name=f"other {n}", noise=noise) for n in range(5)]
+    rows = report(baseline(), barely, *others)["variants"]
+    assert rows[1]["verdict"].startswith("undecided: not beyond doubt among several variants")
     assert rows[1]["corrected"] is True
     assert rows[1]["p_value"] > 0.05
     assert rows[1]["rounds_needed"] >= 1
 
 
-def test_an_undecided_arm_says_how_many_rounds_would_tell() -> None:
-    vague = arm(Fake(), speed=1.02, noise=(1.04, 0.97, 1.0, 1.03, 0.96))
-    row = report(baseline(), vague)["arms"][1]
+def test_an_undecided_variant_says_how_many_rounds_would_tell() -> None:
+    vague = variant(Fake(), speed=1.02, noise=(1.04, 0.97, 1.0, 1.03, 0.96))
+    row = report(baseline(), vague)["variants"][1]
     assert row["verdict"] == "undecided"
     assert 10 < row["rounds_needed"] <= 200
-    assert report(baseline(), arm(Fake(), speed=2.0))["arms"][1]["rounds_needed"] is None
-    edge = arm(Fake(), speed=1.01, noise=(1.04, 0.97, 1.0, 1.03, 0.96))
-    assert report(baseline(), edge)["arms"][1]["rounds_needed"] == "more than 200"
+    assert report(baseline(), variant(Fake(), speed=2.0))["variants"][1]["rounds_needed"] is None
+    edge = variant(Fake(), speed=1.01, noise=(1.04, 0.97, 1.0, 1.03, 0.96))
+    assert report(baseline(), edge)["variants"][1]["rounds_needed"] == "more than 200"

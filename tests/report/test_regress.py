@@ -14,7 +14,7 @@ from scipy import stats
 
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.measure.ablation import Arm, Design
+from hasten.measure.ablation import Variant, Design
 from hasten.report import bundle as bundle_module
 from hasten.report.bundle import (
     Bundle,
@@ -30,25 +30,25 @@ from hasten.report.bundle import (
 from hasten.techniques import CATALOGUE
 
 
-def arms(gain: float = 1.5, seed: int = 0, rounds: int = 8, noise: float = 0.01) -> list[Arm]:
+def variants(gain: float = 1.5, seed: int = 0, rounds: int = 8, noise: float = 0.01) -> list[Variant]:
     draw = np.random.default_rng(seed)
     weather = draw.lognormal(0, 0.05, rounds)
     base, other = (list(1000 * g * weather * draw.lognormal(0, noise, rounds)) for g in (1, gain))
     plan = Plan.from_list(["packed"], CATALOGUE)
     acted = [{"technique": "packed", "acted": True, "evidence": ""}]
     return [
-        Arm("baseline", Plan(), rounds=base, kind="baseline"),
-        Arm("all", plan, rounds=other, beside=base, acted=acted, kind="all"),
+        Variant("baseline", Plan(), rounds=base, kind="baseline"),
+        Variant("all", plan, rounds=other, beside=base, acted=acted, kind="all"),
     ]
 
 
 def bundle(**changed: Any) -> Bundle:
     report = {"recipe": {"seed": 0}, "versions": {"torch": "2.13.0"}, "hardware": {"cpu": "x"}}
-    return replace(bundle_of(arms(), Design(), report, []), **changed)
+    return replace(bundle_of(variants(), Design(), report, []), **changed)
 
 
-def compared(now: list[Arm], margin: float = 0.02) -> Any:
-    (found,) = changes(measurements(arms()), measurements(now), margin)
+def compared(now: list[Variant], margin: float = 0.02) -> Any:
+    (found,) = changes(measurements(variants()), measurements(now), margin)
     return found
 
 
@@ -61,19 +61,19 @@ def test_a_folder_and_its_file_hold_the_same_bundle(tmp_path: Path) -> None:
 
 
 def test_an_unchanged_gain_is_not_lost_and_a_planted_loss_is() -> None:
-    quiet = arms(1.5, seed=1, rounds=20)
+    quiet = variants(1.5, seed=1, rounds=20)
     assert compared(quiet, margin=0.05).verdict == "same"
-    worse = compared(arms(1.35, seed=1, rounds=20))
+    worse = compared(variants(1.35, seed=1, rounds=20))
     assert worse.verdict == "lost"
     assert worse.ratio.estimate == pytest.approx(0.9, abs=0.02)
     assert worse.ratio.high < 0.98
     assert lost([worse]) == ["all"]
-    assert compared(arms(1.7, seed=1)).verdict == "gained"
+    assert compared(variants(1.7, seed=1)).verdict == "gained"
 
 
 def test_the_interval_is_welch_s_on_logarithms() -> None:
-    now = arms(1.45, seed=3, rounds=5, noise=0.03)
-    logs = [np.log(np.array(m["all"].ratios)) for m in (measurements(arms()), measurements(now))]
+    now = variants(1.45, seed=3, rounds=5, noise=0.03)
+    logs = [np.log(np.array(m["all"].ratios)) for m in (measurements(variants()), measurements(now))]
     theirs = stats.ttest_ind(logs[1], logs[0], equal_var=False).confidence_interval(0.95)
     found = compared(now).ratio
     assert found.low == pytest.approx(math.exp(theirs.low), rel=1e-6)
@@ -81,36 +81,36 @@ def test_the_interval_is_welch_s_on_logarithms() -> None:
 
 
 def test_a_slower_machine_alone_loses_nothing() -> None:
-    now = arms(1.5, seed=1)
-    for arm in now:
-        arm.rounds = [value / 3 for value in arm.rounds]
+    now = variants(1.5, seed=1)
+    for variant in now:
+        variant.rounds = [value / 3 for value in variant.rounds]
     now[1].beside = now[0].rounds
     assert compared(now, margin=0.05).verdict == "same"
 
 
 def test_false_alarms_are_rarer_than_one_in_forty() -> None:
-    before = [measurements(arms(1.2, seed=2 * i, noise=0.02)) for i in range(300)]
-    now = [measurements(arms(1.2, seed=2 * i + 1, noise=0.02)) for i in range(300)]
+    before = [measurements(variants(1.2, seed=2 * i, noise=0.02)) for i in range(300)]
+    now = [measurements(variants(1.2, seed=2 * i + 1, noise=0.02)) for i in range(300)]
     words = [changes(a, b, margin=0)[0].verdict for a, b in zip(before, now, strict=True)]
     assert words.count("lost") <= 300 * 0.025 + 3 * math.sqrt(300 * 0.025)
 
 
-def test_an_arm_that_fails_or_no_longer_acts_is_lost() -> None:
-    broken = arms()
+def test_an_variant_that_fails_or_no_longer_acts_is_lost() -> None:
+    broken = variants()
     broken[1].failed = "killed"
     assert compared(broken).verdict == "lost"
     assert "killed" in compared(broken).reason
-    idle = arms(seed=1)
+    idle = variants(seed=1)
     idle[1].acted[0]["acted"] = False
     assert compared(idle).reason == "packed no longer acts"
-    (found,) = changes(measurements(broken), measurements(arms()))
+    (found,) = changes(measurements(broken), measurements(variants()))
     assert found.verdict == "not measured"
-    (found,) = changes(measurements(arms()), {})
+    (found,) = changes(measurements(variants()), {})
     assert found.verdict == "lost"
 
 
 def test_where_the_baseline_fails_it_is_named_and_no_gain_is_invented() -> None:
-    now = arms(1.5, seed=1)
+    now = variants(1.5, seed=1)
     now[0].failed = "no driver"
     now[1].beside = []  # rounds in which nobody ran beside it
     found = compared(now)
@@ -119,7 +119,7 @@ def test_where_the_baseline_fails_it_is_named_and_no_gain_is_invented() -> None:
 
 
 def test_a_single_round_tells_nothing() -> None:
-    assert compared(arms(0.5, rounds=1)).verdict == "undecided"
+    assert compared(variants(0.5, rounds=1)).verdict == "undecided"
 
 
 @pytest.mark.parametrize("margin", [-0.1, 1.0, float("nan")])

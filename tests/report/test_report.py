@@ -37,8 +37,8 @@ def test_both_files_carry_the_whole_report(report: Report, tmp_path: Path) -> No
 
 
 def test_the_head_says_how_much_faster_and_how_sure(report: Report, tmp_path: Path) -> None:
-    head = written(report, tmp_path).words().split("Speed of each arm")[0]
-    ratio = report["arms"][-1]["ratio"]
+    head = written(report, tmp_path).words().split("Speed of each variant")[0]
+    ratio = report["variants"][-1]["ratio"]
     assert f"{ratio['median']:.2f}×" in head
     assert f"interval {ratio['low']:.2f}× to {ratio['high']:.2f}×" in head
     for said in (
@@ -56,7 +56,7 @@ def test_every_section_is_there_and_cost_only_if_known(report: Report, tmp_path:
     def headings(page: Page) -> list[str | None]:
         return [attributes.get("id") for tag, attributes in page.elements if tag == "h2"]
 
-    named = ["arms", "unpaid", "quality", "memory", "stability", "acted", "claims", "sample"]
+    named = ["variants", "unpaid", "quality", "memory", "stability", "acted", "claims", "sample"]
     assert headings(written(report, tmp_path)) == [*named, "cost", "gaps", "reproduction"]
     report["cost"] = None
     assert headings(written(report, tmp_path)) == [*named, "gaps", "reproduction"]
@@ -105,7 +105,7 @@ def test_text_and_marks_stand_out_in_light_dark_and_print(report: Report, tmp_pa
 def hostile(value: Any, attack: str) -> Any:
     """The report with the attack at the end of every text, but for the time of writing.
 
-    The words that the page goes by stay: of a verdict the reason is attacked, an arm's kind isn't.
+    The words that the page goes by stay: of a verdict the reason is attacked, a variant's kind isn't.
     """
     if isinstance(value, dict):
         ways = {"verdict": f": {attack}", "quality": f": {attack}", "created": "", "kind": ""}
@@ -148,7 +148,7 @@ def test_a_sample_is_shown_word_for_word(report: Report, tmp_path: Path) -> None
 
 
 def test_a_long_sample_says_how_much_is_missing(report: Report, tmp_path: Path) -> None:
-    report["samples"] = [{"prompt": "p", "answer": "x" * 2500, "arm": "baseline"}] * 8
+    report["samples"] = [{"prompt": "p", "answer": "x" * 2500, "variant": "baseline"}] * 8
     said = written(report, tmp_path).words()
     assert "x… (500 more characters in report.json)" in said
     assert "2 more in report.json" in said
@@ -156,12 +156,12 @@ def test_a_long_sample_says_how_much_is_missing(report: Report, tmp_path: Path) 
 
 def test_what_was_not_measured_is_said_and_never_a_number(tmp_path: Path) -> None:
     report = smallest()
-    report["arms"][1]["ratio"] = {"median": None, "low": None, "high": None}
+    report["variants"][1]["ratio"] = {"median": None, "low": None, "high": None}
     page = written(report, tmp_path)
     said = page.words()
-    head = said.split("Speed of each arm")[0]
+    head = said.split("Speed of each variant")[0]
     assert "packing (PackWithinStep) against baseline; ratio not measured" in head
-    assert "Peak memory not measured → not measured Held-out loss not measured" in head
+    assert "Peak memory not measured → not measured Eval loss not measured" in head
     assert "Repeats not measured" in head
     assert "Equal quality: not measured" in said
     for invented in ("nan", "None", "null", "0.0000", "0 MiB"):
@@ -170,7 +170,7 @@ def test_what_was_not_measured_is_said_and_never_a_number(tmp_path: Path) -> Non
 
 def test_one_round_has_a_ratio_without_an_interval(tmp_path: Path) -> None:
     report = smallest()
-    report["arms"][1]["ratio"] = {"median": 1.5, "low": None, "high": None}
+    report["variants"][1]["ratio"] = {"median": 1.5, "low": None, "high": None}
     said = written(report, tmp_path).words()
     assert "1.50× 812 → 1,190 tokens per second" in said
     assert "packing (PackWithinStep) against baseline; interval not measured" in said
@@ -178,30 +178,30 @@ def test_one_round_has_a_ratio_without_an_interval(tmp_path: Path) -> None:
 
 def test_a_baseline_alone_is_compared_with_nothing(tmp_path: Path) -> None:
     report = smallest()
-    del report["arms"][1]
-    head = written(report, tmp_path).words().split("Speed of each arm")[0]
+    del report["variants"][1]
+    head = written(report, tmp_path).words().split("Speed of each variant")[0]
     assert "nothing to compare" in head
     assert "×" not in head
 
 
 def test_numbers_that_are_not_finite_become_null(report: Report, tmp_path: Path) -> None:
-    report["arms"][1]["held_out_loss"] = math.nan
-    report["arms"][1]["loss_curve"][3] = [1e5, math.inf]
-    report["arms"][1]["peak_memory_bytes"] = np.int64(2**30)
-    arm = json.loads(written(report, tmp_path).data)["arms"][1]
-    assert (arm["held_out_loss"], arm["loss_curve"][3]) == (None, [1e5, None])
-    assert arm["peak_memory_bytes"] == 2**30
+    report["variants"][1]["eval_loss"] = math.nan
+    report["variants"][1]["loss_curve"][3] = [1e5, math.inf]
+    report["variants"][1]["peak_memory_bytes"] = np.int64(2**30)
+    variant = json.loads(written(report, tmp_path).data)["variants"][1]
+    assert (variant["eval_loss"], variant["loss_curve"][3]) == (None, [1e5, None])
+    assert variant["peak_memory_bytes"] == 2**30
 
 
 def test_a_page_of_many_long_runs_stays_below_500_kilobytes(report: Report, tmp_path: Path) -> None:
-    report["arms"][0]["loss_curve"] = [[i * 1e3, 2 + 1 / (i + 1)] for i in range(6_000)]
-    arm = report["arms"][0]
-    report["arms"] = [arm | {"name": f"arm {i}"} for i in range(20)]
+    report["variants"][0]["loss_curve"] = [[i * 1e3, 2 + 1 / (i + 1)] for i in range(6_000)]
+    variant = report["variants"][0]
+    report["variants"] = [variant | {"name": f"variant {i}"} for i in range(20)]
     page = written(report, tmp_path)
     assert (tmp_path / "report.html").stat().st_size < 500_000
     assert "All numbers stand in report.json" in page.words()
-    assert len(json.loads((tmp_path / "report.json").read_text())["arms"][0]["loss_curve"]) == 6_000
-    assert 0 < len(json.loads(page.data)["arms"][0]["loss_curve"]) <= 200
+    assert len(json.loads((tmp_path / "report.json").read_text())["variants"][0]["loss_curve"]) == 6_000
+    assert 0 < len(json.loads(page.data)["variants"][0]["loss_curve"]) <= 200
 
 
 def test_a_refused_report_leaves_the_old_files_as_they_were(report: Report, tmp_path: Path) -> None:
@@ -227,19 +227,19 @@ def test_the_report_given_is_not_changed(report: Report, tmp_path: Path) -> None
     assert report == before
 
 
-def test_the_markdown_table_has_a_row_per_arm_and_equal_columns(report: Report) -> None:
+def test_the_markdown_table_has_a_row_per_variant_and_equal_columns(report: Report) -> None:
     lines = render_markdown(report).partition("\n\n")[0].splitlines()
-    assert len(lines) == 2 + len(report["arms"])
+    assert len(lines) == 2 + len(report["variants"])
     assert len({len(line) for line in lines}) == 1
     cells = [cell.strip() for cell in lines[-1].strip("|").split("|")]
     assert cells[0] == "all techniques"
-    ratio = span(report["arms"][-1]["ratio"], "times")
+    ratio = span(report["variants"][-1]["ratio"], "times")
     assert cells[1:] == [ratio, "helped", "34,840", "not worse", "38.40 GB", "2.4142"]
 
 
 def test_a_name_cannot_break_the_markdown_table() -> None:
     report = smallest()
-    report["arms"][1]["name"] = "a|b\n<img> [x](y) \x1b[31m`"
+    report["variants"][1]["name"] = "a|b\n<img> [x](y) \x1b[31m`"
     row = render_markdown(report).splitlines()[3]
     assert len(re.findall(r"(?<!\\)\|", row)) == 8
     assert "\x1b" not in row
@@ -253,18 +253,18 @@ def test_the_documented_example_is_a_report(tmp_path: Path) -> None:
 
 def test_a_plan_measured_as_a_whole_says_nothing_of_its_switches(tmp_path: Path) -> None:
     whole, single = smallest(), smallest()
-    whole["arms"][1]["techniques"] = ["packed", "fused_adamw"]
+    whole["variants"][1]["techniques"] = ["packed", "fused_adamw"]
     assert "which of its techniques pay is not known" in written(whole, tmp_path / "a").words()
     assert "Everything that was measured paid" in written(single, tmp_path / "b").words()
 
 
 def test_what_failed_is_not_said_to_have_paid(tmp_path: Path) -> None:
     none, some = smallest(), smallest()
-    none["arms"][1] |= {"verdict": "failed: killed", "techniques": ["packed", "fused_adamw"]}
+    none["variants"][1] |= {"verdict": "failed: killed", "techniques": ["packed", "fused_adamw"]}
     said = written(none, tmp_path / "a").words()
     assert "paid" not in said
     assert "which of its techniques pay is not known" not in said
-    some["arms"].append(some["arms"][1] | {"name": "other", "verdict": "failed: killed"})
+    some["variants"].append(some["variants"][1] | {"name": "other", "verdict": "failed: killed"})
     assert (
         "Everything that has a result paid; what has none" in written(some, tmp_path / "b").words()
     )
@@ -272,6 +272,6 @@ def test_what_failed_is_not_said_to_have_paid(tmp_path: Path) -> None:
 
 def test_one_switch_beside_a_second_baseline_is_no_plan_of_unknown_parts(tmp_path: Path) -> None:
     report = smallest()
-    again = report["arms"][0] | {"name": "baseline again", "kind": "again"}
-    report["arms"].insert(1, again)
+    again = report["variants"][0] | {"name": "baseline again", "kind": "again"}
+    report["variants"].insert(1, again)
     assert "Everything that was measured paid" in written(report, tmp_path).words()

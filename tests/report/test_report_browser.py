@@ -109,10 +109,10 @@ def test_the_page_fits_its_width_and_is_legible(width: int, dark: bool, tmp_path
 @pytest.mark.parametrize("width", [360, 1280])
 def test_names_of_any_length_fit_the_page(width: int, tmp_path: Path) -> None:
     report = full_report()
-    for number, arm in enumerate(report["arms"][1:-1]):
-        arm["name"] = f"{number}" + "m_" * 60
-        arm["verdict"] = "w" * 90
-        arm["techniques"] = ["t" * 80]
+    for number, variant in enumerate(report["variants"][1:-1]):
+        variant["name"] = f"{number}" + "m_" * 60
+        variant["verdict"] = "w" * 90
+        variant["techniques"] = ["t" * 80]
     report["title"] = "T" * 200
     report["guard"][0] |= {"technique": "梯" * 90, "fidelity": "F" * 50, "found": "9" * 90}
     report["invariance"][0]["what"] = "I" * 150

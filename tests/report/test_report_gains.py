@@ -1,4 +1,4 @@
-"""What the report derives from pairs of arms: rungs, switches in company, what did not pay.
+"""What the report derives from pairs of variants: rungs, switches in company, what did not pay.
 
 The reports are of the schema of an earlier version: their effects are found from their rounds.
 """
@@ -9,7 +9,7 @@ import pytest
 
 from hasten.measure.statistics import paired_ratio
 from hasten.report.judgement import (
-    arms_that_hurt,
+    variants_that_hurt,
     fastest_of_equal_quality,
     ladder_of,
     paired_speed,
@@ -23,11 +23,11 @@ from hasten.report.svg import drawings
 from report.judged import judged
 from report.report_pages import Page, Report, full_report
 
-WEATHER = (1.0, 0.6, 1.5, 1.1)  # what slows a round slows all arms of it
+WEATHER = (1.0, 0.6, 1.5, 1.1)  # what slows a round slows all variants of it
 JITTER = (1.001, 0.999, 1.0005, 0.9995)
 
 
-def arm(name: str, rate: float, techniques: list[str], verdict: str, **more: Any) -> Report:
+def variant(name: str, rate: float, techniques: list[str], verdict: str, **more: Any) -> Report:
     spread = {"median": rate, "low": rate - 1, "high": rate + 1}
     ratio = {"median": rate / 100, "low": rate / 100 - 0.01, "high": rate / 100 + 0.01}
     rounds = [rate * w * j for w, j in zip(WEATHER, JITTER, strict=True)]
@@ -35,25 +35,25 @@ def arm(name: str, rate: float, techniques: list[str], verdict: str, **more: Any
     return {**named, "tokens_per_second": spread, "ratio": ratio, **more}
 
 
-def read(arms: list[Report], **more: Any) -> Report:
+def read(variants: list[Report], **more: Any) -> Report:
     free = {"hardware": {}, "versions": {}, "recipe": {}, "seed": 0, **more}
     head = {"schema": 2, "title": "t", "created": "2026-11-20T14:03:27+00:00", "command": "c"}
-    return read_report(judged({**head, "arms": arms, **free}))
+    return read_report(judged({**head, "variants": variants, **free}))
 
 
 def apart(**more: Any) -> Report:
     """a gains alone and beside b; b gains alone, but nothing beside a."""
     return read(
         [
-            arm("baseline", 100, [], "baseline", kind="baseline"),
-            arm("again", 101, [], "baseline", kind="again"),
-            arm("only a", 150, ["a"], "helped", kind="alone"),
-            arm("only b", 120, ["b"], "helped", kind="alone"),
-            arm("only c", 101, ["c"], "no effect: c did not act", kind="alone"),
-            arm("without a", 121, ["b", "c"], "helped", kind="left out"),
-            arm("without b", 151, ["a", "c"], "helped", kind="left out"),
-            arm("without c", 151, ["a", "b"], "helped", kind="left out"),
-            arm("all", 151, ["a", "b", "c"], "helped", kind="all"),
+            variant("baseline", 100, [], "baseline", kind="baseline"),
+            variant("again", 101, [], "baseline", kind="again"),
+            variant("only a", 150, ["a"], "helped", kind="alone"),
+            variant("only b", 120, ["b"], "helped", kind="alone"),
+            variant("only c", 101, ["c"], "no effect: c did not act", kind="alone"),
+            variant("without a", 121, ["b", "c"], "helped", kind="left out"),
+            variant("without b", 151, ["a", "c"], "helped", kind="left out"),
+            variant("without c", 151, ["a", "b"], "helped", kind="left out"),
+            variant("all", 151, ["a", "b", "c"], "helped", kind="all"),
         ],
         **more,
     )
@@ -64,17 +64,17 @@ def ladder(
 ) -> Report:
     """a gains, b halves the speed, c gains on top of it."""
     speeds, names = (100, 150, 75, 90), ["a", "b", "c"]
-    arms = [arm("baseline", 100, [], "baseline", kind="baseline")]
+    variants = [variant("baseline", 100, [], "baseline", kind="baseline")]
     for number, speed in enumerate(speeds[1:], start=1):
         verdict = "helped" if speed > 100 else "hurt"
         kind = "all" if number == 3 else "ladder"
-        arms.append(arm(f"+ {names[number - 1]}", speed, names[:number], verdict, kind=kind))
+        variants.append(variant(f"+ {names[number - 1]}", speed, names[:number], verdict, kind=kind))
     if rounds is not None:
-        ratios = [a / b for a, b in zip(rounds, arms[0]["rounds"], strict=True)]
-        arms[2] |= {"rounds": rounds, "ratio": paired_ratio([1.0] * 4, ratios).summary()}
-    for row, loss in zip(arms, losses, strict=True):
-        row["held_out_loss"] = loss
-    return read(arms, quality={"margin": 0.01, "verdict": "not worse", "text": ""})
+        ratios = [a / b for a, b in zip(rounds, variants[0]["rounds"], strict=True)]
+        variants[2] |= {"rounds": rounds, "ratio": paired_ratio([1.0] * 4, ratios).summary()}
+    for row, loss in zip(variants, losses, strict=True):
+        row["eval_loss"] = loss
+    return read(variants, quality={"margin": 0.01, "verdict": "not worse", "text": ""})
 
 
 def test_the_fastest_row_of_equal_quality_is_no_row_that_takes_back() -> None:
@@ -94,29 +94,29 @@ def test_a_fast_row_whose_model_is_worse_or_unknown_is_not_the_fastest_of_equal_
 
 def test_without_a_baseline_s_speed_no_row_is_the_fastest() -> None:
     report = ladder()
-    report["arms"][0]["tokens_per_second"]["median"] = None
+    report["variants"][0]["tokens_per_second"]["median"] = None
     assert fastest_of_equal_quality(report) is None
 
 
 def test_a_row_is_slower_than_the_row_above_it_only_beyond_its_interval() -> None:
-    assert arms_that_hurt(ladder()["arms"]) == {"+ b"}
+    assert variants_that_hurt(ladder()["variants"]) == {"+ b"}
     unsure = [150 * w * j for w, j in zip(WEATHER, (0.6, 1.5, 0.7, 1.1), strict=True)]
-    assert arms_that_hurt(ladder(rounds=unsure)["arms"]) == set()  # it may be either
+    assert variants_that_hurt(ladder(rounds=unsure)["variants"]) == set()  # it may be either
     assert (
-        arms_that_hurt(apart()["arms"]) == set()
+        variants_that_hurt(apart()["variants"]) == set()
     )  # leaving one out is slower, which is good news of it
 
 
 def test_a_plan_of_a_report_is_the_recipe_s_with_its_settings() -> None:
     plan = ["a", {"b": {"chunk": 3}}, {"technique": "c"}]
     report = apart(recipe={"plan": plan})
-    arms = {arm["name"]: arm for arm in report["arms"]}
-    arms["all"]["techniques"][1] = "b(chunk=3)"
-    assert recipe_plan(arms["all"], report) == plan
-    assert recipe_plan(arms["only a"], report) == ["a"]
-    assert recipe_plan(arms["baseline"], report) == []
-    assert recipe_plan(arms["all"], apart(recipe={"plan": ["a"]})) is None
-    assert recipe_plan(arms["all"], apart(recipe={"plan": "auto"})) is None
+    variants = {variant["name"]: variant for variant in report["variants"]}
+    variants["all"]["techniques"][1] = "b(chunk=3)"
+    assert recipe_plan(variants["all"], report) == plan
+    assert recipe_plan(variants["only a"], report) == ["a"]
+    assert recipe_plan(variants["baseline"], report) == []
+    assert recipe_plan(variants["all"], apart(recipe={"plan": ["a"]})) is None
+    assert recipe_plan(variants["all"], apart(recipe={"plan": "auto"})) is None
 
 
 def test_a_row_that_is_slower_than_the_row_above_it_is_red_on_the_page() -> None:
@@ -128,7 +128,7 @@ def test_a_row_that_is_slower_than_the_row_above_it_is_red_on_the_page() -> None
 
 
 def test_a_switch_is_measured_alone_and_beside_all_the_others() -> None:
-    found = switches(apart()["arms"])
+    found = switches(apart()["variants"])
     assert [(s.technique, s.alone["name"]) for s in found if s.alone] == [
         ("a", "only a"),
         ("b", "only b"),
@@ -138,7 +138,7 @@ def test_a_switch_is_measured_alone_and_beside_all_the_others() -> None:
     assert gains == [pytest.approx(151 / 121, abs=1e-3), 1.0, 1.0]
 
 
-def test_the_table_says_against_which_arm_each_effect_is() -> None:
+def test_the_table_says_against_which_variant_each_effect_is() -> None:
     table = table_of(apart())
     assert table.columns["effect"] == "against baseline or all [95 %]"
     rows = {row["name"]: row for row in table.rows}
@@ -159,32 +159,32 @@ def test_page_and_markdown_show_the_same_cells() -> None:
         assert f"{row['name']} {row['effect']} {row['verdict']}" in said
 
 
-def test_arms_are_paired_by_round_so_that_the_weather_cancels() -> None:
-    arms = apart()["arms"]
-    ratio = paired_speed(arms[0], arms[2], arms[0])
+def test_variants_are_paired_by_round_so_that_the_weather_cancels() -> None:
+    variants = apart()["variants"]
+    ratio = paired_speed(variants[0], variants[2], variants[0])
     assert ratio is not None
     assert (ratio.low, ratio.high) == pytest.approx((1.5, 1.5), abs=0.01)
 
 
-def test_arms_of_different_turns_are_compared_through_the_baseline_beside_them() -> None:
-    one = arm("one", 120, ["a"], "helped", beside=[100 * w for w in WEATHER])
-    other = arm("other", 180, ["a", "b"], "helped")
+def test_variants_of_different_turns_are_compared_through_the_baseline_beside_them() -> None:
+    one = variant("one", 120, ["a"], "helped", beside=[100 * w for w in WEATHER])
+    other = variant("other", 180, ["a", "b"], "helped")
     turned = list(reversed(WEATHER))  # ran in other turns, with another weather
     other["rounds"] = [180 * w for w in turned]
     other["beside"] = [100 * w for w in turned]
-    arms = read([arm("baseline", 100, [], "baseline"), one, other])["arms"]
-    fair = paired_speed(arms[1], arms[2], arms[0])
+    variants = read([variant("baseline", 100, [], "baseline"), one, other])["variants"]
+    fair = paired_speed(variants[1], variants[2], variants[0])
     assert fair is not None
     assert (fair.low, fair.high) == pytest.approx((1.5, 1.5), abs=0.01)
 
 
-def test_arms_of_different_turns_are_not_compared_by_their_rounds_alone() -> None:
+def test_variants_of_different_turns_are_not_compared_by_their_rounds_alone() -> None:
     report = apart()
-    arms = report["arms"]
-    arms[6]["rounds"] = [value * 0.7 for value in arms[6]["rounds"]]  # a slower hour: "without b"
-    assert arms[6]["name"] == "without b"
-    assert paired_speed(arms[6], arms[-1], arms[0]) is None
-    assert [s.beside is None for s in switches(arms)] == [False, True, False]
+    variants = report["variants"]
+    variants[6]["rounds"] = [value * 0.7 for value in variants[6]["rounds"]]  # a slower hour: "without b"
+    assert variants[6]["name"] == "without b"
+    assert paired_speed(variants[6], variants[-1], variants[0]) is None
+    assert [s.beside is None for s in switches(variants)] == [False, True, False]
     assert "b" not in [row["name"] for row in unpaid(report)]
 
 
@@ -211,10 +211,10 @@ def test_a_gain_within_the_noise_floor_is_not_drawn_as_one() -> None:
 def test_a_switch_that_slows_the_others_did_not_pay_and_is_not_called_noise() -> None:
     report = read(
         [
-            arm("baseline", 100, [], "baseline"),
-            arm("without a", 200, ["b"], "helped", kind="left out"),
-            arm("without b", 120, ["a"], "helped", kind="left out"),
-            arm("all", 150, ["a", "b"], "helped", kind="all"),
+            variant("baseline", 100, [], "baseline"),
+            variant("without a", 200, ["b"], "helped", kind="left out"),
+            variant("without b", 120, ["a"], "helped", kind="left out"),
+            variant("all", 150, ["a", "b"], "helped", kind="all"),
         ]
     )
     rows = unpaid(report)
@@ -235,35 +235,35 @@ def test_a_switch_that_the_guard_objects_to_did_not_pay() -> None:
 def test_a_rung_that_takes_back_did_not_pay_though_it_beats_the_baseline() -> None:
     report = read(
         [
-            arm("baseline", 100, [], "baseline"),
-            arm("+ a", 150, ["a"], "helped"),
-            arm("+ b", 140, ["a", "b"], "helped"),
+            variant("baseline", 100, [], "baseline"),
+            variant("+ a", 150, ["a"], "helped"),
+            variant("+ b", 140, ["a", "b"], "helped"),
         ]
     )
-    assert [arm["against"] for arm in report["arms"]] == [None, "baseline", "+ a"]
+    assert [variant["against"] for variant in report["variants"]] == [None, "baseline", "+ a"]
     assert [row["name"] for row in unpaid(report)] == ["+ b"]
     assert {"waterfall"} == {"waterfall", "pairs", "ratio"} & set(drawings(report))
-    assert switches(report["arms"]) == []  # it would say the same again
+    assert switches(report["variants"]) == []  # it would say the same again
 
 
-def test_a_ladder_is_found_among_other_arms_by_its_kind() -> None:
+def test_a_ladder_is_found_among_other_variants_by_its_kind() -> None:
     report = read(
         [
-            arm("baseline", 100, [], "baseline", kind="baseline"),
-            arm("again", 100, [], "baseline", kind="again"),
-            arm("+ a", 150, ["a"], "helped", kind="ladder"),
-            arm("only b", 110, ["b"], "helped", kind="alone"),
-            arm("+ b", 170, ["a", "b"], "helped", kind="all"),
+            variant("baseline", 100, [], "baseline", kind="baseline"),
+            variant("again", 100, [], "baseline", kind="again"),
+            variant("+ a", 150, ["a"], "helped", kind="ladder"),
+            variant("only b", 110, ["b"], "helped", kind="alone"),
+            variant("+ b", 170, ["a", "b"], "helped", kind="all"),
         ]
     )
-    assert [a["name"] for a in ladder_of(report["arms"])] == ["baseline", "+ a", "+ b"]
+    assert [a["name"] for a in ladder_of(report["variants"])] == ["baseline", "+ a", "+ b"]
     assert {"waterfall", "pairs"} <= set(drawings(report))
 
 
 def test_the_result_is_the_whole_plan_wherever_it_stands() -> None:
-    arms = apart()["arms"]
-    assert result_of([*arms[:2], arms[-1], *arms[2:-1]])["name"] == "all"
-    assert result_of(read([arm("baseline", 1, [], "baseline")])["arms"])["name"] == "baseline"
+    variants = apart()["variants"]
+    assert result_of([*variants[:2], variants[-1], *variants[2:-1]])["name"] == "all"
+    assert result_of(read([variant("baseline", 1, [], "baseline")])["variants"])["name"] == "baseline"
 
 
 def test_each_drawing_of_speed_shows_what_the_others_do_not() -> None:
@@ -278,7 +278,7 @@ def test_gaps_name_what_failed_what_was_dropped_and_what_was_not_tested() -> Non
         design={"dropped": ["without d: no time was left"]},
         guard=[{"technique": "b", "verdict": "not tested", "text": "needs a GPU"}],
     )
-    report["arms"][3]["verdict"] = "failed: out of memory"
+    report["variants"][3]["verdict"] = "failed: out of memory"
     found = unmeasured(report)
     assert found[:3] == [
         "without d: no time was left",

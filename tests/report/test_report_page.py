@@ -27,7 +27,7 @@ def page(report: Report) -> Page:
 
 def test_the_full_example_shows_every_section() -> None:
     found = page(full_report())
-    first = ["arms", "unpaid", "quality", "step", "memory", "predicted", "stability"]
+    first = ["variants", "unpaid", "quality", "step", "memory", "predicted", "stability"]
     rest = ["acted", "claims", "sample", "cost", "gaps", "reproduction"]
     assert found.sections() == [*first, *rest]
     said = found.words()
@@ -37,7 +37,7 @@ def test_the_full_example_shows_every_section() -> None:
         "a second copy of baseline ran at",
         "Together, over the product of the single gains: 0.97× [0.95, 0.99]",
         "ROUNDING one step's gradient against float64 5.2e-07 0.0001 equal",
-        "held-out loss over paired seeds, 3 seeds 1.004 1.01 undecided",
+        "eval loss over paired seeds, 3 seeds 1.004 1.01 undecided",
         "rows packed or padded 4.4e-07 0.0001 equal",
         "p < 0.001 (Holm)",
         "would be decided by 14 more rounds",
@@ -51,7 +51,7 @@ def test_the_full_example_shows_every_section() -> None:
         "rate of a device 1,240 tokens/s 1,195 tokens/s 0.96× yes",
         "peak memory 1.31 GB 1.62 GB 1.24× no",
         "optimizer 41 ms not measured – –",
-        "ranks of each arm 2",
+        "ranks of each variant 2",
     ):
         assert words in said, words
 
@@ -81,7 +81,7 @@ def test_what_no_key_says_is_named_and_has_no_section() -> None:
         "rounds_needed",
         "mfu",
     )
-    report["arms"] = [{k: v for k, v in arm.items() if k not in gone} for arm in report["arms"]]
+    report["variants"] = [{k: v for k, v in variant.items() if k not in gone} for variant in report["variants"]]
     found = page(report)
     assert not {"step", "cost", "predicted"} & set(found.sections())
     said = found.words()
@@ -93,19 +93,19 @@ def test_what_no_key_says_is_named_and_has_no_section() -> None:
 
 def test_an_inner_part_that_is_missing_is_not_a_zero() -> None:
     report = full_report()
-    for arm in report["arms"]:
-        arm["ledger"] = {"step": {"forward": 0.5, "backward": None}}
+    for variant in report["variants"]:
+        variant["ledger"] = {"step": {"forward": 0.5, "backward": None}}
     said = page(report).words()
     assert "Part baseline all forward 500 ms 500 ms" in said
     assert "backward: not measured" in said
     assert not re.search(r"\b0 ms\b", said.partition("Where a step's time goes")[2][:600])
 
 
-@pytest.mark.parametrize(("arms", "rounds"), [(40, 50), (200, 8), (3, 20_000)])
-def test_large_experiments_stay_light(arms: int, rounds: int) -> None:
-    html = html_of(large_report(arms, rounds))
+@pytest.mark.parametrize(("variants", "rounds"), [(40, 50), (200, 8), (3, 20_000)])
+def test_large_experiments_stay_light(variants: int, rounds: int) -> None:
+    html = html_of(large_report(variants, rounds))
     assert len(html.encode()) < 500_000
-    if arms == 40:  # the size that is promised: nothing of it may be left out
+    if variants == 40:  # the size that is promised: nothing of it may be left out
         assert "This page was shortened" not in html
         drawn = html.partition('<div class="wide">')[2].partition("</svg>")[0]
         assert "only packed" in html
@@ -126,10 +126,10 @@ def _grown(report: Report, text: str) -> Report:
     """A text of that length wherever a report may hold one, but not in every one of forty."""
     report["title"] += text
     report["quality"]["text"] = report["interaction"]["text"] = text
-    report["arms"][1]["verdict"] = f"failed: {text}"
-    report["arms"][2]["verdict"] = text
-    report["arms"][3]["name"] = text
-    report["arms"][4]["techniques"] = [text]
+    report["variants"][1]["verdict"] = f"failed: {text}"
+    report["variants"][2]["verdict"] = text
+    report["variants"][3]["name"] = text
+    report["variants"][4]["techniques"] = [text]
     report["guard"][0]["text"] = report["claims"][0]["source"] = text
     report["hardware"][text] = text
     report["recipe"][text] = {"deep": [text]}

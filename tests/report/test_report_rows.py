@@ -1,4 +1,4 @@
-"""What the report says of several arms together: rungs, the fastest, proofs, the machine."""
+"""What the report says of several variants together: rungs, the fastest, proofs, the machine."""
 
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ Report = dict[str, Any]
 @pytest.fixture
 def ladder() -> Report:
     """Four rungs, of which the last takes back a tenth of what the others gained."""
-    arms: list[Report] = []
+    variants: list[Report] = []
     for count, (name, rate) in enumerate(RATES.items()):
         ratio = rate / 100
-        arms.append(
+        variants.append(
             {
                 "name": name,
                 "techniques": ["a", "b", "c"][:count],
@@ -37,11 +37,11 @@ def ladder() -> Report:
         )
     free = {"hardware": {}, "versions": {}, "recipe": {"plan": ["a", "b", "c"]}, "seed": 0}
     head = {"schema": 2, "title": "t", "created": "2026-11-20T14:03:27+00:00", "command": "c"}
-    return {**head, "arms": arms, **free}
+    return {**head, "variants": variants, **free}
 
 
-def arms_of(report: Report) -> list[Report]:
-    found: list[Report] = read_report(judged(report))["arms"]
+def variants_of(report: Report) -> list[Report]:
+    found: list[Report] = read_report(judged(report))["variants"]
     return found
 
 
@@ -58,10 +58,10 @@ def test_a_rung_is_compared_with_the_rung_below(ladder: Report, tmp_path: Path) 
     assert "the whole plan</strong> (a, b, c)" in page(ladder, tmp_path)
 
 
-def test_arms_that_are_no_ladder_are_compared_with_the_baseline(
+def test_variants_that_are_no_ladder_are_compared_with_the_baseline(
     ladder: Report, tmp_path: Path
 ) -> None:
-    ladder["arms"][2]["techniques"] = ["b"]
+    ladder["variants"][2]["techniques"] = ["b"]
     table = table_of(read_report(judged(ladder)))
     assert "ratio" not in table.columns  # it would say the same again
     assert [row["effect"][:5] for row in table.rows[1:]] == ["1.50×", "3.00×", "2.70×"]
@@ -70,7 +70,7 @@ def test_arms_that_are_no_ladder_are_compared_with_the_baseline(
 
 
 def test_a_rung_above_a_failed_one_is_compared_with_the_one_below_it(ladder: Report) -> None:
-    ladder["arms"][2]["verdict"] = "failed: no memory"
+    ladder["variants"][2]["verdict"] = "failed: no memory"
     said = [row["effect"] for row in table_of(read_report(judged(ladder))).rows]
     assert said[2] == "not measured"
     assert said[3].startswith("1.80×")
@@ -78,8 +78,8 @@ def test_a_rung_above_a_failed_one_is_compared_with_the_one_below_it(ladder: Rep
 
 
 def test_the_headline_is_the_fastest_plan_of_equal_quality(ladder: Report, tmp_path: Path) -> None:
-    for arm in ladder["arms"]:
-        arm["held_out_loss"] = 2.0
+    for variant in ladder["variants"]:
+        variant["eval_loss"] = 2.0
     assert lead_of(read_report(judged(ladder)))["name"] == "+ b"
     text = page(ladder, tmp_path)
     assert '<span class="big">3.00×</span>' in text
@@ -88,11 +88,11 @@ def test_the_headline_is_the_fastest_plan_of_equal_quality(ladder: Report, tmp_p
     assert "fastest at equal quality: + b, 3.00× [2.99, 3.01]: `plan: [a, b]`" in render_markdown(
         judged(ladder)
     )
-    ladder["arms"][2]["quality"] = "worse: held-out loss 2.00 → 2.50"  # fast, but worse
+    ladder["variants"][2]["quality"] = "worse: eval loss 2.00 → 2.50"  # fast, but worse
     assert lead_of(read_report(judged(ladder)))["name"] == "+ c"
     assert "fastest at equal quality" not in render_markdown(judged(ladder))
-    del ladder["arms"][2]["quality"]
-    last = ladder["arms"][3]
+    del ladder["variants"][2]["quality"]
+    last = ladder["variants"][3]
     last["rounds"] = [1.3 * rate for rate in last["rounds"]]
     last["ratio"] = {end: 1.3 * value for end, value in last["ratio"].items()}
     assert lead_of(read_report(judged(ladder)))["name"] == "+ c"
@@ -104,8 +104,8 @@ def test_the_headline_is_the_fastest_plan_of_equal_quality(ladder: Report, tmp_p
 def test_a_headline_is_a_figure_only_where_that_figure_is_shown(
     ladder: Report, tmp_path: Path
 ) -> None:
-    plan, base = ladder["arms"][3], ladder["arms"][0]
-    ladder["arms"] = [base, plan]
+    plan, base = ladder["variants"][3], ladder["variants"][0]
+    ladder["variants"] = [base, plan]
     plan["ratio"] = {"median": 2.81, "low": 0.19, "high": 39.78}
     plan["verdict"] = "undecided"
     text = page(ladder, tmp_path)
@@ -116,9 +116,9 @@ def test_a_headline_is_a_figure_only_where_that_figure_is_shown(
     assert '<span class="big">2.81×</span>' in page(ladder, tmp_path)
 
 
-def test_arms_with_the_same_proof_share_a_row(ladder: Report) -> None:
-    ladder["arms"][3]["acted"][1]["acted"] = False
-    found = [(row["technique"], row["acted"], row["arms"]) for row in proofs(arms_of(ladder))]
+def test_variants_with_the_same_proof_share_a_row(ladder: Report) -> None:
+    ladder["variants"][3]["acted"][1]["acted"] = False
+    found = [(row["technique"], row["acted"], row["variants"]) for row in proofs(variants_of(ladder))]
     assert found == [
         ("a", True, "all 3 with it"),
         ("b", True, "+ b"),
@@ -130,7 +130,7 @@ def test_arms_with_the_same_proof_share_a_row(ladder: Report) -> None:
 def test_a_reason_stands_beside_its_verdict_and_below_the_table(
     ladder: Report, tmp_path: Path
 ) -> None:
-    ladder["arms"][3]["verdict"] = "failed: the process\nended | with code -9"
+    ladder["variants"][3]["verdict"] = "failed: the process\nended | with code -9"
     html = page(ladder, tmp_path)
     assert '<span class="verdict bad">failed</span>' in html
     assert '<span class="reason">the process\nended | with code -9</span>' in html

@@ -14,7 +14,7 @@ Report = dict[str, Any]
 
 
 def path_of(report: Report, place: str) -> tuple[Any, str]:
-    """The container and the key of a place such as arms.1.ratio.low."""
+    """The container and the key of a place such as variants.1.ratio.low."""
     *way, last = place.split(".")
     for step in way:
         report = report[int(step) if step.isdigit() else step]  # type: ignore[index]
@@ -24,8 +24,8 @@ def path_of(report: Report, place: str) -> tuple[Any, str]:
 @pytest.mark.parametrize(
     "place",
     [
-        *("schema", "title", "command", "arms", "hardware", "recipe", "seed", "arms.1.name"),
-        *("arms.2.ratio.low", "arms.0.tokens_per_second", "claims.0.source", "quality.margin"),
+        *("schema", "title", "command", "variants", "hardware", "recipe", "seed", "variants.1.name"),
+        *("variants.2.ratio.low", "variants.0.tokens_per_second", "claims.0.source", "quality.margin"),
     ],
 )
 def test_a_missing_key_is_named_with_its_place(report: Report, place: str, tmp_path: Path) -> None:
@@ -41,15 +41,15 @@ def test_a_missing_key_is_named_with_its_place(report: Report, place: str, tmp_p
     ("place", "value", "complaint"),
     [
         ("title", 3, "report.title must be text, not 3"),
-        ("arms.1.ratio.low", "1.2", "report.arms[1].ratio.low must be a number or null, not '1.2'"),
-        ("arms.1.padding_share", True, "must be a number or null, not True"),
-        ("arms.1.loss_curve", [[1.0]], "report.arms[1].loss_curve[0] must be a pair"),
-        ("arms.1.acted", {}, "report.arms[1].acted must be a list"),
-        ("arms.1", None, "report.arms[1] must be an object"),
+        ("variants.1.ratio.low", "1.2", "report.variants[1].ratio.low must be a number or null, not '1.2'"),
+        ("variants.1.padding_share", True, "must be a number or null, not True"),
+        ("variants.1.loss_curve", [[1.0]], "report.variants[1].loss_curve[0] must be a pair"),
+        ("variants.1.acted", {}, "report.variants[1].acted must be a list"),
+        ("variants.1", None, "report.variants[1] must be an object"),
         ("recipe", ["a"], "report.recipe must be an object"),
         ("recipe", {"path": Path("x")}, "report.recipe.path is a PosixPath"),
-        ("arms", [], "at least one arm"),
-        ("arms.1.name", "baseline", "no name twice"),
+        ("variants", [], "at least one variant"),
+        ("variants.1.name", "baseline", "no name twice"),
         ("schema", 3, "schema 3"),
         ("created", "yesterday", "ISO 8601"),
     ],

@@ -30,7 +30,7 @@ def trained(folder: Path, name: str, **changes: Any) -> Path:
         "seconds": 5.0,
         "tokens_per_second": 250.0,
         "step_seconds_median": 0.4,
-        "held_out_loss": 2.2,
+        "eval_loss": 2.2,
         "peak_memory_bytes": 5 * 10**8,
         "hardware": HERE,
         "versions": {"torch": "2.13.0"},
@@ -70,7 +70,7 @@ def test_a_run_of_hasten_is_read_with_its_curve(tmp_path: Path) -> None:
 
 def test_tokens_of_trl_are_real_and_those_of_the_trainer_may_be_padding(tmp_path: Path) -> None:
     (trl,) = read_runs(state(tmp_path / "trl"))
-    assert (trl.tokens, trl.tokens_per_second, trl.held_out_loss) == (1000, 125, 2.5)
+    assert (trl.tokens, trl.tokens_per_second, trl.eval_loss) == (1000, 125, 2.5)
     logs = [{"loss": 2.4, "step": 10}, {"train_runtime": 8.0, "step": 10}]
     (plain,) = read_runs(
         state(tmp_path / "hf", log_history=logs, num_input_tokens_seen=4096).parent
@@ -96,7 +96,7 @@ def test_an_experiment_is_its_baseline_and_its_result(
     assert first.name.endswith(": baseline")
     assert last.name.endswith(": all techniques")
     assert last.tokens == 1e7
-    report["arms"] = report["arms"][:1]
+    report["variants"] = report["variants"][:1]
     (tmp_path / "report.json").write_text(json.dumps(report))
     assert len(read_runs(tmp_path / "report.json")) == 1
 
@@ -142,12 +142,12 @@ def test_equal_runs_raise_no_warning_and_differing_ones_name_what_differs() -> N
 
 def test_what_only_one_file_says_of_its_machine_is_no_difference() -> None:
     trained_run = RunFacts("a", "hasten train", tokens=1.0, recipe=RECIPE, hardware=HERE)
-    arm = RunFacts(
+    variant = RunFacts(
         "b", "hasten speedup", tokens=1.0, recipe=RECIPE, hardware={**HERE, "device": "cpu"}
     )
-    assert compare_runs([trained_run, arm])["warnings"] == []
+    assert compare_runs([trained_run, variant])["warnings"] == []
     assert "the machine differs (device)" in render(
-        compare_runs([arm, replace(arm, hardware={**HERE, "device": "cuda:0"})])
+        compare_runs([variant, replace(variant, hardware={**HERE, "device": "cuda:0"})])
     )
 
 
@@ -164,8 +164,8 @@ def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:
     [
         ("report.json", "[1]"),
         ("report.json", "{}"),
-        ("report.json", '{"arms": [1]}'),
-        ("report.json", '{"arms": {}}'),
+        ("report.json", '{"variants": [1]}'),
+        ("report.json", '{"variants": {}}'),
         ("report.json", "{" * 100_000),
         ("report.json", "[" * 100_000),
         ("summary.json", "\x00"),
@@ -202,7 +202,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
     max_leaves=8,
 )
-KEYS = ("steps", "tokens", "seconds", "plan", "hardware", "versions", "held_out_loss", "arms")
+KEYS = ("steps", "tokens", "seconds", "plan", "hardware", "versions", "eval_loss", "variants")
 HF_KEYS = ("global_step", "num_input_tokens_seen", "log_history", "best_metric")
 
 

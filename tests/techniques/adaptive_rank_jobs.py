@@ -23,7 +23,7 @@ from hasten.techniques.batch import Accumulate, AdaptiveBatch
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import BF16MasterWeights
-from tiny import job_facts, language_job, records, tiny_model
+from tiny import job_facts, language_job, examples, tiny_model
 
 # Where memory runs out, and which of the two ranks have to redo a step.
 PLACES = {
@@ -89,7 +89,7 @@ def all_places(world: World) -> dict[str, Any]:
 
 
 def _session(world: World, place: str, *techniques: Technique) -> Session:
-    """Steps of eight records, four a rank, whose memory holds about two of them."""
+    """Steps of eight examples, four a rank, whose memory holds about two of them."""
     here = PLACES[place][world.rank]
 
     class Memory(SmallMemory):
@@ -106,7 +106,7 @@ def _session(world: World, place: str, *techniques: Technique) -> Session:
 
     masters = any(isinstance(t, BF16MasterWeights) for t in techniques)
     dtype = torch.float32 if masters else torch.float64
-    job = language_job(lambda: tiny_model(dtype=dtype), data=records(24), steps=5, batch=8)
+    job = language_job(lambda: tiny_model(dtype=dtype), data=examples(24), steps=5, batch=8)
     job = replace(job, loss=Memory)
     if "last" in place:
         techniques = tuple(
@@ -124,7 +124,7 @@ def _described(session: Session) -> dict[str, Any]:
     model: Any = session.finish()
     return {
         "losses": [m.loss for m in steps],
-        "slots": [m.slots for m in steps],
+        "positions": [m.positions for m in steps],
         "weights": [float(p.detach().double().flatten()[::7].sum()) for p in model.parameters()],
         "redone": redone,
     }

@@ -27,14 +27,14 @@ from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.wire.local import LocalSteps, Stream
-from tiny import job_facts, language_job, records, tiny_model
+from tiny import job_facts, language_job, examples, tiny_model
 
 APART = Stream(fragments=2)
 
 
 def job(architecture: str = "llama", **changes: Any) -> Job:
-    """Nine records in fours: the last step of an epoch has one, fewer than there are ranks."""
-    settings = {"data": records(9), "batch": 4, "stop": Stop(epochs=3), "lr": 3e-3}
+    """Nine examples in fours: the last step of an epoch has one, fewer than there are ranks."""
+    settings = {"data": examples(9), "batch": 4, "stop": Stop(epochs=3), "lr": 3e-3}
     return language_job(lambda: tiny_model(architecture), **{**settings, **changes})
 
 
@@ -69,9 +69,9 @@ def as_ddp(world: World) -> dict[str, Any]:
         found[name] = {
             "unsettled": before,
             "weights": weights(session)[::997].tolist(),
-            "held out": evaluation.held_out_loss,
+            "held out": evaluation.eval_loss,
             "progress": [progress.step, progress.tokens, progress.trained_tokens],
-            "more progress": [progress.records, progress.slots],
+            "more progress": [progress.examples, progress.positions],
             "losses": [m.loss for m in steps],
             "probe": [bool(t.probe(session).acted) for t in session.setup.plan],
             "wrapped": type(session.module).__name__,
@@ -97,7 +97,7 @@ def company(world: World) -> dict[str, Any]:
             session = session_on(world, made, wire, *others, architecture=architecture)
             steps = list(training(session))
             apart = float(weights(session).sum())
-            loss = evaluate(session).held_out_loss
+            loss = evaluate(session).eval_loss
             settled = float(weights(session).sum())
             model = session.finish()
             state = [t.double().sum().item() for t in model.state_dict().values()]

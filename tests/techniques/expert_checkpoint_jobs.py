@@ -26,7 +26,7 @@ from hasten.techniques.optimizer import CompactAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
 from techniques.expert_session_jobs import NORM, biases
-from tiny import job_facts, language_job, records, tiny_model
+from tiny import job_facts, language_job, examples, tiny_model
 
 FIRST, ALL = 3, 5
 SIDES = ("here", "plain")
@@ -43,7 +43,7 @@ def session_on(
     """A session that goes on from the newest checkpoint in its folder, and writes after FIRST."""
     job = language_job(
         lambda: tiny_model("deepseek_v3"),
-        data=records(24),
+        data=examples(24),
         batch=4,
         stop=Stop(steps=steps),
         lr=1e-3,
@@ -59,7 +59,7 @@ def session_on(
 
 
 def trained(session: Session) -> dict[str, Any]:
-    losses = [m.loss for m in training(session)] + [evaluate(session).held_out_loss]
+    losses = [m.loss for m in training(session)] + [evaluate(session).eval_loss]
     session.finish()
     with session.setup.layout.gather(session.model) as whole:
         weights = {n: p.detach().clone() for n, p in session.model.named_parameters() if whole}

@@ -30,7 +30,7 @@ from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.wire.compress import Half
-from tiny import job_facts, language_job, records, tiny_model
+from tiny import job_facts, language_job, examples, tiny_model
 
 STEPS = 5
 NORM = 0.05  # below every step's norm, so that clipping acts
@@ -77,10 +77,10 @@ ON_FOUR = ("v3, float64", "v2, float64", "balanced, packed, fused", "bf16 master
 
 
 def session_on(world: World, case: Case, size: int) -> Session:
-    """Eleven records in fives: ranks have unequal shares, and most have none of the last one."""
+    """Eleven examples in fives: ranks have unequal shares, and most have none of the last one."""
     job = language_job(
         lambda: tiny_model(case.architecture, dtype=case.dtype),
-        data=records(11),
+        data=examples(11),
         batch=5,
         stop=Stop(steps=STEPS),
         lr=case.lr,
@@ -94,14 +94,14 @@ def session_on(world: World, case: Case, size: int) -> Session:
 def trained(session: Session) -> dict[str, Any]:
     """What a run did, with the whole of its weights on the first rank."""
     steps = list(training(session))
-    held_out = evaluate(session).held_out_loss
+    eval_data = evaluate(session).eval_loss
     session.finish()
     with session.setup.layout.gather(session.model) as whole:
         weights = {n: p.detach().clone() for n, p in session.model.named_parameters() if whole}
     return {
-        "losses": [m.loss for m in steps] + [held_out],
+        "losses": [m.loss for m in steps] + [eval_data],
         "norms": [m.grad_norm for m in steps],
-        "counts": [[m.tokens, m.trained_tokens, m.records] for m in steps],
+        "counts": [[m.tokens, m.trained_tokens, m.examples] for m in steps],
         "biases": biases(session.model),
         "weights": weights,
     }

@@ -15,7 +15,7 @@ from hasten.machine.environment import World
 from hasten.techniques.collate import Packed
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.layout.ddp import DDP
-from tiny import job_facts, language_job, records, tiny_model
+from tiny import job_facts, language_job, examples, tiny_model
 
 CASES = {"llama": torch.float32, "deepseek_v3": torch.float32, "qwen2": torch.bfloat16}
 
@@ -26,7 +26,7 @@ def train_fused(world: World) -> dict[str, Any]:
     for architecture, dtype in CASES.items():
         job = language_job(
             lambda a=architecture, d=dtype: tiny_model(a, dtype=d),
-            data=records(9),
+            data=examples(9),
             batch=4,
             stop=Stop(epochs=2),
             lr=1e-3,

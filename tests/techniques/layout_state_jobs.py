@@ -24,7 +24,7 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW
 from hasten.techniques.precision import BF16MasterWeights
 from techniques.expert_checkpoint_jobs import ALL, FIRST, apart, shared_folder, trained
-from tiny import job_facts, language_job, records, tiny_config, tiny_model
+from tiny import job_facts, language_job, examples, tiny_config, tiny_model
 
 CASES: dict[str, tuple[str, tuple[Technique, ...], Technique]] = {
     "fsdp2": ("llama", (), FSDP2()),
@@ -60,7 +60,7 @@ def session_on(
     folder: Path | None,
 ) -> Session:
     job = language_job(
-        lambda: built(architecture), data=records(24), batch=4, stop=Stop(steps=steps), lr=1e-3
+        lambda: built(architecture), data=examples(24), batch=4, stop=Stop(steps=steps), lr=1e-3
     )
     kept = () if folder is None else (Checkpoints(interval=FIRST),)
     own = (layout,) if world.size > 1 else ()

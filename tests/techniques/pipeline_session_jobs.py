@@ -29,7 +29,7 @@ from hasten.techniques.recompute import Recompute
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.wire.compress import Half, Quantised
 from pipeline_rank_jobs import language_model
-from tiny import job_facts, language_job, records
+from tiny import job_facts, language_job, examples
 
 STEPS = 5
 Case = tuple[str, bool, tuple[Technique, ...], dict[str, Any]]  # model, tied, plan, of the pipeline
@@ -83,7 +83,7 @@ ROUGH = {"bf16 masters": 1e-2, "autocast": 1e-2, "half a wire": 1e-2, "bytes on 
 
 
 def job(case: str) -> Job:
-    """Nine records in fours: a step has four records or one, fewer than micro-batches are wanted.
+    """Nine examples in fours: a step has four examples or one, fewer than micro-batches are wanted.
 
     The largest norm is one that acts.
     """
@@ -91,7 +91,7 @@ def job(case: str) -> Job:
     dtype = torch.float32 if case in ROUGH else torch.float64
     return language_job(
         lambda: language_model(architecture, tied).to(dtype),
-        data=records(9),
+        data=examples(9),
         batch=4,
         stop=Stop(steps=STEPS),
         max_grad_norm=0.5,
@@ -128,7 +128,7 @@ def result(session: Session) -> dict[str, Any]:
         "norms": [m.grad_norm for m in steps],
         "trained": [m.trained_tokens for m in steps],
         "load_ratios": [m.expert_load_ratio or 0.0 for m in steps],
-        "held_out": found.held_out_loss,
+        "eval_data": found.eval_loss,
         "metrics": found.metrics,
         "weights": weights if whole else {},
         "logits": logits,

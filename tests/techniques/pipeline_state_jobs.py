@@ -29,7 +29,7 @@ from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.wire.compress import Quantised
 from pipeline_rank_jobs import language_model
 from techniques.expert_checkpoint_jobs import ALL, FIRST, apart, biases, shared_folder
-from tiny import job_facts, language_job, records
+from tiny import job_facts, language_job, examples
 
 Case = tuple[str, bool, tuple[Technique, ...], Technique]  # model, tied, plan, layout
 CASES: dict[str, Case] = {
@@ -64,7 +64,7 @@ def session_on(
         model: nn.Module = language_model(architecture, tied).float()
         return model
 
-    job = language_job(built, data=records(24), batch=4, stop=Stop(steps=steps), lr=1e-3)
+    job = language_job(built, data=examples(24), batch=4, stop=Stop(steps=steps), lr=1e-3)
     kept = () if folder is None else (Checkpoints(interval=FIRST),)
     ranks = ((layout or own),) if world.size > 1 else ()
     known = job_facts(job, architecture, world)
@@ -75,7 +75,7 @@ def session_on(
 
 
 def trained(session: Session) -> dict[str, Any]:
-    losses = [m.loss for m in training(session)] + [evaluate(session).held_out_loss]
+    losses = [m.loss for m in training(session)] + [evaluate(session).eval_loss]
     proofs = [t.probe(session).evidence for t in session.setup.plan]
     session.finish()
     with session.setup.layout.gather(session.model) as whole:

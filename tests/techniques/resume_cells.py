@@ -1,7 +1,7 @@
-"""A run that ends in its second epoch and is gone on with, for each way of getting at its records.
+"""A run that ends in its second epoch and is gone on with, for each way of getting at its examples.
 
 sampler x packing x reading ahead, or a stream x its workers x packing; on one rank, on two
-replicas, on two shards. A record's first token is its name, so that what was trained is seen in the
+replicas, on two shards. An example's first token is its name, so that what was trained is seen in the
 forward pass itself and not in what an order promises.
 """
 
@@ -27,7 +27,7 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine import environment
 from hasten.machine.environment import World
-from hasten.parts.data.collate import TokenRecord, token_record
+from hasten.parts.data.collate import TokenizedExample, tokenized_example
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
@@ -52,7 +52,7 @@ LAYOUTS: dict[str, tuple[Technique, ...]] = {"one": (), "ddp": (DDP(),), "fsdp2"
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to get at records."""
+    """One way to get at examples."""
 
     source: str
     packed: bool
@@ -78,13 +78,13 @@ def _cells() -> Iterator[Cell]:
 CELLS = tuple(_cells())
 
 
-def named_records() -> list[TokenRecord]:
-    """Records of uneven lengths; the first token of each is its name."""
+def named_records() -> list[TokenizedExample]:
+    """Examples of uneven lengths; the first token of each is its name."""
     draw, found = np.random.default_rng(4), []
     for name in NAMES:
         length = int(draw.integers(4, 40))
         ids = np.array([name, *draw.integers(WORDS, VOCABULARY, length - 1)])
-        found.append(token_record(ids, np.ones(length, bool)))
+        found.append(tokenized_example(ids, np.ones(length, bool)))
     return found
 
 
@@ -94,19 +94,19 @@ class NotingLoss(WholeLogitsLoss):
     seen: list[int]
 
     def forward(self, **inputs: Any) -> Any:
-        if bool((inputs["labels"] != -100).any()):  # else it fills a rank that has no record
+        if bool((inputs["labels"] != -100).any()):  # else it fills a rank that has no example
             ids = inputs["input_ids"]
             self.seen += ids[(ids >= NAMES.start) & (ids < NAMES.stop)].tolist()
         return super().forward(**inputs)
 
 
-class Steps(IterableDataset[list[TokenRecord]]):
+class Steps(IterableDataset[list[TokenizedExample]]):
     """A rank's share of each step of a shuffled epoch, dealt out to workers."""
 
-    def __init__(self, data: Sequence[TokenRecord], epoch: int, world: World) -> None:
+    def __init__(self, data: Sequence[TokenizedExample], epoch: int, world: World) -> None:
         self.data, self.epoch, self.world = data, epoch, world
 
-    def __iter__(self) -> Iterator[list[TokenRecord]]:
+    def __iter__(self) -> Iterator[list[TokenizedExample]]:
         order = permutation(len(self.data), 3, self.epoch)
         starts, worker = range(0, len(order), STEP_RECORDS), get_worker_info()
         if worker is not None:
@@ -134,7 +134,7 @@ def session_of(cell: Cell, world: World, folder: Path, seen: list[int]) -> Sessi
     if cell.source == "token budget":
         job = replace(job, batch=GlobalBatch(None, STEP_TOKENS))
     if cell.source in STREAMS:
-        job = replace(job, records=(), lengths=(), stream=_stream(data, world, cell.source))
+        job = replace(job, examples=(), lengths=(), stream=_stream(data, world, cell.source))
     plan = Plan(
         (
             *SAMPLERS.get(cell.source, ()),
@@ -147,7 +147,7 @@ def session_of(cell: Cell, world: World, folder: Path, seen: list[int]) -> Sessi
     return assemble(prepare(job, plan, job_facts(job, world=world), folder))
 
 
-def _stream(data: Sequence[TokenRecord], world: World, source: str) -> Any:
+def _stream(data: Sequence[TokenizedExample], world: World, source: str) -> Any:
     def stream(epoch: int) -> Iterator[Any]:
         # A generator of its own: workers' seeds would be drawn from the model's.
         yield from DataLoader(

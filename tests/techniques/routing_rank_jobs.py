@@ -16,7 +16,7 @@ from hasten.techniques.batch import Accumulate
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.routing import BalancedRouting
-from tiny import job_facts, language_job, records, tiny_model
+from tiny import job_facts, language_job, examples, tiny_model
 
 CASES: dict[str, tuple[Technique, ...]] = {
     "deepseek_v3": (BalancedRouting(speed=0.01, sequence_loss=0.05),),
@@ -30,10 +30,10 @@ CASES: dict[str, tuple[Technique, ...]] = {
 
 
 def session_on(world: World, case: str) -> Session:
-    """Nine records in fours: the last step has one, and a rank without any."""
+    """Nine examples in fours: the last step has one, and a rank without any."""
     architecture = case.split(",")[0]
     job = language_job(
-        lambda: tiny_model(architecture), data=records(9), batch=4, stop=Stop(epochs=1), lr=1e-3
+        lambda: tiny_model(architecture), data=examples(9), batch=4, stop=Stop(epochs=1), lr=1e-3
     )
     techniques = CASES[case] + ((DDP(),) if world.size > 1 else ())
     known = job_facts(job, architecture, world)

@@ -22,7 +22,7 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts.data.collate import TokenRecord
+from hasten.parts.data.collate import TokenizedExample
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage
 from hasten.techniques.batch import Accumulate
@@ -33,7 +33,7 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.recompute import Recompute
-from tiny import job_facts, language_job, records, tiny_config, tiny_model
+from tiny import job_facts, language_job, examples, tiny_config, tiny_model
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     tied: bool = False
     model: Callable[[], nn.Module] | None = None
-    data: Callable[[], list[TokenRecord]] | None = None
+    data: Callable[[], list[TokenizedExample]] | None = None
 
     def build(self) -> nn.Module:
         if self.model is not None:
@@ -58,9 +58,9 @@ class Case:
         return model
 
     def job(self, **changes: Any) -> Job:
-        """Steps of five records, then of two; the gradient's norm is above the limit."""
+        """Steps of five examples, then of two; the gradient's norm is above the limit."""
         given = {"stop": Stop(steps=3), "max_grad_norm": 0.05, **changes}
-        data = records(7) if self.data is None else self.data()
+        data = examples(7) if self.data is None else self.data()
         return language_job(self.build, data=data, batch=5, **given)
 
     def session(self, world: World, **changes: Any) -> Session:
@@ -71,12 +71,12 @@ class Case:
 
 
 def outcome(session: Session, folder: Path | None = None) -> dict[str, Any]:
-    """Losses, norms, held-out loss, proofs and, of the first rank, some of the trained weights.
+    """Losses, norms, eval loss, proofs and, of the first rank, some of the trained weights.
 
     ``folder``: the model is saved there, and the weights are read back from it.
     """
     steps = list(training(session))
-    held_out = evaluate(session).held_out_loss
+    eval_data = evaluate(session).eval_loss
     probes = {t.name(): t.probe(session) for t in session.setup.plan}
     session.finish()
     weights: dict[str, Any] = {}
@@ -92,7 +92,7 @@ def outcome(session: Session, folder: Path | None = None) -> dict[str, Any]:
         "losses": [m.loss for m in steps],
         "norms": [m.grad_norm for m in steps],
         "tokens": [m.tokens for m in steps],
-        "held_out": held_out,
+        "eval_data": eval_data,
         "weights": weights,
         "proofs": {name: proof.acted for name, proof in probes.items()},
         "average": probes["weight_average"].evidence if "weight_average" in probes else "",
@@ -205,7 +205,7 @@ def dropping(world: World) -> dict[str, Any]:
 
 
 def by_hand(case: Case, ranks: int) -> tuple[float, float]:
-    """Loss and norm of the first step, each rank's records with the masks that its seed draws."""
+    """Loss and norm of the first step, each rank's examples with the masks that its seed draws."""
     session = case.session(World())
     job, setup = session.setup.job, session.setup
     collate, sampler = setup.collate or job.collate, setup.sampler
@@ -213,7 +213,7 @@ def by_hand(case: Case, ranks: int) -> tuple[float, float]:
     batches = []
     for rank in range(ranks):
         pieces = next(iter(sampler.local_steps(0, rank, ranks)))
-        batches.append([collate([job.records[i] for i in piece]) for piece in pieces if piece])
+        batches.append([collate([job.examples[i] for i in piece]) for piece in pieces if piece])
     tokens = sum(batch.counts.trained_tokens for mine in batches for batch in mine)
     total = 0.0
     for rank, mine in enumerate(batches):

@@ -25,7 +25,7 @@ from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.wire.compress import Half, PowerSGD, Quantised, TopK
 from hasten.techniques.wire.local import LocalSteps
-from tiny import job_facts, language_job, records, run, tiny_model
+from tiny import job_facts, language_job, examples, run, tiny_model
 
 HALF = Half(minimum=0, check_every=1)
 INT8 = Quantised(minimum=0, check_every=1)
@@ -40,7 +40,7 @@ def session(
     architecture: str = "llama",
     steps: int = 8,
 ) -> Session:
-    job = language_job(lambda: tiny_model(architecture), data=records(16), steps=steps)
+    job = language_job(lambda: tiny_model(architecture), data=examples(16), steps=steps)
     plan = Plan((layout or FSDP2(), *techniques))
     return assemble(prepare(job, plan, job_facts(job, architecture, world)))
 
@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[Technique, Technique]] = {
     "momentum": (FSDP2(), TopK(momentum=0.9)),
     "apart": (FSDP2(), LocalSteps()),
     "no host": (FSDP2(), BETWEEN),
-    "same records": (TensorParallel(), Half()),
+    "same examples": (TensorParallel(), Half()),
 }
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts.data.collate import TokenRecord, token_record
+from hasten.parts.data.collate import TokenizedExample, tokenized_example
 from hasten.parts.distributed.vocabulary_parallel import VocabularyParallelHead
 from hasten.parts.nn import losses
 from hasten.parts.nn.losses import IGNORED, LossTerms, whole_cross_entropy
@@ -56,10 +56,10 @@ def dropping() -> nn.Module:
     return found
 
 
-def even_records() -> list[TokenRecord]:
+def even_records() -> list[TokenizedExample]:
     """Of one even length, so that nothing is filled up and every mask has one process's shape."""
     draw = np.random.default_rng(0)
-    return [token_record(draw.integers(3, VOCABULARY, 12), np.ones(12, bool)) for _ in range(7)]
+    return [tokenized_example(draw.integers(3, VOCABULARY, 12), np.ones(12, bool)) for _ in range(7)]
 
 
 SINGLE = torch.float32

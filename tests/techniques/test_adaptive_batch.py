@@ -20,7 +20,7 @@ from hasten.techniques.feed import Prefetched
 from hasten.techniques.precision import BF16MasterWeights
 from ranks import on_ranks
 from techniques.adaptive_rank_jobs import PLACES, SmallMemory
-from tiny import language_job, records, run, session_of, tiny_model
+from tiny import language_job, examples, run, session_of, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def _much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(small: bool, *techniques: Any, dtype: Any = torch.float64) -> tuple[Session, list[Any]]:
-    job = language_job(lambda: tiny_model(dtype=dtype), data=records(24), steps=9, batch=12)
+    job = language_job(lambda: tiny_model(dtype=dtype), data=examples(24), steps=9, batch=12)
     if small:
         job = replace(job, loss=SmallMemory)
     session = session_of(job, *techniques)
@@ -44,7 +44,7 @@ def test_losses_and_weights_are_those_of_the_step_in_one_piece(more: Any) -> Non
     for one, two in zip(found, expected, strict=True):
         assert one.loss == pytest.approx(two.loss, rel=1e-10)
         assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-9)
-        assert (one.records, one.trained_tokens) == (two.records, two.trained_tokens)
+        assert (one.examples, one.trained_tokens) == (two.examples, two.trained_tokens)
     for a, b in zip(session.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
     failures: Any = session.loss_module.failures
@@ -89,9 +89,9 @@ def test_the_metrics_describe_what_ran_and_not_the_first_cut(feed: Any) -> None:
     for step, metrics in zip(session.setup.sampler.steps(0), found, strict=False):  # type: ignore[union-attr]
         lengths = [job.lengths[i] for i in step]
         assert metrics.tokens == sum(lengths)
-        assert metrics.tokens <= metrics.slots < max(lengths) * len(lengths)
-        assert metrics.padding_share == 1 - metrics.tokens / metrics.slots
-    assert session.progress.slots == sum(m.slots for m in found)
+        assert metrics.tokens <= metrics.positions < max(lengths) * len(lengths)
+        assert metrics.padding_share == 1 - metrics.tokens / metrics.positions
+    assert session.progress.positions == sum(m.positions for m in found)
 
 
 def test_what_was_read_ahead_in_pieces_known_to_fail_is_cut_again_before_it_fails() -> None:
@@ -100,7 +100,7 @@ def test_what_was_read_ahead_in_pieces_known_to_fail_is_cut_again_before_it_fail
 
 
 def test_a_resumed_run_goes_on_with_the_size_and_the_ceiling_it_had(tmp_path: Any) -> None:
-    job = language_job(loss=SmallMemory, data=records(24), steps=9, batch=12)
+    job = language_job(loss=SmallMemory, data=examples(24), steps=9, batch=12)
     plan = (AdaptiveBatch(), Prefetched(), Checkpoints(4))
     first = session_of(job, *plan, folder=tmp_path)
     steps = training(first)

@@ -33,7 +33,7 @@ def test_a_short_run_is_left_as_it_is_and_the_probe_says_why() -> None:
     proof = Compiled().probe(session)
     assert not proof.acted
     assert "left off: compiling takes about 60 s, more than 10%" in proof.evidence
-    assert session.progress.slots % 256  # rows keep their lengths too
+    assert session.progress.positions % 256  # rows keep their lengths too
 
 
 def test_a_long_run_is_expected_to_take_long() -> None:
@@ -60,7 +60,7 @@ def test_it_trains_alike_beside_other_techniques(others: tuple[Technique, ...]) 
     assert [m.loss for m in run(session)] == pytest.approx(plain, rel=2e-2 if coarse else 1e-4)
     for technique in (*others, TRACED):
         assert technique.probe(session).acted, technique.probe(session)
-    assert session.progress.slots % 64 == 0
+    assert session.progress.positions % 64 == 0
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hasten.core.step import training
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.feed import Prefetched, PrefetchedFeed
 from ranks import on_ranks
-from tiny import language_job, records, run, session_of, tiny_model
+from tiny import language_job, examples, run, session_of, tiny_model
 
 
 def with_dropout() -> nn.Module:
@@ -33,7 +33,7 @@ def readers() -> int:
 
 
 def test_losses_are_the_same_bits_over_epochs_and_with_dropout() -> None:
-    job = language_job(with_dropout, data=records(16), batch=3, steps=14)
+    job = language_job(with_dropout, data=examples(16), batch=3, steps=14)
     plain = [m.loss for m in run(session_of(job))]
     assert [m.loss for m in run(session_of(job, Prefetched()))] == plain
     assert len(set(plain)) == 14
@@ -42,7 +42,7 @@ def test_losses_are_the_same_bits_over_epochs_and_with_dropout() -> None:
 
 def test_a_stream_that_draws_its_order_keeps_it() -> None:
     def stream(epoch: int) -> Iterator[Any]:
-        data = records(12)
+        data = examples(12)
         order = torch.randperm(12).tolist()  # from the global generator, as shuffling loaders do
         yield from ([data[i] for i in order[k : k + 3]] for k in range(0, 12, 3))
 
@@ -52,7 +52,7 @@ def test_a_stream_that_draws_its_order_keeps_it() -> None:
 
 
 def test_a_run_resumes_behind_the_steps_it_took_not_those_read_ahead(tmp_path: Any) -> None:
-    job = language_job(data=records(24), batch=2, steps=12)
+    job = language_job(data=examples(24), batch=2, steps=12)
     whole = [m.loss for m in run(session_of(job))]
     first = session_of(job, Prefetched(), Checkpoints(5), folder=tmp_path)
     steps = training(first)
@@ -74,7 +74,7 @@ def test_two_ranks_that_read_ahead_have_the_bits_and_the_order_of_two_that_do_no
 
 
 def test_the_pace_that_was_learnt_goes_on_in_a_resumed_run() -> None:
-    job = language_job(data=records(24), batch=2, steps=8)
+    job = language_job(data=examples(24), batch=2, steps=8)
     first, second = session_of(job, Prefetched()), session_of(job, Prefetched())
     run(first)
     saved: Any = first.setup.feed
@@ -91,11 +91,11 @@ def test_an_error_of_a_record_ends_the_run_with_that_error() -> None:
     class Torn(list[Any]):
         def __getitem__(self, index: Any) -> Any:
             if index == 5:
-                raise OSError("record 5 is torn")
+                raise OSError("example 5 is torn")
             return super().__getitem__(index)
 
-    job = language_job(data=Torn(records(12)), batch=1, steps=12)
-    with pytest.raises(OSError, match="record 5 is torn"):
+    job = language_job(data=Torn(examples(12)), batch=1, steps=12)
+    with pytest.raises(OSError, match="example 5 is torn"):
         run(session_of(job, Prefetched()))
     assert not readers()
 

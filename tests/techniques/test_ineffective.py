@@ -12,7 +12,7 @@ import torch
 from hasten.core.job import GlobalBatch
 from hasten.core.session import Session
 from hasten.core.technique import Technique
-from hasten.parts.data.collate import token_record
+from hasten.parts.data.collate import tokenized_example
 from hasten.parts.kernels import rowwise
 from hasten.parts.nn import fused_layers, rebind
 from hasten.parts.nn.causal_lm import causal_lm
@@ -41,9 +41,9 @@ needs_kernels = pytest.mark.skipif(bool(rowwise.library().reason), reason="no co
 
 
 def even(count: int = 16, length: int = 12) -> list[Any]:
-    """Records of one length, every token trained: nothing to pad, to pack or to leave out."""
+    """Examples of one length, every token trained: nothing to pad, to pack or to leave out."""
     draw = torch.Generator().manual_seed(0)
-    return [token_record(torch.randint(3, 90, (length,), generator=draw)) for _ in range(count)]
+    return [tokenized_example(torch.randint(3, 90, (length,), generator=draw)) for _ in range(count)]
 
 
 def seen(session: Session, technique: Technique) -> tuple[bool, str]:
@@ -121,11 +121,11 @@ def test_each_kind_of_experts_is_told_by_what_runs(kind: str) -> None:
 
 
 def test_a_loss_over_tokens_that_all_carry_loss_saves_no_row() -> None:
-    def aligned(records: Any) -> Any:
+    def aligned(examples: Any) -> Any:
         from hasten.core.job import with_language_counts
         from hasten.parts.data.collate import padded
 
-        batch = with_language_counts(padded)(records)
+        batch = with_language_counts(padded)(examples)
         labels = batch.inputs["input_ids"].clone()  # even the last token has a label
         return replace(batch, inputs={**batch.inputs, "labels": labels})
 
@@ -205,11 +205,11 @@ def test_looking_is_no_pass_of_modules_that_predict_further_ahead() -> None:
 
 
 def test_what_was_laid_out_is_counted_as_the_session_did() -> None:
-    job = replace(language_job(steps=3), batch=GlobalBatch(records=8))
+    job = replace(language_job(steps=3), batch=GlobalBatch(examples=8))
     session = session_of(job, Packed())
     run(session)
     setup = session.setup
     assert setup.collate is not None
     found = probes.laid_out(session, setup.sampler, setup.collate)
     assert found is not None
-    assert (found.slots, found.tokens) == (session.progress.slots, session.progress.tokens)
+    assert (found.positions, found.tokens) == (session.progress.positions, session.progress.tokens)

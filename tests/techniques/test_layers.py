@@ -15,7 +15,7 @@ from hasten.techniques.layers import FusedLayers
 from hasten.techniques.recompute import Recompute
 from ranks import on_ranks
 from techniques.fused_rank_jobs import CASES, train_fused
-from tiny import job_facts, language_job, records, run, session_of
+from tiny import job_facts, language_job, examples, run, session_of
 
 pytestmark = [
     pytest.mark.skipif(not rowwise.library().library, reason=rowwise.library().reason),
@@ -35,7 +35,7 @@ def test_the_probe_is_false_when_nothing_is_bound() -> None:
 
 @architectures
 def test_recomputed_blocks_give_the_same_losses(architecture: str) -> None:
-    job = language_job(lambda: model_of(architecture, torch.bfloat16), data=records(8))
+    job = language_job(lambda: model_of(architecture, torch.bfloat16), data=examples(8))
     found = [
         [m.loss for m in run(session_of(job, *more, architecture=architecture))]
         for more in ((FusedLayers(),), (FusedLayers(), Recompute()))

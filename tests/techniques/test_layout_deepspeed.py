@@ -26,7 +26,7 @@ from hasten.techniques.precision import Autocast
 from hasten.techniques.wire.compress import TopK
 from ranks import on_ranks
 from techniques.zero_rank_jobs import CASES, train_all
-from tiny import job_facts, language_job, records
+from tiny import job_facts, language_job, examples
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is an extra: hasten[deepspeed]"
@@ -50,7 +50,7 @@ def test_two_ranks_train_as_one_process_does(
     found: list[Any], alone: dict[str, Any], case: str
 ) -> None:
     ours, theirs = found[0][case], alone[case]
-    for key in ("losses", "norms", "held_out", "after", "answer"):
+    for key in ("losses", "norms", "eval_data", "after", "answer"):
         assert ours[key] == pytest.approx(theirs[key], rel=2e-5), key
     assert min(theirs["norms"]) > 0.3, "clipping has to act"
     assert ours["weights"].keys() == theirs["weights"].keys()
@@ -66,7 +66,7 @@ def test_ranks_report_the_same_and_only_the_first_has_the_weights(
 ) -> None:
     first, second = found[0][case], found[1][case]
     assert second["weights"] == {}
-    for key in ("losses", "norms", "held_out"):
+    for key in ("losses", "norms", "eval_data"):
         assert first[key] == second[key]
 
 
@@ -100,7 +100,7 @@ def test_four_ranks_hold_a_third_of_what_replicas_do(tmp_path: Path) -> None:
 def test_what_deep_speed_decides_itself_is_refused_with_a_reason(
     technique: Technique, words: str, tmp_path: Path
 ) -> None:
-    job = language_job(data=records(4))
+    job = language_job(data=examples(4))
     with pytest.raises(InputError, match=words):
         prepare(job, Plan([technique, DeepSpeed()]), job_facts(job, world=TWO), tmp_path)
 
@@ -122,7 +122,7 @@ def test_a_config_that_contradicts_is_refused(
 ) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(config))
-    job = language_job(data=records(4))
+    job = language_job(data=examples(4))
     with pytest.raises(InputError, match=words):
         prepare(job, Plan([DeepSpeed(config=str(file))]), job_facts(job, world=TWO))
 
@@ -152,7 +152,7 @@ def test_the_format_is_the_config_s_or_else_the_technique_s(
 def test_what_is_dealt_out_is_foretold_by_the_config_s_stage(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
-    facts = job_facts(language_job(data=records(4)), world=TWO)
+    facts = job_facts(language_job(data=examples(4)), world=TWO)
     by_config = DeepSpeed(config=str(file)).forecast(facts)
     assert by_config == DeepSpeed(stage=3).forecast(facts)
     assert by_config != DeepSpeed().forecast(facts)
@@ -160,14 +160,14 @@ def test_what_is_dealt_out_is_foretold_by_the_config_s_stage(tmp_path: Path) -> 
 
 
 def test_it_stands_aside_on_one_rank() -> None:
-    job = language_job(data=records(4))
+    job = language_job(data=examples(4))
     assert prepare(job, Plan([DeepSpeed()]), job_facts(job)).layout.size == 1
 
 
 def test_a_missing_package_or_compiler_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    known = replace(job_facts(language_job(data=records(4))))
+    known = replace(job_facts(language_job(data=examples(4))))
     monkeypatch.setattr(deepspeed_engine.util, "find_spec", lambda name: None)
     assert "pip install 'deepspeed>=0.19,<0.20' ninja" in DeepSpeed().obstacles(known)[0]
     monkeypatch.setattr(deepspeed_engine.util, "find_spec", lambda name: object())

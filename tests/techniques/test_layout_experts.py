@@ -32,7 +32,7 @@ def facts_on(ranks: int, architecture: str = "deepseek_v3") -> Facts:
 
 
 def check(ranks: list[Any]) -> None:
-    """Losses, held-out loss, norms and weights of the first rank; the same norm on all."""
+    """Losses, eval loss, norms and weights of the first rank; the same norm on all."""
     for name, case in ranks[0].items():
         assert case["losses"] < case["within"], name
         assert case["norms"] < 10 * case["within"], name
@@ -44,7 +44,7 @@ def check(ranks: list[Any]) -> None:
 
 
 def test_a_run_on_two_ranks_is_that_of_one_process(found: list[Any]) -> None:
-    """Accumulated, unequal tokens and passes, ranks without a record, clipping, evaluation."""
+    """Accumulated, unequal tokens and passes, ranks without an example, clipping, evaluation."""
     assert len(found[0]) == len(CASES)
     check(found)
 

@@ -41,7 +41,7 @@ def test_products_with_stages_and_experts_come_to_what_one_process_comes_to(
     alone, one, close = outcome(case.session(World())), four[0][name], CLOSE
     if "deepseek" in case.architecture:
         close = CLOSE_EXPERTS if case.dtype is torch.float64 else 1e-4
-    for key in ("losses", "norms", "held_out"):
+    for key in ("losses", "norms", "eval_data"):
         assert one[key] == pytest.approx(alone[key], rel=close), key
     assert one["tokens"] == alone["tokens"]
     assert set(one["weights"]) == set(alone["weights"])

@@ -75,7 +75,7 @@ def test_losses_norms_and_weights_are_those_of_one_process(
     for rank in ranks:
         assert rank[case]["losses"] == pytest.approx(alone["losses"], rel=near)
         assert rank[case]["norms"] == pytest.approx(alone["norms"], rel=near)
-        assert rank[case]["held_out"] == pytest.approx(alone["held_out"], rel=near)
+        assert rank[case]["eval_data"] == pytest.approx(alone["eval_data"], rel=near)
         assert rank[case]["trained"] == alone["trained"]
         assert rank[case]["load_ratios"] == pytest.approx(alone["load_ratios"])
     assert min(alone["norms"]) > 0.5  # so that clipping acted

@@ -39,7 +39,7 @@ def test_two_ranks_with_pieces_come_to_what_one_process_comes_to(
 ) -> None:
     found, close = ranks[0][name], TOLERANCE.get(name, 1e-7 if "whole" in name else 1e-12)
     alone = outcome(CASES[name].session(World()), None if "adapters" in name else tmp_path)
-    for key in ("losses", "norms", "held_out"):
+    for key in ("losses", "norms", "eval_data"):
         assert found[key] == pytest.approx(alone[key], rel=close), key
     assert found["tokens"] == alone["tokens"]
     assert set(found["weights"]) == set(alone["weights"])
@@ -49,12 +49,12 @@ def test_two_ranks_with_pieces_come_to_what_one_process_comes_to(
     assert all(found["proofs"].values())
 
 
-def test_the_held_out_loss_of_averaged_pieces_is_that_of_averaged_weights(
+def test_the_eval_loss_of_averaged_pieces_is_that_of_averaged_weights(
     ranks: list[Any],
 ) -> None:
     alone = outcome(CASES["recomputed, averaged"].session(World()))["average"]
     said = ranks[0]["recomputed, averaged"]["average"]
-    assert "held-out loss" in alone
+    assert "eval loss" in alone
     assert said.split("; ")[1] == alone.split("; ")[1]
 
 
@@ -121,5 +121,5 @@ def test_dropout_falls_where_each_rank_s_seed_says(dropped: list[Any], name: str
         assert rank[name]["loss"] == pytest.approx(loss, rel=1e-12)
         assert rank[name]["norm"] == pytest.approx(norm, rel=1e-12)
         assert rank[name]["again"] == rank[name]["loss"]
-    alike, _ = by_hand(DROPPING[name], 1)  # the same records, other masks
+    alike, _ = by_hand(DROPPING[name], 1)  # the same examples, other masks
     assert loss != pytest.approx(alike, rel=1e-9)

@@ -59,7 +59,7 @@ def same(found: list[Any], case: Case, name: str) -> None:
     elif "deepseek" in case.architecture:
         close = CLOSE_EXPERTS
     one = found[0][name]
-    for key in ("losses", "norms", "held_out"):
+    for key in ("losses", "norms", "eval_data"):
         assert one[key] == pytest.approx(alone[key], rel=close), key
     assert one["tokens"] == alone["tokens"]
     assert set(one["weights"]) == set(alone["weights"])

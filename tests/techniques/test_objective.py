@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hasten.core.facts import Facts, ModelFacts
-from hasten.core.loop import held_out_loss
+from hasten.core.loop import eval_loss
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
@@ -26,7 +26,7 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.recompute import Recompute
 from ranks import on_ranks
-from tiny import job_facts, language_job, records, run, session_of
+from tiny import job_facts, language_job, examples, run, session_of
 
 PLAN: tuple[Technique, ...] = (Packed(), DocumentAttention(), LabelledTokenLoss(chunk=64))
 AHEAD = MultiTokenPrediction(depth=2)
@@ -44,7 +44,7 @@ def losses(session: Session) -> list[float]:
 
 @pytest.mark.parametrize("more", MORE.values(), ids=MORE.keys())
 def test_other_techniques_change_no_loss_of_it(more: tuple[Technique, ...]) -> None:
-    job = language_job(steps=5, data=records(16))
+    job = language_job(steps=5, data=examples(16))
     found = losses(session_of(job, AHEAD, *more))
     assert found == pytest.approx(losses(session_of(job, AHEAD)), rel=1e-4)
     assert found[-1] < found[0]
@@ -58,15 +58,15 @@ def test_with_weight_0_a_run_keeps_its_bits() -> None:
     assert losses(session_of(job, off)) == losses(session_of(job))
 
 
-def test_the_modules_learn_and_the_held_out_loss_is_the_models_alone() -> None:
+def test_the_modules_learn_and_the_eval_loss_is_the_models_alone() -> None:
     session = session_of(language_job(steps=8), AHEAD)
     before = {n: p.clone() for n, p in session.loss_module.named_parameters()}
     run(session)
     moved = {n for n, p in session.loss_module.named_parameters() if not torch.equal(p, before[n])}
     assert moved == set(before)
-    with_them = held_out_loss(session)
+    with_them = eval_loss(session)
     session.loss_module.ahead = None  # type: ignore[assignment]
-    assert held_out_loss(session) == with_them
+    assert eval_loss(session) == with_them
 
 
 def test_a_saved_model_is_a_plain_one(tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_a_run_leaves_both_folders_and_both_load(tmp_path: Path, kind: Any) -> N
     last = Path(summary["saved"])
     mean = last.with_name(f"{last.name}_average")
     assert (tmp_path / "run" / "previous" / "1" / earlier.name).is_dir()
-    assert "held-out loss" in summary["acted"]["weight_average"]["evidence"]
+    assert "eval loss" in summary["acted"]["weight_average"]["evidence"]
     if kind == "full":
         one, other = (load_model(str(p)).state_dict() for p in (last, mean))
         assert one.keys() == other.keys()

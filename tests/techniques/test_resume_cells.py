@@ -1,4 +1,4 @@
-"""Ended and gone on with: the same bits on as many ranks, each record once on another number.
+"""Ended and gone on with: the same bits on as many ranks, each example once on another number.
 
 sampler x packing x reading ahead, and streams x workers x packing, on one rank and on two.
 """

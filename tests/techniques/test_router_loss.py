@@ -18,7 +18,7 @@ from hasten.core.setup import obstacles, prepare
 from hasten.core.step import StepMetrics
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.parts.data.collate import IGNORED, TokenRecord
+from hasten.parts.data.collate import IGNORED, TokenizedExample
 from hasten.recipe.build import model_facts
 from hasten.recipe.schema import Recipe
 from hasten.techniques.batch import Accumulate
@@ -28,9 +28,9 @@ from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.routing import RealTokens
-from tiny import COMMON, job_facts, language_job, records, run
+from tiny import COMMON, job_facts, language_job, examples, run
 
-DATA = records(8, seed=5)
+DATA = examples(8, seed=5)
 ASKED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
@@ -74,7 +74,7 @@ def one_step(*techniques: Technique) -> tuple[StepMetrics, dict[str, Tensor]]:
     return metrics, grads
 
 
-def transformers_loss(reference: Any, rows: list[TokenRecord]) -> tuple[Tensor, int]:
+def transformers_loss(reference: Any, rows: list[TokenizedExample]) -> tuple[Tensor, int]:
     """The loss that the model returns for padded rows with their mask, and their labels."""
     width = max(r.length for r in rows)
     ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width)

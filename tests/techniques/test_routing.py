@@ -144,9 +144,9 @@ def test_a_bias_survives_saving_and_resuming(tmp_path: Path) -> None:
     assert torch.equal(routers(again)[0].e_score_correction_bias, biases(whole)[0])
 
 
-def test_held_out_records_are_not_counted_and_their_loss_is_plain() -> None:
+def test_eval_data_records_are_not_counted_and_their_loss_is_plain() -> None:
     with_it = v3(BalancedRouting(speed=0.01, sequence_loss=10.0))
-    assert evaluate(with_it).held_out_loss == evaluate(v3()).held_out_loss
+    assert evaluate(with_it).eval_loss == evaluate(v3()).eval_loss
     assert with_it.setup.routing.load_ratio() is None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hasten.core.facts import Facts, RecordFacts
+from hasten.core.facts import Facts, ExampleStats
 from hasten.core.job import GlobalBatch, Stop
 from hasten.core.plan import Plan
 from hasten.core.setup import prepare
@@ -23,9 +23,9 @@ from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
-from tiny import job_facts, language_job, records, run, session_of
+from tiny import job_facts, language_job, examples, run, session_of
 
-DATA = records(60)
+DATA = examples(60)
 TOKENS = sum(r.length for r in DATA)
 
 
@@ -51,7 +51,7 @@ def test_a_cut_is_made_within_rows_and_never_across() -> None:
     session = session_of(job, PackedEpoch(row_tokens=64), Packed(), Accumulate(micro_batch_size=2))
     order: Any = session.setup.sampler
     for step, rows in zip(batches(session), order.row_steps(0), strict=True):
-        pieces = Counter(m.counts.records for m in step.micro_batches)
+        pieces = Counter(m.counts.examples for m in step.micro_batches)
         assert pieces == Counter(min(2, len(r) - i) for r in rows for i in range(0, len(r), 2))
 
 
@@ -59,7 +59,7 @@ def test_a_cut_is_made_within_rows_and_never_across() -> None:
 def test_an_epoch_trains_every_record_once(technique: Technique) -> None:
     job = language_job(data=DATA, batch=12, stop=Stop(epochs=1))
     steps = run(session_of(job, technique, Packed()))
-    assert sum(m.records for m in steps) == len(DATA)
+    assert sum(m.examples for m in steps) == len(DATA)
     assert sum(m.tokens for m in steps) == TOKENS
 
 
@@ -83,7 +83,7 @@ def test_a_row_that_cannot_hold_the_longest_record_is_named_before_anything_runs
     technique = PackedEpoch(row_tokens=30)
     job = language_job(data=DATA)
     assert "at least 38" in technique.obstacles(job_facts(job))[0]
-    with pytest.raises(InputError, match="row_tokens=30 can't hold the longest record of 38"):
+    with pytest.raises(InputError, match="row_tokens=30 can't hold the longest example of 38"):
         prepare(job, Plan([technique]), job_facts(job))
 
 
@@ -91,7 +91,7 @@ def test_records_without_lengths_are_an_obstacle_and_unknown_records_are_none() 
     hardware = job_facts(language_job()).hardware
     for technique in (PackedEpoch(), LengthGrouped()):
         assert technique.obstacles(Facts(hardware)) == ()
-        (reason,) = technique.obstacles(Facts(hardware, records=RecordFacts(count=9)))
+        (reason,) = technique.obstacles(Facts(hardware, examples=ExampleStats(count=9)))
         assert "lengths" in reason
 
 
@@ -134,5 +134,5 @@ def test_grouping_leaves_less_padding_in_padded_steps() -> None:
     for techniques in ((), (LengthGrouped(window=60),)):
         session = session_of(language_job(data=DATA, batch=6, stop=Stop(epochs=1)), *techniques)
         run(session)
-        shares.append(1 - session.progress.tokens / session.progress.slots)
+        shares.append(1 - session.progress.tokens / session.progress.positions)
     assert shares[1] < shares[0] / 2

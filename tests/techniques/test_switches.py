@@ -57,7 +57,7 @@ def test_smaller_micro_batches_are_offered_and_larger_ones_not() -> None:
 
 
 def test_no_micro_batch_is_too_small_for_the_longest_record() -> None:
-    longest = max(r.length for r in job().records)
+    longest = max(r.length for r in job().examples)
     cut = Accumulate(micro_batch_size=0, micro_batch_tokens=4 * longest)
     assert offered(cut) == {"accumulate.micro_batch_tokens": (longest, 2 * longest, 4 * longest)}
 
@@ -127,7 +127,7 @@ def test_steps_that_were_read_ahead_are_counted() -> None:
 
 def test_the_largest_micro_batch_is_found_in_the_order() -> None:
     session = session_of(job(), Accumulate(micro_batch_size=2))
-    lengths = sorted((r.length for r in job().records), reverse=True)
+    lengths = sorted((r.length for r in job().examples), reverse=True)
     found = batch.largest_micro_batch(session)
     assert lengths[0] < found <= 2 * lengths[0]
 

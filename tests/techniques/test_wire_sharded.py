@@ -118,7 +118,7 @@ WORDS = {
     "momentum": "momentum correction needs whole gradients",
     "apart": "take half, quantised or topk",
     "no host": "has one copy of the model",
-    "same records": "no gradients travel between ranks",
+    "same examples": "no gradients travel between ranks",
 }
 
 

@@ -23,7 +23,7 @@ from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.wire.compress import Quantised
 from hasten.techniques.wire.local import LocalSteps, Stream
 from hasten.techniques.wire.topology import Hierarchical
-from tiny import job_facts, language_job, records, run, tiny_model
+from tiny import job_facts, language_job, examples, run, tiny_model
 
 NAP, STEPS = 0.1, 6
 PLANS: dict[str, tuple[Technique, ...]] = {
@@ -66,7 +66,7 @@ class Late(nn.Module):
 
 
 def session_on(world: World, *techniques: Technique, loss: Any = WholeLogitsLoss) -> Session:
-    job = language_job(tiny_model, data=records(32), steps=STEPS, loss=loss)
+    job = language_job(tiny_model, data=examples(32), steps=STEPS, loss=loss)
     plan = Plan((DDP(bucket_cap_mb=1), *techniques))
     session = assemble(prepare(job, plan, job_facts(job, world=world)))
     session.setup.clock = HostClock()
@@ -83,7 +83,7 @@ def told(world: World) -> dict[str, Any]:
     slow = session_on(world, loss=lambda model: Late(model, world))
     found["one is slow"] = {"steps": [m.to_dict() for m in run(slow)]}
     found["unclocked"] = _unclocked(world)
-    job = language_job(tiny_model, data=records(32), steps=2)
+    job = language_job(tiny_model, data=examples(32), steps=2)
     plan = Plan((DDP(bucket_cap_mb=0),))
     measured = assemble(prepare(job, plan, job_facts(job, world=world)))
     run(measured)

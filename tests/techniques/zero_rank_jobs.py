@@ -24,7 +24,7 @@ from hasten.techniques.layout.deepspeed import DeepSpeed
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
 from memory_rank_jobs import model as larger
-from tiny import job_facts, language_job, records, tiny_config, tiny_model
+from tiny import job_facts, language_job, examples, tiny_config, tiny_model
 
 NO_BUCKET = 10_000  # elements: smaller than the model, so that several leave
 # name -> zero_optimization, architecture, techniques beside it
@@ -79,28 +79,28 @@ def session_on(world: World, case: str, **changes: Any) -> Session:
         file.write_text(json.dumps({"zero_optimization": zero, "gradient_clipping": "auto"}))
         techniques = (*techniques, DeepSpeed(config=str(file)))
     settings = {"batch": 4, "stop": Stop(steps=5), "max_grad_norm": 0.3, "lr": 1e-3, **changes}
-    job = language_job(lambda: model_of(architecture), data=records(9), **settings)
+    job = language_job(lambda: model_of(architecture), data=examples(9), **settings)
     known = job_facts(job, architecture, world)
     return assemble(prepare(job, Plan(techniques), known))
 
 
 def train_all(world: World) -> dict[str, Any]:
-    """Losses, norms, held-out loss and whole weights of every case."""
+    """Losses, norms, eval loss and whole weights of every case."""
     found = {}
     for case in CASES:
         session = session_on(world, case)
         steps = list(training(session))
-        held_out = evaluate(session).held_out_loss
+        eval_data = evaluate(session).eval_loss
         with session.setup.layout.gather(session.model) as mine:
             weights = _sums(session.model) if mine else {}
             answer = _answer(session.model) if mine else 0.0
         found[case] = {
             "losses": [m.loss for m in steps],
             "norms": [m.grad_norm for m in steps],
-            "held_out": held_out,
+            "eval_data": eval_data,
             "weights": weights,
             "answer": answer,
-            "after": evaluate(session).held_out_loss,
+            "after": evaluate(session).eval_loss,
             "acted": DeepSpeed().probe(session).evidence,
         }
     if world.size > 1:
@@ -154,7 +154,7 @@ def held(world: World) -> dict[str, Any]:
     found = {}
     for name, layout in layouts.items():
         before, seen = _alive(), []
-        job = language_job(lambda: larger("llama"), data=records(9), batch=4, steps=3)
+        job = language_job(lambda: larger("llama"), data=examples(9), batch=4, steps=3)
         session = assemble(prepare(job, Plan([layout]), job_facts(job, world=world)))
         update = session.engine.update
 

@@ -22,7 +22,7 @@ METHODS = ("ddp", "int4", "stream:2", "diloco:5")
 def paused(world: World) -> dict[str, Any]:
     """Of each method: a training at once, and one that pauses and is asked for again."""
     draw = torch.Generator().manual_seed(5)
-    text = torch.randint(32, 126, (rank.HELD_OUT + 100_000,), generator=draw, dtype=torch.uint8)
+    text = torch.randint(32, 126, (rank.EVAL_DATA + 100_000,), generator=draw, dtype=torch.uint8)
     found = {}
     for name in METHODS:
         place = Path(os.environ["HASTEN_RENDEZVOUS"]).with_name(name.replace(":", "_"))

@@ -68,8 +68,8 @@ def test_the_whole_script_runs_on_a_pretended_gpu(tmp_path: Path, lacking: str) 
         assert row["machine"]["device"] == "cuda:0"
     for row in ROWS:
         assert {len(turns) for turns in found[row.name]["repeats"].values()} == {measure.REHEARSED}
-        assert found[row.name]["arms"]["hasten"]["left_out"] == []
-        assert found[row.name]["arms"]["hasten"]["parts"]["forward"] >= 0
+        assert found[row.name]["variants"]["hasten"]["left_out"] == []
+        assert found[row.name]["variants"]["hasten"]["parts"]["forward"] >= 0
     assert "hasten / hf_trainer" in found["trainer-1b"]["summary"], found["trainer-1b"]["peers"]
     report = (out / "report.md").read_text()
     assert "no figure here was measured" in report
@@ -90,7 +90,7 @@ def test_the_smoke_row_is_measured_from_end_to_end(tmp_path: Path) -> None:
     assert {len(turns) for turns in found["repeats"].values()} == {5}
     assert found["summary"]["hasten"]["median"] > 0
     assert found["summary"]["hasten / plain"]["low"] > 0
-    hasten = found["arms"]["hasten"]
+    hasten = found["variants"]["hasten"]
     assert hasten["plan_words"][0] == "packed"
     assert not any("DID NOT ACT" in proof for proof in hasten["proofs"])
     assert hasten["mfu_measured"] > 0
@@ -145,7 +145,7 @@ def test_without_a_gpu_a_row_says_so_and_measures_nothing(name: str, tmp_path: P
 
 def test_every_choice_was_traced_and_nothing_else() -> None:
     keys = {
-        row.name: {choice_key(row, c) for choices in row.arms.values() for c in choices}
+        row.name: {choice_key(row, c) for choices in row.variants.values() for c in choices}
         for row in ROWS
     }
     kept = {name: set(steps) for name, steps in kept_steps().items()}
@@ -155,7 +155,7 @@ def test_every_choice_was_traced_and_nothing_else() -> None:
 @pytest.mark.parametrize("row", [r for r in ROWS if r.needs_gpu], ids=lambda row: row.name)
 @pytest.mark.parametrize("memory", [H200, H100], ids=["H200", "H100"])
 def test_every_row_has_a_choice_for_both_gpus(row: Row, memory: int) -> None:
-    for choices in row.arms.values():
+    for choices in row.variants.values():
         steps = [paper_step(row, choice) for choice in choices]
         assert any(step.needed_bytes <= measure.SHARE * memory for step in steps if step)
 
@@ -164,7 +164,7 @@ def test_a_full_8b_has_masters_on_an_h200_and_none_on_an_h100() -> None:
     row = row_named("full-8b-bf16")
 
     def first(memory: int) -> str:
-        steps = [(c, paper_step(row, c)) for c in row.arms["hasten"]]
+        steps = [(c, paper_step(row, c)) for c in row.variants["hasten"]]
         fits = (c for c, step in steps if step and step.needed_bytes <= 0.92 * memory)
         return ", ".join(str(t) for t in next(fits).plan)
 
@@ -185,16 +185,16 @@ def test_what_cannot_fit_is_not_tried_and_said(monkeypatch: pytest.MonkeyPatch) 
 def test_a_choice_that_runs_out_of_memory_gives_way_to_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    choice = SMOKE.arms["hasten"][0]
-    row = replace(SMOKE, arms={"hasten": (replace(choice, records=4), choice)})
-    steps = measure.HastenArm.steps
+    choice = SMOKE.variants["hasten"][0]
+    row = replace(SMOKE, variants={"hasten": (replace(choice, records=4), choice)})
+    steps = measure.HastenVariant.steps
 
-    def short(self: measure.HastenArm, count: int) -> Any:
+    def short(self: measure.HastenVariant, count: int) -> Any:
         if not any(t.name() == "accumulate" for t in self.plan):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return steps(self, count)
 
-    monkeypatch.setattr(measure.HastenArm, "steps", short)
+    monkeypatch.setattr(measure.HastenVariant, "steps", short)
     tried: list[Any] = []
     _, kept = measure.first_that_fits(row, "hasten", "cpu", measure.records_of(row), tried)
     assert [t["outcome"] for t in tried] == ["ran out of memory: CUDA out of memory", "fits"]
@@ -202,7 +202,7 @@ def test_a_choice_that_runs_out_of_memory_gives_way_to_the_next(
 
 
 class Clockwork:
-    """An arm of known speed that fails at a given turn."""
+    """A variant of known speed that fails at a given turn."""
 
     def __init__(self, fails_at: int = 99) -> None:
         self.turns, self.fails_at = 0, fails_at
@@ -223,7 +223,7 @@ def test_a_stopped_row_keeps_the_repeats_it_had(
     flops = {"flops_per_token": 1.0, "flops_per_pair": 0.0}
     monkeypatch.setattr(measure, "first_that_fits", one)
     monkeypatch.setattr(stages, "machine", lambda *given: {"device_name": "toy"})
-    row = replace(SMOKE, peers=(), arms={"hasten": SMOKE.arms["hasten"]})
+    row = replace(SMOKE, peers=(), variants={"hasten": SMOKE.variants["hasten"]})
     monkeypatch.setattr(stages, "row_named", lambda name: row)
     with pytest.raises(KeyboardInterrupt):
         stages.run_row("smoke", tmp_path / "s.json", 1.0)
@@ -252,11 +252,11 @@ def test_the_trainer_stays_in_bf16_from_turn_to_turn() -> None:
     model.model.layers[0].mlp.gate_proj.register_forward_hook(
         lambda layer, given, out: seen.append(out.dtype)
     )
-    arm = peer.TrainerArm(SMOKE, model, measure.records_of(SMOKE))
-    done = [arm.steps(2) for _ in range(2)]
+    variant = peer.TrainerVariant(SMOKE, model, measure.records_of(SMOKE))
+    done = [variant.steps(2) for _ in range(2)]
     assert seen == [torch.bfloat16] * 4
     assert all(work.tokens > 0 and work.seconds for work in done)
-    assert len(arm._optimizer.state) == len(list(model.parameters()))
+    assert len(variant._optimizer.state) == len(list(model.parameters()))
 
 
 def test_the_peer_gets_labels_for_tokens_alone() -> None:
@@ -274,15 +274,15 @@ def test_the_page_shows_what_the_files_say_and_else_not_measured(tmp_path: Path)
         assert (f"| {row.name} |" in page) == row.needs_gpu
     seconds = {"h200": {"forward": 9.0}, "h100-80gb": {"forward": 0.1, "backward": 0.2}}
     paper = {"peak_bytes": 9e8, "syncs": 1, "tokens": 1000, "seconds": seconds}
-    arm = {"plan_words": ["packed"], "peak_memory_bytes": 10**9, "mfu_measured": 0.5}
-    arm |= {"paper": paper, "syncs": 3, "parts": {"forward": 0.25, "backward": 0.3}}
+    variant = {"plan_words": ["packed"], "peak_memory_bytes": 10**9, "mfu_measured": 0.5}
+    variant |= {"paper": paper, "syncs": 3, "parts": {"forward": 0.25, "backward": 0.3}}
     found = {
         "kind": "hasten gpu row",
         "row": "full-8b-bf16",
         "machine": {"device_name": "NVIDIA H100 80GB HBM3"},
         "status": "partial",
         "said": "",
-        "arms": {"hasten": arm},
+        "variants": {"hasten": variant},
         "summary": {"hasten": {"median": 1234.5, "low": 1200.0, "high": None}},
     }
     (tmp_path / "row.json").write_text(json.dumps(found))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from layouts import arms, table  # noqa: E402
+from layouts import variants, table  # noqa: E402
 
 from hasten.core.step import training  # noqa: E402
 from hasten.machine.environment import World  # noqa: E402
@@ -23,7 +23,7 @@ from hasten.machine.environment import World  # noqa: E402
 def sitting(place: str, seconds: float = 100.0, **rates: list[float]) -> dict[str, Any]:
     rows = {n.replace("_", " "): {"rate": r, "bytes": [2e6] * len(r)} for n, r in rates.items()}
     models = {name: "llama" for name in rows if " " not in name}
-    return {"place": place, "seconds": seconds, "found": {"arms": rows, "models": models}}
+    return {"place": place, "seconds": seconds, "found": {"variants": rows, "models": models}}
 
 
 def test_a_layout_is_set_beside_one_process_and_beside_as_many_within_a_round() -> None:
@@ -36,7 +36,7 @@ def test_a_layout_is_set_beside_one_process_and_beside_as_many_within_a_round() 
     assert "| ddp | llama | 90 | 0.60 [0.60, 0.60] | 0.75 [0.75, 0.75] | 2.00 | 2 |" in text
 
 
-def test_sittings_with_other_arms_are_not_mixed() -> None:
+def test_sittings_with_other_variants_are_not_mixed() -> None:
     done = [
         sitting("2", alone_llama=[1.0], apart_llama=[1.0], fsdp2=[9.0]),
         sitting("2", alone_llama=[1.0], apart_llama=[1.0], ddp=[2.0]),
@@ -69,15 +69,15 @@ def test_an_interval_lies_around_the_mean_logarithm(ratios: list[float]) -> None
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_arm_is_one_that_its_ranks_allow(world: int) -> None:
-    load = arms.Load("tiny", records=2, tokens=16)
-    for name, arm in arms.arms(world).items():
-        assert arm.layout is not None
-        known = arms._facts(arm, load, World(size=world), 8)
-        assert arm.layout.obstacles(known) == (), name
+def test_every_variant_is_one_that_its_ranks_allow(world: int) -> None:
+    load = variants.Load("tiny", records=2, tokens=16)
+    for name, variant in variants.variants(world).items():
+        assert variant.layout is not None
+        known = variants._facts(variant, load, World(size=world), 8)
+        assert variant.layout.obstacles(known) == (), name
 
 
-@pytest.mark.parametrize("kind", [arms.DENSE, arms.EXPERTS])
+@pytest.mark.parametrize("kind", [variants.DENSE, variants.EXPERTS])
 def test_a_process_by_itself_has_the_load_that_was_asked_for(kind: str) -> None:
-    run = training(arms.session(arms.Arm(kind), arms.Load("tiny", 2, 16), World()))
+    run = training(variants.session(variants.Variant(kind), variants.Load("tiny", 2, 16), World()))
     assert [next(run).tokens for _ in range(2)] == [32, 32]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from step import arm, clock, common, given, machine, prepare, table, where  # noqa: E402
+from step import variant, clock, common, given, machine, prepare, table, where  # noqa: E402
 
 LENGTHS = st.lists(st.integers(2, 9), min_size=1, max_size=12)
 
@@ -72,7 +72,7 @@ def test_speed_is_tokens_over_seconds_of_the_steps_after_the_warm_up() -> None:
 def result(name: str, rate: float, turn: int = 0, **changes: Any) -> dict[str, Any]:
     figures = ("median", "whole")
     return {
-        "arm": name,
+        "variant": name,
         "round": turn,
         "load_before": 0.1,
         "steady_tokens_per_second": rate,
@@ -81,7 +81,7 @@ def result(name: str, rate: float, turn: int = 0, **changes: Any) -> dict[str, A
         "compile_seconds": None,
         "peak_bytes": 1,
         "device_peak_bytes": 1,
-        "held_out_loss": 6.5,
+        "eval_loss": 6.5,
         "tokens": 30,
         "step_tokens": [10, 20],
         "losses": [7.0, 6.9],
@@ -93,7 +93,7 @@ def result(name: str, rate: float, turn: int = 0, **changes: Any) -> dict[str, A
 def report(*runs: dict[str, Any]) -> dict[str, Any]:
     return {
         "runs": list(runs),
-        "arms": ["hasten", "hf_best", "trl_packing"],
+        "variants": ["hasten", "hf_best", "trl_packing"],
         "not_installed": {"trl_packing": ["trl"]},
         "step_tokens": [10, 20],
         "flops_per_token": 1e6,
@@ -104,14 +104,14 @@ def report(*runs: dict[str, Any]) -> dict[str, Any]:
 def test_ratios_are_taken_within_a_round() -> None:
     slow = [result("hasten", 100.0), result("hf_best", 50.0)]
     fast = [result("hasten", 300.0, 1), result("hf_best", 150.0, 1)]
-    lines = table.arms_table(report(*slow, *fast))
+    lines = table.variants_table(report(*slow, *fast))
     assert "| 0.50 [0.50, 0.50] |" in lines[3]
     assert "| 20.0% |" in lines[2]  # 200 tokens/s of 1e6 FLOPs, of 1e9
 
 
-def test_an_arm_without_its_package_or_with_an_error_has_a_line() -> None:
-    failed = {"arm": "hf_best", "round": 0, "load_before": 0.1, "error": "exit code 1: no memory"}
-    lines = table.arms_table(report(result("hasten", 100.0), failed))
+def test_an_variant_without_its_package_or_with_an_error_has_a_line() -> None:
+    failed = {"variant": "hf_best", "round": 0, "load_before": 0.1, "error": "exit code 1: no memory"}
+    lines = table.variants_table(report(result("hasten", 100.0), failed))
     assert "failed: exit code 1: no memory" in lines[3]
     assert "not installed: trl" in lines[4]
     assert table.mismatches(report(result("hasten", 100.0), failed)) == []
@@ -127,10 +127,10 @@ def test_runs_on_other_records_or_weights_are_called_not_comparable() -> None:
     assert table.remarks(report(base, chosen)) == []
 
 
-def test_every_arm_but_packing_follows_the_order_where_it_is_matched() -> None:
+def test_every_variant_but_packing_follows_the_order_where_it_is_matched() -> None:
     packing = ["trl_packing", "trl_packing_rows"]
-    assert [name for name, one in arm.ARMS.items() if one.chooses(True)] == packing
-    free = [name for name, one in arm.ARMS.items() if one.chooses(False)]
+    assert [name for name, one in variant.VARIANTS.items() if one.chooses(True)] == packing
+    free = [name for name, one in variant.VARIANTS.items() if one.chooses(False)]
     assert free == ["hf_best", "hf_best_4x8", "hf_compile", *packing]
 
 

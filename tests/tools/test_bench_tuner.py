@@ -1,4 +1,4 @@
-"""The benchmark of tunings: winners are paired, equal plans have one arm, problems are sound."""
+"""The benchmark of tunings: winners are paired, equal plans have one variant, problems are sound."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tuner import real
 from tuner.problems import PROBLEMS, wide
 
 from hasten.core.plan import Plan
-from hasten.measure.ablation import Arm
+from hasten.measure.ablation import Variant
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject, prepared
 from hasten.measure.workers import WorkerError, WorkerPool, WorkerSpec
@@ -43,45 +43,45 @@ def side_by_side(speeds: dict[str, float]) -> Any:
     def measured(
         subject: ExperimentSubject, plans: dict[str, Plan], kinds: Any, *_: Any
     ) -> Measured:
-        arms = []
+        variants = []
         for number, (name, plan) in enumerate(plans.items()):
             factor = 1.0
             for technique in plan:
                 factor *= speeds[technique.name()]
             rounds = [100 * factor * (1 + 0.001 * ((i * (number + 1)) % 3)) for i in range(8)]
-            arm = Arm(name, plan, rounds=rounds, kind=kinds[name])
-            arm.acted = [{"technique": t.name(), "acted": True, "evidence": ""} for t in plan]
-            arms.append(arm)
-        for arm in arms:
-            arm.beside = arms[0].rounds
-        return Measured(arms, {"rounds": 8})
+            variant = Variant(name, plan, rounds=rounds, kind=kinds[name])
+            variant.acted = [{"technique": t.name(), "acted": True, "evidence": ""} for t in plan]
+            variants.append(variant)
+        for variant in variants:
+            variant.beside = variants[0].rounds
+        return Measured(variants, {"rounds": 8})
 
     return measured
 
 
 @pytest.mark.long
-def test_winners_are_paired_and_equal_plans_have_one_arm(
+def test_winners_are_paired_and_equal_plans_have_one_variant(
     subject: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     autocast, fused = Plan([KINDS["autocast"]()]), Plan([KINDS["fused_adamw"]()])
     monkeypatch.setattr(real, "measured", side_by_side({"autocast": 1.5, "fused_adamw": 1.47}))
     winners = {"winner 1": autocast, "winner 2": fused, "winner 3": autocast, "winner 4": Plan()}
     found = real._compared(subject, winners, 60.0, real.Told())
-    assert found["arm_of"] == {
+    assert found["variant_of"] == {
         "winner 1": "winner 1",
         "winner 2": "winner 2",
         "winner 3": "winner 1",
         "winner 4": "baseline",
     }
     found = real._apart(subject, winners, 60.0, real.Told())
-    assert found["arm_of"]["winner 3"] == "winner 1"
-    assert found["arm_of"]["winner 4"] == "winner 4"
-    ratios = {tuple(r["arms"]): r["ratio"]["median"] for r in found["pairs"]}
+    assert found["variant_of"]["winner 3"] == "winner 1"
+    assert found["variant_of"]["winner 4"] == "winner 4"
+    ratios = {tuple(r["variants"]): r["ratio"]["median"] for r in found["pairs"]}
     assert ratios[("winner 1", "winner 2")] == pytest.approx(1.5 / 1.47, rel=0.01)
     assert ratios[("winner 1", "winner 4")] == pytest.approx(1.5, rel=0.01)
     assert len(ratios) == 3
     (control,) = found["control"]
-    assert control["arms"] == ["baseline again", "winner 1"]
+    assert control["variants"] == ["baseline again", "winner 1"]
     assert control["ratio"]["median"] == pytest.approx(1.0, abs=0.01)
     same = real._apart(subject, {"winner 1": fused, "winner 2": fused}, 60.0, real.Told())
     assert same["pairs"] == []

@@ -43,7 +43,7 @@ MORE = (
     "bench_packing.py --trl",
     "bench_pipeline.py link",
     "bench_plan.py own",
-    "bench_step.py --loss --profile --arms hasten hf_best",
+    "bench_step.py --loss --profile --variants hasten hf_best",
     "bench_verdicts.py --real 1",
     "bench_verdicts.py --record speeds.json",
     "bench_verdicts.py --spread 2",

@@ -254,7 +254,7 @@ def test_folders_that_are_no_checkouts_are_refused(
 
 def test_the_record_of_an_experiment_is_cut_within_a_line(tmp_path: Path) -> None:
     events = [
-        {"event": "turn", "arm": "all", "round": number, "n": 50 * "x"} for number in range(9)
+        {"event": "turn", "variant": "all", "round": number, "n": 50 * "x"} for number in range(9)
     ]
     place = tmp_path / "run" / "experiments" / "key"
     place.mkdir(parents=True)

@@ -33,14 +33,14 @@ def test_a_finished_training_is_shown_with_its_steps_plan_and_cost(tmp_path: Pat
     assert (found["status"], found["step"], found["total_steps"]) == ("done", 3, 3)
     assert found["cost"] == summary["cost"]["total"]
     assert found["tokens"] == summary["tokens"]
-    assert found["held_out_loss"] == pytest.approx(summary["held_out_loss"])
+    assert found["eval_loss"] == pytest.approx(summary["eval_loss"])
     assert [entry["technique"] for entry in watched.start["plan"]] == ["packed"]
     assert {"disks", "network", "limits", "gpus"} <= set(summary["machine"])
     assert not watched.unreadable
     [events] = (tmp_path / "run" / "tensorboard").iterdir()
     written = events.read_bytes()
     assert written.count(b"train/loss") == 3
-    assert written.count(b"eval/held_out_loss") == 2
+    assert written.count(b"eval/eval_loss") == 2
 
 
 def test_the_next_run_tells_which_switches_are_other(tmp_path: Path) -> None:

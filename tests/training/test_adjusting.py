@@ -35,7 +35,7 @@ def test_a_run_tries_its_settings_and_learns_as_one_that_does_not(
         monkeypatch.setattr(auto_adjust, name, value)
     plain, _, _ = run(tmp_path / "plain")
     summary, told, session = run(tmp_path / "auto", live_tuning=True)
-    assert summary["held_out_loss"] == pytest.approx(plain["held_out_loss"], rel=1e-4)
+    assert summary["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-4)
     assert plain["adjusted"] == {}
     assert summary["adjusted"] == adjusted(session)
     path = tmp_path / "auto" / "run" / "adjustments.jsonl"

@@ -1,4 +1,4 @@
-"""Whole training runs: real records in, a model that Transformers loads out."""
+"""Whole training runs: real examples in, a model that Transformers loads out."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_training_lowers_the_loss_and_the_saved_model_loads_with_equal_logits(
 def test_training_on_real_records_does_so_too(
     tmp_path: Path, name: str, preset: str, finetuning: str
 ) -> None:
-    longer = {"cutoff_len": 96, "max_records": 120}  # real questions alone fill 64 tokens
+    longer = {"cutoff_len": 96, "max_examples": 120}  # real questions alone fill 64 tokens
     check_training(tmp_path, real_dataset(name), preset, finetuning, **longer)
 
 
@@ -88,7 +88,7 @@ def check_training(folder: Path, data: str, preset: str, finetuning: str, **chan
     assert len(losses) == 10
     assert sum(losses[-3:]) < sum(losses[:3])
     idle = {name for name, proof in summary["acted"].items() if not proof["acted"]}
-    # Records that are all cut to one length leave no padding to take out.
+    # Examples that are all cut to one length leave no padding to take out.
     same_length = len(set(session.setup.job.lengths)) == 1
     assert idle == ({"packed"} if same_length else set())
     loaded = _load(Path(summary["saved"]), preset, summary, lora)
@@ -165,8 +165,8 @@ def test_a_run_leaves_what_the_docs_promise(tmp_path: Path) -> None:
     assert json.loads((output / "summary.json").read_text()) == json.loads(json.dumps(summary))
     promised = {
         *("steps", "tokens", "trained_tokens", "seconds", "startup_seconds", "tokens_per_second"),
-        *("records_per_second", "epoch_seconds", "step_seconds_median", "peak_memory_bytes"),
-        *("peak_host_memory_bytes", "held_out_loss", "perplexity", "metrics", "world_size"),
+        *("examples_per_second", "epoch_seconds", "step_seconds_median", "peak_memory_bytes"),
+        *("peak_host_memory_bytes", "eval_loss", "perplexity", "metrics", "world_size"),
         *("plan", "hardware", "versions", "seed", "cost"),
     }
     assert promised <= set(summary)
@@ -207,13 +207,13 @@ def test_a_resumed_run_continues_where_it_stopped(tmp_path: Path) -> None:
 def test_a_second_run_in_a_live_run_s_folder_is_refused_and_touches_nothing(
     tmp_path: Path, saves: int | None
 ) -> None:
-    values = small(tmp_path, max_steps=2, checkpoint_every=saves, held_out=0)
+    values = small(tmp_path, max_steps=2, checkpoint_every=saves, eval_data=0)
     output, refused = tmp_path / "run", list[str]()
 
     def begin_another(metrics: StepMetrics) -> None:
         before = {path: path.read_bytes() for path in output.rglob("*.[jy]*") if path.is_file()}
         with pytest.raises(InputError, match="in use by process") as error:
-            train(Recipe(**{**values, "seed": 9, "max_records": 40}), tell=lambda text: None)
+            train(Recipe(**{**values, "seed": 9, "max_examples": 40}), tell=lambda text: None)
         refused.append(str(error.value))
         watched = ("machine.jsonl", "run.json", "manifest.json")  # written by other threads
         for path, content in before.items():
@@ -226,7 +226,7 @@ def test_a_second_run_in_a_live_run_s_folder_is_refused_and_touches_nothing(
     assert not (output / "run.lock").exists()
 
 
-def test_the_asked_measures_stand_beside_the_held_out_loss(tmp_path: Path) -> None:
+def test_the_asked_measures_stand_beside_the_eval_loss(tmp_path: Path) -> None:
     """Taken while the plan's own attention and head are in place, and on the saved model."""
     values = small(tmp_path, metrics=["token_accuracy"], plan=PLAN, max_steps=4, eval_every=2)
     summary, session = run(values)
@@ -234,16 +234,16 @@ def test_the_asked_measures_stand_beside_the_held_out_loss(tmp_path: Path) -> No
     assert len(found) == 2
     assert all(0 <= share <= 1 for share in found)
     model: Any = load_model(Path(summary["saved"]))
-    held_out = session.setup.job.held_out
-    assert token_accuracy(model.eval(), held_out) == pytest.approx(found[-1], abs=0.02)
+    eval_data = session.setup.job.eval_data
+    assert token_accuracy(model.eval(), eval_data) == pytest.approx(found[-1], abs=0.02)
 
 
-def test_best_holds_the_weights_of_the_lowest_held_out_loss(tmp_path: Path) -> None:
+def test_best_holds_the_weights_of_the_lowest_eval_loss(tmp_path: Path) -> None:
     values = small(tmp_path, eval_every=1, max_steps=6, learning_rate=0.5, lr_schedule="constant")
     run(values)
     evaluations = lines(tmp_path / "run" / "evaluations.jsonl")
-    best = min(e["held_out_loss"] for e in evaluations)
-    assert best != evaluations[-1]["held_out_loss"]
+    best = min(e["eval_loss"] for e in evaluations)
+    assert best != evaluations[-1]["eval_loss"]
     again = small(
         tmp_path,
         model=str(tmp_path / "run" / "best"),
@@ -252,7 +252,7 @@ def test_best_holds_the_weights_of_the_lowest_held_out_loss(tmp_path: Path) -> N
         learning_rate=1e-12,
     )
     summary, _ = run(again)
-    assert summary["held_out_loss"] == pytest.approx(best, rel=1e-4)
+    assert summary["eval_loss"] == pytest.approx(best, rel=1e-4)
 
 
 def test_a_later_attempt_does_not_take_a_worse_model_for_the_best(
@@ -264,9 +264,9 @@ def test_a_later_attempt_does_not_take_a_worse_model_for_the_best(
     best = tmp_path / "run" / "best"
     before = {p.name: p.read_bytes() for p in best.glob("*.safetensors")}
     assert before
-    losses = [e["held_out_loss"] for e in lines(tmp_path / "run" / "evaluations.jsonl")]
+    losses = [e["eval_loss"] for e in lines(tmp_path / "run" / "evaluations.jsonl")]
     with (tmp_path / "run" / "evaluations.jsonl").open("a") as file:  # as if it had been lower
-        file.write(json.dumps({"step": 4, "tokens": 9, "held_out_loss": min(losses) / 100}) + "\n")
+        file.write(json.dumps({"step": 4, "tokens": 9, "eval_loss": min(losses) / 100}) + "\n")
     monkeypatch.setenv("HASTEN_ATTEMPT", "2")
     run({**values, "max_steps": 6, "resume": "auto"})
     assert {p.name: p.read_bytes() for p in best.glob("*.safetensors")} == before
@@ -286,7 +286,7 @@ def test_the_schedule_ends_with_the_data_whatever_the_order_makes_of_it(tmp_path
 
 def test_pretraining_on_plain_text_trains_every_token(tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
-    rows = [json.dumps({"text": f"record {i} " + "some plain text " * 9}) for i in range(60)]
+    rows = [json.dumps({"text": f"example {i} " + "some plain text " * 9}) for i in range(60)]
     texts.write_text("\n".join(rows))
     summary, _ = run(small(tmp_path, dataset=str(texts), max_steps=2))
-    assert summary["trained_tokens"] == summary["tokens"] - summary["records"]
+    assert summary["trained_tokens"] == summary["tokens"] - summary["examples"]

@@ -56,11 +56,11 @@ class Noting(Simulated):
 def test_slices_go_to_and_fro_and_are_the_longer_the_slower_one_is() -> None:
     machine = Machine(SPACE, lambda s: 1.0 if s["fused"] else 4.0, parts=True)
     notes = Noting.notes = []
-    arms = {}
+    variants = {}
     for fused in (True, False):
-        arms[fused] = ArmProcess(Noting(machine, {"batch": 1, "fused": fused}), clock=machine.clock)
-        arms[fused].begin(2)
-    found = dict(run_round(arms, [1], random.Random(0), LoadMeter(2)))
+        variants[fused] = ArmProcess(Noting(machine, {"batch": 1, "fused": fused}), clock=machine.clock)
+        variants[fused].begin(2)
+    found = dict(run_round(variants, [1], random.Random(0), LoadMeter(2)))
     rates = [turn.rate for turn in found.values() if isinstance(turn, Turn)]
     assert sorted(rates) == pytest.approx([25.0, 100.0])
     who = [fused for fused, _ in notes]
@@ -74,17 +74,17 @@ def test_slices_go_to_and_fro_and_are_the_longer_the_slower_one_is() -> None:
 def test_every_second_pass_has_the_order_backwards_and_a_failure_ends_its_own_turns_alone() -> None:
     machine = Machine(SPACE, lambda s: 1.0)
     points = SPACE.points()[:3]
-    arms = {p: ArmProcess(machine.start(p), clock=machine.clock) for p in points}
-    for arm in arms.values():
-        arm.begin(1)
-    turns = list(run_round(arms, [1, 2], random.Random(0), LoadMeter(2)))
+    variants = {p: ArmProcess(machine.start(p), clock=machine.clock) for p in points}
+    for variant in variants.values():
+        variant.begin(1)
+    turns = list(run_round(variants, [1, 2], random.Random(0), LoadMeter(2)))
     order = [point for point, _ in turns]
     assert set(order[:3]) == set(points)
     assert order[3:] == order[2::-1]
     assert [len(t.steps) for _, t in turns if isinstance(t, Turn)] == [1] * 3 + [2] * 3
     bad = order[1]
     machine.seconds = lambda s: 1e6 if s == SPACE.settings(bad) else 1.0
-    turns = list(run_round(arms, [1, 1], random.Random(0), LoadMeter(2)))
+    turns = list(run_round(variants, [1, 1], random.Random(0), LoadMeter(2)))
     assert [point for point, _ in turns].count(bad) == 1
     assert [isinstance(t, WorkerError) for p, t in turns if p == bad] == [True]
     assert len(turns) == 5

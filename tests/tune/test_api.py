@@ -96,20 +96,20 @@ def test_a_recipe_that_is_not_there_is_refused() -> None:
         tune("nothing.yaml")
 
 
-def test_for_less_memory_a_slower_arm_may_win_and_a_worse_model_may_not() -> None:
+def test_for_less_memory_a_slower_variant_may_win_and_a_worse_model_may_not() -> None:
     def row(verdict: str, peak: int, quality: str | None = "not worse") -> dict:
         return {"verdict": verdict, "quality": quality, "peak_memory_bytes": peak}
 
     rows = [row("baseline", 100, None), row("baseline: a second copy, for the noise", 100, None)]
     rows += [
-        row("helped", 50, "worse: held-out loss 2.0000 → 2.1000"),
+        row("helped", 50, "worse: eval loss 2.0000 → 2.1000"),
         row("failed: killed", 50, None),
         {**row("helped", 50), "refused": "lossy: nobody was asked to prove it"},
         row("hurt: recompute did not act", 70),
         row("hurt", 80),
     ]
     study: Any = SimpleNamespace(objective="memory", memory=None)
-    place = _Tuning._best_arm(cast(Any, None), study, rows)
+    place = _Tuning._best_variant(cast(Any, None), study, rows)
     assert place == 5
 
 

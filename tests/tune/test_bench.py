@@ -243,9 +243,9 @@ def test_a_turn_is_neither_too_short_to_tell_nor_longer_than_it_must_be(
 def length(warm: list[float], **design: int) -> int:
     """The steps of a round after a warm-up whose steps took so many seconds."""
     machine = Machine(SPACE, lambda s: 1.0)
-    arm = ArmProcess(machine.start(SPACE.start))
-    arm.warm = [step(1.0, seconds) for seconds in warm]
-    return ReferencePair(machine.start, SPACE.start, 2, **design)._length(arm)
+    variant = ArmProcess(machine.start(SPACE.start))
+    variant.warm = [step(1.0, seconds) for seconds in warm]
+    return ReferencePair(machine.start, SPACE.start, 2, **design)._length(variant)
 
 
 @pytest.mark.parametrize("seed", range(8))

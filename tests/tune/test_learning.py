@@ -144,7 +144,7 @@ def test_a_loss_that_is_no_number_fails_that_training_alone() -> None:
     found = Trainings(loss).study()
     bad = [r for r in found.rows if r["settings"]["learning_rate"] > 1e-3]
     assert bad
-    assert {r["why"] for r in bad} == {"its held-out loss is not a finite number"}
+    assert {r["why"] for r in bad} == {"its eval loss is not a finite number"}
     assert found.best is not None
     assert SPACE.settings(found.best)["learning_rate"] < 1e-3
 

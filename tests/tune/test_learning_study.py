@@ -1,4 +1,4 @@
-"""Trainings of a recipe with other hyper-parameters: same tokens, same held-out records."""
+"""Trainings of a recipe with other hyper-parameters: same tokens, same eval records."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hasten.tune.whole_trainings import RecipeTrainings
 RECIPE = {
     "model": "deepseek-llm-tiny",
     "dataset": "stdlib",
-    "held_out": 4,
+    "eval_data": 4,
     "vocabulary": 512,
-    "max_records": 80,
+    "max_examples": 80,
     "cutoff_len": 128,
     "max_steps": 8,
     "global_batch_size": 4,
@@ -126,7 +126,7 @@ def test_a_process_trains_as_the_same_session_here_does(
     here = []
     for _ in range(2):
         job.handle("steps", {"count": 8})
-        here.append(job.handle("evaluate", {})["held_out_loss"])
+        here.append(job.handle("evaluate", {})["eval_loss"])
     assert losses == pytest.approx(here, rel=1e-4)
     data = json.loads((folder / "data" / "index.json").read_text())
     assert prepare_data(given.recipe, folder / "data").note.key == given.data_key, data
@@ -191,7 +191,7 @@ def test_bad_input_is_a_sentence(given: ExperimentSubject, folder: Path) -> None
     with pytest.raises(InputError, match="one other are 2"):
         LearningOptions(trials=1)
     with pytest.raises(InputError, match="hold some records out"):
-        RecipeTrainings(subject(folder, held_out=0))
+        RecipeTrainings(subject(folder, eval_data=0))
     with pytest.raises(InputError, match="too few to study"):
         RecipeTrainings(subject(folder, max_steps=2))
     with pytest.raises(InputError, match="can't read 'soon'"):

@@ -15,7 +15,7 @@ from hasten.core.technique import Fidelity
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.machine.processes import LoadMeter
-from hasten.measure.ablation import AGAIN, BASELINE, Arm
+from hasten.measure.ablation import AGAIN, BASELINE, Variant
 from hasten.measure.choose import Choice
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject, prepared
@@ -117,22 +117,22 @@ class Pretended:
     def __call__(
         self, given: ExperimentSubject, plans: Mapping[str, Plan], kinds: Any, *_: Any
     ) -> Measured:
-        arms = []
+        variants = []
         for name, plan in plans.items():
             factor = 1.0
             for technique in plan:
                 factor *= self.ratios.get(technique.name(), 1.0)
             rounds = [100 * factor * (1 + 0.001 * i) for i in range(6)]
-            arms.append(Arm(name, plan, rounds=rounds, kind=kinds[name]))
-        base = arms[0].rounds
-        for arm in arms:
-            arm.beside = base
-            names = [t.name() for t in arm.plan]
-            arm.acted = [
+            variants.append(Variant(name, plan, rounds=rounds, kind=kinds[name]))
+        base = variants[0].rounds
+        for variant in variants:
+            variant.beside = base
+            names = [t.name() for t in variant.plan]
+            variant.acted = [
                 {"technique": n, "acted": n not in self.idle, "evidence": ""} for n in names
             ]
-        assert [a.name for a in arms[:2]] == [BASELINE, AGAIN]
-        return Measured(arms, {"rounds": 6})
+        assert [a.name for a in variants[:2]] == [BASELINE, AGAIN]
+        return Measured(variants, {"rounds": 6})
 
 
 @pytest.mark.parametrize(("faster", "better"), [(1.5, True), (1.0, False)])
@@ -211,7 +211,7 @@ def test_what_did_not_act_is_left_out_of_the_winner_and_said(
     machine = Machine(space, seconds, start=0.0)
     monkeypatch.setattr(RecipeSubject, "start", lambda self, point: machine.start(point))
     monkeypatch.setattr(
-        api._Tuning, "_best_arm", lambda self, study, rows: _place_of_both(study, rows)
+        api._Tuning, "_best_variant", lambda self, study, rows: _place_of_both(study, rows)
     )
     found = api.tune(given.recipe, 600, options)
     winner = found.report["winner"]
@@ -238,7 +238,7 @@ def test_a_proof_that_can_not_be_made_refuses_the_winner_and_loses_no_study(
     given: ExperimentSubject,
 ) -> None:
     def can_not(shown: ExperimentSubject, plan: Plan) -> Sequence[str]:
-        raise InputError("held_out: the guard needs held-out records")
+        raise InputError("eval_data: the guard needs eval records")
 
     found = RecipeSubject(given, TuneOptions(lossy=True), SilentProgress(), prove=can_not)
     point = next(
@@ -246,7 +246,7 @@ def test_a_proof_that_can_not_be_made_refuses_the_winner_and_loses_no_study(
         for p in found.space.neighbours(found.space.start)
         if any(t.fidelity is Fidelity.LOSSY for t in found._plans.plan(p))
     )
-    assert "can't be proven here: held_out" in str(found.refusal(point))
+    assert "can't be proven here: eval_data" in str(found.refusal(point))
 
 
 def test_on_ranks_turns_too_short_for_an_exchange_are_refused(given: ExperimentSubject) -> None:

@@ -101,7 +101,7 @@ def test_the_final_is_of_rounds_side_by_side_and_over_the_start() -> None:
     assert study.leaders(1) == [best]
     assert len(study.final[best]) == max(len(logs) for logs in study.final.values())
     (event,) = [e for e in record.events if e["event"] == "final"]
-    assert [SPACE.point(arm["settings"]) for arm in event["arms"]] == list(study.final)
+    assert [SPACE.point(variant["settings"]) for variant in event["variants"]] == list(study.final)
 
 
 def test_the_final_leaves_out_what_memory_has_no_room_for() -> None:

@@ -29,9 +29,9 @@ BAR = 40  # characters of the longest bar
 def inspect(
     path: RecipePath,
     overrides: Overrides = None,
-    count: Annotated[int, typer.Option(min=1, help="records to show")] = 3,
+    count: Annotated[int, typer.Option(min=1, help="examples to show")] = 3,
 ) -> None:
-    """Show records as the model will see them, trained parts marked."""
+    """Show examples as the model will see them, trained parts marked."""
     from hasten.data.token_store import inspect as rendered
     from hasten.recipe.schema import load_recipe
 
@@ -39,14 +39,14 @@ def inspect(
     colour = sys.stdout.isatty()
     bos = data.tokenizer.bos_token_id
     for index in range(min(count, len(data.train))):
-        record = data.train[index]
-        if bos is not None and (record.input_ids[:2] == bos).sum() == 2:
+        example = data.train[index]
+        if bos is not None and (example.input_ids[:2] == bos).sum() == 2:
             raise InputError(
-                f"record {index + 1} begins with two {data.tokenizer.bos_token}: the chat "
+                f"example {index + 1} begins with two {data.tokenizer.bos_token}: the chat "
                 "template and the tokenizer both add one; correct the template"
             )
-        print(f"--- {index + 1}: {record.length} tokens, {record.trained_tokens} of them trained")
-        print(rendered(data.tokenizer, record, colour))
+        print(f"--- {index + 1}: {example.length} tokens, {example.trained_tokens} of them trained")
+        print(rendered(data.tokenizer, example, colour))
 
 
 @app.command("stats")
@@ -98,7 +98,7 @@ def pack(
     ] = None,
     force: Annotated[bool, typer.Option(help="replace a file that exists")] = False,
 ) -> None:
-    """Write a recipe's records as packed rows, for this or another trainer."""
+    """Write a recipe's examples as packed rows, for this or another trainer."""
     from hasten.data.packed_file import COLUMNS, check_name, write_packed
     from hasten.progress import Display
     from hasten.recipe.prepared_data import prepare_data, template_advice
@@ -122,8 +122,8 @@ def pack(
             recipe.seed,
             lambda done, total: display.show(f"packing, {done:,} of {total:,} rows", done / total),
         )
-    records = len(data.train)
-    print(f"records    {records:,}, {found.tokens:,} tokens; the held-out ones are not among them")
+    examples = len(data.train)
+    print(f"examples    {examples:,}, {found.tokens:,} tokens; the held-out ones are not among them")
     print(f"rows       {found.rows:,} of {found.row_tokens:,} tokens, {found.fullness:.2%} full")
     print(f"bound      {found.lower_bound:,}: no packing has fewer rows")
     print(f"written    {output}: {', '.join(COLUMNS)}")
@@ -135,13 +135,13 @@ def convert(
     output: Annotated[Path, typer.Option("--to", help="the JSONL file to write")],
     max_rejected: Annotated[float, typer.Option(min=0, help="as in a recipe")] = 0.001,
 ) -> None:
-    """Write records of any known shape as JSONL of messages."""
-    from hasten.data.readers import read_records, unread_words
+    """Write examples of any known shape as JSONL of messages."""
+    from hasten.data.readers import read_examples, unread_words
     from hasten.machine.files import replacing
 
     if output.exists():
         raise InputError(f"{output} exists; give another name")
-    reading = read_records(sources, max_rejected)
+    reading = read_examples(sources, max_rejected)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with replacing(output, durable=False) as file:
@@ -151,10 +151,10 @@ def convert(
         raise InputError(f"{output} can't be written: {error.strerror or error}") from error
     for file_name, shape in reading.shapes.items():
         unread = unread_words(reading.unread.get(file_name, ()))
-        print(shown(f"{file_name}: {shape} records{unread}"))
+        print(shown(f"{file_name}: {shape} examples{unread}"))
     for rejected in reading.rejected:
         print(shown(f"left out {rejected.file}:{rejected.line}: {rejected.reason}"))
-    print(f"{len(reading.conversations):,} records: {output}")
+    print(f"{len(reading.conversations):,} examples: {output}")
 
 
 def _data(recipe: Recipe) -> PreparedData:
@@ -186,16 +186,16 @@ def _row(conversation: Conversation) -> dict[str, object]:
 
 def _print(found: DataStatistics) -> None:
     quantiles = ", ".join(f"{q} %: {n:,}" for q, n in found.quantiles.items())
-    print(f"records         {found.records:,}, {found.duplicates:,} of them duplicates")
+    print(f"examples         {found.examples:,}, {found.duplicates:,} of them duplicates")
     share = found.trained_tokens / found.tokens
     print(f"tokens          {found.tokens:,}, {share:.1%} of them trained")
-    print(f"tokens/record   {found.shortest:,} to {found.longest:,}; {quantiles}\n")
-    most = max(b.records for b in found.bins)
+    print(f"tokens/example   {found.shortest:,} to {found.longest:,}; {quantiles}\n")
+    most = max(b.examples for b in found.bins)
     for one in found.bins:
-        bar = "█" * round(BAR * one.records / most) or ("▏" if one.records else "")
+        bar = "█" * round(BAR * one.examples / most) or ("▏" if one.examples else "")
         share = one.tokens / found.tokens
         name = f"{one.low:,}-{one.high - 1:,}" if one.high - one.low > 1 else f"{one.low:,}"
-        print(f"{name:>15} {bar:<{BAR}} {one.records:>9,}  {share:5.1%} of tokens")
+        print(f"{name:>15} {bar:<{BAR}} {one.examples:>9,}  {share:5.1%} of tokens")
 
 
 def _print_layouts(ways: Sequence[BatchLayout], chosen: str) -> None:
@@ -204,4 +204,4 @@ def _print_layouts(ways: Sequence[BatchLayout], chosen: str) -> None:
         bound = "-" if way.bound is None else f"{way.bound:,}"
         figures = f"{way.fullness:>7.1%} {way.rows:>11,} {bound:>11}"
         print(f"{way.method:<34} {way.technique:<15} {figures}")
-    print(f"\nfullest: {chosen}; other records share a step then, so hasten guard judges the loss")
+    print(f"\nfullest: {chosen}; other examples share a step then, so hasten guard judges the loss")

@@ -214,7 +214,7 @@ def demo(
             progress.enter("measuring")
             found = _measured(subject, pool, progress, clock)
         report = None
-        if found is not None and found.arms[0].rounds:
+        if found is not None and found.variants[0].rounds:
             progress.enter("verification")
             proofs = _verified(subject, progress, clock)
             report = experiment_report(subject, found, DESIGN, "hasten demo", "hasten demo", proofs)
@@ -226,7 +226,7 @@ def demo(
     if report is None:
         print(f"nothing could be measured: {_why_nothing(found)}; {neighbours}")
     else:
-        report["samples"] = [{**s, "arm": _writer(summary, subject)} for s in summary["samples"]]
+        report["samples"] = [{**s, "variant": _writer(summary, subject)} for s in summary["samples"]]
         write_report(report, output)
         _show_measured(report)
     _show_training(summary, chosen, speed, subject)
@@ -258,7 +258,7 @@ def recipe_for(output: Path, gpu_bytes: float) -> Recipe:
     return Recipe(
         model=LARGE if gpu_bytes >= LARGE_GPU_BYTES else SMALL if on_gpu else TINY,
         dataset="stdlib",
-        held_out=48,
+        eval_data=48,
         cutoff_len=512,
         max_steps=TRAINING_STEPS,
         global_batch_size=16,
@@ -300,37 +300,37 @@ def plan_to_train(report: Mapping[str, Any] | None, plan: Sequence[Any]) -> Demo
         why = f"chosen: {', '.join(plan)}: all techniques, since nothing could be measured"
         return replace(everything, why=why)
     read = read_report(report)
-    base, *rows = read["arms"]
-    arm = fastest_of_equal_quality(read)
-    kept = None if arm is None else recipe_plan(arm, read)
-    if arm is None or kept is None or not any(row["quality"] for row in rows):
+    base, *rows = read["variants"]
+    variant = fastest_of_equal_quality(read)
+    kept = None if variant is None else recipe_plan(variant, read)
+    if variant is None or kept is None or not any(row["quality"] for row in rows):
         why = f"chosen: {', '.join(plan)}: all techniques, since no speed could be compared"
         return replace(everything, why=why)
-    if arm is base and all(verdict_word(row["quality"]) == "undecided" for row in rows):
+    if variant is base and all(verdict_word(row["quality"]) == "undecided" for row in rows):
         why = f"chosen: {', '.join(plan)}: all techniques; there was no time to compare quality"
         return replace(everything, why=why)
-    speed, step = arm["tokens_per_second"]["median"], arm["step_seconds"]["p50"]
-    if arm is base:
+    speed, step = variant["tokens_per_second"]["median"], variant["step_seconds"]["p50"]
+    if variant is base:
         why = "chosen: no technique: no row is faster at equal quality"
-        return DemoPlan(arm["name"], kept, why, speed, step)
-    return DemoPlan(arm["name"], kept, _choice_words(arm, read), speed, step)
+        return DemoPlan(variant["name"], kept, why, speed, step)
+    return DemoPlan(variant["name"], kept, _choice_words(variant, read), speed, step)
 
 
-def _choice_words(arm: Mapping[str, Any], read: Mapping[str, Any]) -> str:
+def _choice_words(variant: Mapping[str, Any], read: Mapping[str, Any]) -> str:
     """What was chosen and what it gains, as its row in the table says it."""
     from hasten.report.judgement import ladder_of, on_the_whole, verdict_word
 
-    gain = f"{span(arm['ratio'], 'times')} the baseline's speed at equal quality"
-    word = on_the_whole(arm, read)
-    if len(arm["rounds"]) == 1:
+    gain = f"{span(variant['ratio'], 'times')} the baseline's speed at equal quality"
+    word = on_the_whole(variant, read)
+    if len(variant["rounds"]) == 1:
         gain += ", in a single round, which proves nothing"
     elif word != "helped":
         gain += f", which is {word}"
-    rows = ladder_of(read["arms"])
-    inside = rows[1 : next((i for i, row in enumerate(rows) if row is arm), 0) + 1]
-    words = f"chosen: {', '.join(arm['techniques'])} (row {arm['name']!r}): {gain}"
+    rows = ladder_of(read["variants"])
+    inside = rows[1 : next((i for i, row in enumerate(rows) if row is variant), 0) + 1]
+    words = f"chosen: {', '.join(variant['techniques'])} (row {variant['name']!r}): {gain}"
     found: dict[str, list[str]] = {}
-    for row in inside if len(arm["rounds"]) > 1 else ():
+    for row in inside if len(variant["rounds"]) > 1 else ():
         found.setdefault(verdict_word(row["verdict"]), []).append(row["name"].removeprefix("+ "))
     for word in ("undecided", "no effect", "hurt", "failed"):
         if word in found:
@@ -516,15 +516,15 @@ def quality_words(read: Mapping[str, Any]) -> str:
     """What was compared of the models, and how far apart they are."""
     from hasten.report.judgement import MARGIN
 
-    base, *rows = read["arms"]
-    losses = [row["held_out_loss"] for row in rows if row["held_out_loss"] is not None]
-    if base["held_out_loss"] is None or not losses:
+    base, *rows = read["variants"]
+    losses = [row["eval_loss"] for row in rows if row["eval_loss"] is not None]
+    if base["eval_loss"] is None or not losses:
         return "quality: there was no time to compare eval losses"
-    apart = max(abs(loss / base["held_out_loss"] - 1) for loss in losses)
-    tokens = base["held_out_curve"][-1][0]
+    apart = max(abs(loss / base["eval_loss"] - 1) for loss in losses)
+    tokens = base["eval_curve"][-1][0]
     return (
         f"quality: the eval losses of {len(losses)} variants lie within {apart:.2g} of the "
-        f"baseline's {base['held_out_loss']:.4f} (relative; {MARGIN:g} is allowed), after the same "
+        f"baseline's {base['eval_loss']:.4f} (relative; {MARGIN:g} is allowed), after the same "
         f"{tokens:,.0f} tokens from random weights, one seed"
     )
 
@@ -556,7 +556,7 @@ def _show_training(
     speed: TrainingSpeed | None,
     subject: ExperimentSubject,
 ) -> None:
-    loss, rate = summary["held_out_loss"], summary["tokens_per_second"]
+    loss, rate = summary["eval_loss"], summary["tokens_per_second"]
     steps = f"{summary['steps']} steps"
     if summary["stopped"] == "time limit":
         allowed = duration(summary["seconds_allowed"])

@@ -47,7 +47,7 @@ def doctor(
 
         return doctor_faults(path, overrides or [])
     from hasten.launch import transport
-    from hasten.recipe.prepare import first_record
+    from hasten.recipe.prepare import first_example
     from hasten.recipe.schema import load_recipe
 
     recipe = load_recipe(path, overrides or [])
@@ -76,7 +76,7 @@ def doctor(
             checks.run("batch", lambda: _batch(recipe, data, known, plan))
             checks.run("memory", lambda: _memory(recipe, data, known, plan), _may_run_out)
     if data is not None:
-        print(f"\n{first_record(data)}")
+        print(f"\n{first_example(data)}")
     return 2 if checks.failed else 0
 
 
@@ -183,17 +183,17 @@ def _data(recipe: Recipe) -> tuple[str, PreparedData]:
     from hasten.recipe.prepared_data import prepare_data
 
     data = prepare_data(recipe, Path(recipe.output) / "data", tell=lambda text: None)
-    records = data.record_facts
+    examples = data.example_stats
     text = (
-        f"{records.count:,} records, {records.tokens:,} tokens, longest {records.longest:,}, "
-        f"{records.trained_share:.0%} trained, {len(data.held_out):,} held out, "
+        f"{examples.count:,} examples, {examples.tokens:,} tokens, longest {examples.longest:,}, "
+        f"{examples.trained_share:.0%} trained, {len(data.eval_data):,} held out, "
         f"{len(data.note.rejected)} left out"
     )
     return text, data
 
 
 def _sources(recipe: Recipe, data: PreparedData, checks: _Checks) -> None:
-    """What the files were taken for, and how many records the cut concerns."""
+    """What the files were taken for, and how many examples the cut concerns."""
     from hasten.recipe.prepared_data import overlap, template_advice
 
     note = data.note
@@ -208,7 +208,7 @@ def _sources(recipe: Recipe, data: PreparedData, checks: _Checks) -> None:
         checks.note("template", sentence, "warn")
     if note.long:
         fate = f"cutoff_len={recipe.cutoff_len} (too_long: {recipe.too_long})"
-        checks.note("long", f"{note.long:,} records are longer than {fate}", "warn")
+        checks.note("long", f"{note.long:,} examples are longer than {fate}", "warn")
 
 
 def _space(recipe: Recipe, known: Facts) -> tuple[str, None]:
@@ -221,12 +221,12 @@ def _space(recipe: Recipe, known: Facts) -> tuple[str, None]:
 def _batch(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> tuple[str, None]:
     from hasten.recipe.build import batch_of, check_batch_of_ranks, job_of
 
-    records = data.record_facts
+    examples = data.example_stats
     ranks = max(recipe.nproc, known.world.size)
-    check_batch_of_ranks(recipe, ranks, records.tokens / max(records.count, 1))
+    check_batch_of_ranks(recipe, ranks, examples.tokens / max(examples.count, 1))
     job = job_of(recipe, data, known, plan)
     batch = batch_of(recipe)
-    unit = f"{batch.records} records" if batch.records else f"{batch.tokens:,} tokens"
+    unit = f"{batch.examples} examples" if batch.examples else f"{batch.tokens:,} tokens"
     return f"{unit} a step, {job.schedule.total_steps:,} steps", None
 
 

@@ -28,7 +28,7 @@ def guard(
         int, typer.Option(min=0, help="tokens of each such training; 0: those of 50 steps")
     ] = 0,
     margin: Annotated[
-        float, typer.Option(help="by how much the held-out loss may be worse, a share")
+        float, typer.Option(help="by how much the eval loss may be worse, a share")
     ] = 0.01,
     json_out: Annotated[
         Path | None, typer.Option("--json", help="write the findings here as well")
@@ -65,7 +65,7 @@ def guard(
 def beforehand(
     wanted: bool, seeds: int, fresh: bool, display: Display, budget_seconds: float | None = None
 ) -> Callable[[ExperimentSubject], Mapping[str, Any]]:
-    """What an experiment's report says of the guard, found before the first arm starts."""
+    """What an experiment's report says of the guard, found before the first variant starts."""
     from hasten.measure.quality.guard import GuardDesign, guarded
     from hasten.measure.quality.requirements import failures
 

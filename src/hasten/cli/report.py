@@ -76,7 +76,7 @@ def _is_other(path: Path) -> bool:
     from hasten.report.runs import read_object
 
     if path.suffix == ".json":
-        return path.name == "trainer_state.json" or "arms" not in read_object(path)
+        return path.name == "trainer_state.json" or "variants" not in read_object(path)
     return not _trained(path)
 
 
@@ -109,7 +109,7 @@ def _summary(found: dict[str, Any]) -> None:
             ("MFU", _number(found.get("mfu"), "{:.1%}")),
             ("median step", f"{found['step_seconds_median']:.3f} s"),
             ("peak memory", size(found["peak_memory_bytes"])),
-            ("held-out loss", _number(found["held_out_loss"], "{:.4f}")),
+            ("eval loss", _number(found["eval_loss"], "{:.4f}")),
             ("ranks", str(found["world_size"])),
             ("saved", found["saved"]),
         ]
@@ -143,7 +143,7 @@ def card(
     recipe = load_recipe(run / "recipe.yaml").model_dump(mode="json")
     summary = _read(run / "summary.json")
     findings = None if report is None else _read(report)
-    if findings is not None and not isinstance(findings.get("arms"), list):
+    if findings is not None and not isinstance(findings.get("variants"), list):
         raise InputError(f"{report} is not the report.json of an experiment")
     folders = [run / name for name in FOLDERS if (run / name).is_dir()]
     if not folders:
@@ -167,7 +167,7 @@ def _read(path: Path) -> dict[str, Any]:
 # ``hasten regress``: a stored experiment done again on today's installation, gain against gain.
 
 LOST = 4  # the exit code
-MAY_CHANGE = ("dataset", "held_out", "model", "tokenizer", "price", "data_workers", "ceiling")
+MAY_CHANGE = ("dataset", "eval_data", "model", "tokenizer", "price", "data_workers", "ceiling")
 
 
 def regress(
@@ -176,7 +176,7 @@ def regress(
     ],
     overrides: Overrides = None,
     rounds: Annotated[
-        int | None, typer.Option(min=2, help="turns of each arm; as many as then if left out")
+        int | None, typer.Option(min=2, help="turns of each variant; as many as then if left out")
     ] = None,
     margin: Annotated[
         float, typer.Option(help="share of a gain that may go without being called lost")
@@ -208,10 +208,10 @@ def regress(
     with Display() as display:
         kinds: dict[str, Any] = dict(stored.kinds)
         found = measured(prepared(recipe, display, ranks=True), plans, kinds, design, True, display)
-    before = {arm.name: stored.measured[arm.name] for arm in found.arms}
+    before = {variant.name: stored.measured[variant.name] for variant in found.variants}
     for text in found.design["dropped"]:
         print(f"left out: {text}")
-    result = changes(before, measurements(found.arms), margin)
+    result = changes(before, measurements(found.variants), margin)
     print(table(result))
     worse = lost(result)
     print(conclusion(result, margin))
@@ -272,8 +272,8 @@ def conclusion(found: Sequence[ArmChange], margin: float) -> str:
 
 
 def table(found: Sequence[ArmChange]) -> str:
-    """A row per arm: its ratio to the baseline then and now, and now over then."""
-    rows = [["arm", "then [95 %]", "now [95 %]", "now/then [95 %]", ""]]
+    """A row per variant: its ratio to the baseline then and now, and now over then."""
+    rows = [["variant", "then [95 %]", "now [95 %]", "now/then [95 %]", ""]]
     for change in found:
         spans = (_span(i) for i in (change.before, change.now, change.ratio))
         word = f"{change.verdict}: {change.reason}" if change.reason else change.verdict
@@ -295,7 +295,7 @@ def _bundled_recipe(bundle: Bundle, overrides: Sequence[str], path: Path, output
 
 
 def _plans(bundle: Bundle, recipe: Recipe) -> Mapping[str, Plan]:
-    """The stored arms' plans as this version knows them, less the second baseline: no switch."""
+    """The stored variants' plans as this version knows them, less the second baseline: no switch."""
     from hasten.recipe.build import requested_plan
 
     return {

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 NOISE_FROM = 4  # rounds from which a second baseline tells something of the noise
-TWO_BUILDS_FROM = 8  # rounds: then each build of an arm has four, and they can be compared
+TWO_BUILDS_FROM = 8  # rounds: then each build of a variant has four, and they can be compared
 MORE_WARMUP = 8  # steps by which a warm-up may grow
 GUARD_SHARE = 1 / 3  # of a budget: what the proofs of equal quality may take of it
 MOST_ROUNDS = 30  # with a budget alone: more change an interval little
@@ -38,7 +38,7 @@ MOST_ROUNDS = 30  # with a budget alone: more change an interval little
 def speedup(
     path: RecipePath,
     overrides: Overrides = None,
-    arms: Annotated[
+    variants: Annotated[
         Literal["plan", "ladder", "alone", "left-out", "all", "climb"],
         typer.Option(
             help="plan: baseline and plan; ladder: one technique more at a time; alone: each by "
@@ -48,14 +48,14 @@ def speedup(
     ] = "plan",
     only: Annotated[
         str | None,
-        typer.Option(help="arms of these techniques alone", metavar="NAME[,NAME...]"),
+        typer.Option(help="variants of these techniques alone", metavar="NAME[,NAME...]"),
     ] = None,
     order: Annotated[
         Literal["slots", "gain"], typer.Option(help="in which a climb tries techniques")
     ] = "slots",
     rounds: Annotated[
         int | None,
-        typer.Option(min=2, help="turns of each arm; 8, or as many as the budget allows"),
+        typer.Option(min=2, help="turns of each variant; 8, or as many as the budget allows"),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="steps of a turn")] = 4,
     warmup: Annotated[
@@ -63,12 +63,12 @@ def speedup(
     ] = 2,
     budget: Annotated[
         str | None,
-        typer.Option(help="what it may take: 90s, 20m, 2h; arms are left out to keep it"),
+        typer.Option(help="what it may take: 90s, 20m, 2h; variants are left out to keep it"),
     ] = None,
     builds: Annotated[
         int | None,
         typer.Option(
-            min=1, max=8, help="fresh builds of each arm, a share of rounds on each; 2 from 8 on"
+            min=1, max=8, help="fresh builds of each variant, a share of rounds on each; 2 from 8 on"
         ),
     ] = None,
     noise: Annotated[
@@ -85,7 +85,7 @@ def speedup(
     ] = 0.25,
     grouping: Annotated[
         Literal["auto", "together", "groups", "fresh"],
-        typer.Option(help="which arms are alive at once; auto: what memory holds"),
+        typer.Option(help="which variants are alive at once; auto: what memory holds"),
     ] = "auto",
     fresh: Fresh = False,
     json_out: Annotated[
@@ -142,10 +142,10 @@ def speedup(
         budget_seconds=seconds,
         grouping=grouping,
     )
-    if arms == "climb" and only is not None:
+    if variants == "climb" and only is not None:
         raise InputError("only: a climb tries every technique of the plan; shorten the plan")
-    if arms != "climb" and order != "slots":
-        raise InputError("order: only a climb tries techniques in an order; say --arms climb")
+    if variants != "climb" and order != "slots":
+        raise InputError("order: only a climb tries techniques in an order; say --variants climb")
     if seeds and not guard:
         raise InputError("seeds: the guard trains in pairs; leave --no-guard out")
     with Display() as display:
@@ -158,14 +158,14 @@ def speedup(
             "also": beforehand(guard, seeds, fresh, display, share),
         }
         report: dict[str, Any] | None
-        if arms == "climb":
+        if variants == "climb":
             title = f"What gradual optimisation keeps: {path.stem}"
             climbed = climb_recipe(recipe, order=order, title=title, **more)
             print(f"{climbed}\n")
             report = climbed.report
         else:
             title = f"What the plan gains: {path.stem}"
-            report = ablate(recipe, arms, only=named(only), title=title, **more)
+            report = ablate(recipe, variants, only=named(only), title=title, **more)
     if report is None:
         print("nothing paid, so there is no plan to report on: no report was written")
         return 0
@@ -178,7 +178,7 @@ def speedup(
     print(design_line(report["design"]))
     print(f"report: {page}")
     _settle(report, back)
-    idle = warn_of_idle({a["technique"]: a for a in report["arms"][-1]["acted"]})
+    idle = warn_of_idle({a["technique"]: a for a in report["variants"][-1]["acted"]})
     unproven = any(row["verdict"] in GUILTY for row in report["guard"] or ())
     if unproven:
         print("a proof of equal quality failed: see the guard's table in the report")
@@ -193,12 +193,12 @@ def print_table(report: Mapping[str, Any], console: Console | None = None) -> No
     from rich.console import Console
     from rich.text import Text
 
-    from hasten.report.judgement import arms_that_hurt
+    from hasten.report.judgement import variants_that_hurt
     from hasten.report.page import render_markdown
     from hasten.report.schema import read_report
 
     console = console or Console(highlight=False)
-    red = arms_that_hurt(read_report(report)["arms"])
+    red = variants_that_hurt(read_report(report)["variants"])
     for line in render_markdown(report).splitlines():
         name = line.split("|")[1].strip() if line.startswith("|") else None
         console.print(Text(line, "red" if name in red else ""), soft_wrap=True)
@@ -213,9 +213,9 @@ def _settle(report: dict[str, Any], back: WriteBack) -> None:
     from hasten.report.schema import read_report
 
     read = read_report(report)
-    arm = fastest_of_equal_quality(read)
+    variant = fastest_of_equal_quality(read)
     asked = read["recipe"].get("plan") or []
-    kept = None if arm is None else recipe_plan(arm, read)
+    kept = None if variant is None else recipe_plan(variant, read)
     if kept is None or not asked:
         print("nothing is put into the recipe: no plan was shown to be faster at equal quality")
         return
@@ -236,13 +236,13 @@ def design_line(design: dict[str, Any]) -> str:
         design["grouping"],
     ]
     if design.get("ranks"):
-        words.append(f"{design['ranks']} ranks in each arm")
+        words.append(f"{design['ranks']} ranks in each variant")
     if design["builds"] > 1:
-        words.append(f"{design['builds']} builds of each arm")
+        words.append(f"{design['builds']} builds of each variant")
     if design["redone_rounds"]:
         words.append(f"{design['redone_rounds']} rounds done again for foreign load")
     if design["resumed"]:
-        words.append("resumed: arms trained again from their seed")
+        words.append("resumed: variants trained again from their seed")
     if design["dropped"]:
         words.append("left out: " + "; ".join(design["dropped"]))
     return "measured: " + "; ".join(words)

@@ -105,7 +105,7 @@ def train(
             on_tokens=None if silent else line.tokenising,
             on_start=line.start,
             on_step=line.step if watched is None else call_both(watched.note, line.step),
-            on_evaluation=lambda e: display.tell(_evaluation(e.step, e.held_out_loss, e.metrics)),
+            on_evaluation=lambda e: display.tell(_evaluation(e.step, e.eval_loss, e.metrics)),
         )
     if summary:
         _conclude(summary)
@@ -186,7 +186,7 @@ class StepLine:
         self._devices = 1
 
     def tokenising(self, done: int, total: int) -> None:
-        self._display.show(f"tokenising {done:,}/{total:,} records", done / max(total, 1))
+        self._display.show(f"tokenising {done:,}/{total:,} examples", done / max(total, 1))
 
     def start(self, session: Session) -> None:
         self._steps = session.setup.job.schedule.total_steps
@@ -291,8 +291,8 @@ def _conclude(summary: dict[str, Any]) -> None:
     if summary["mfu"] is not None:
         ceiling = summary["ceiling"]
         print(f"MFU {summary['mfu']:.1%} of {ceiling['source']}; {ceiling['convention']}")
-    if summary["held_out_loss"] is not None:
-        print(f"held-out loss {summary['held_out_loss']:.4f}", end="")
+    if summary["eval_loss"] is not None:
+        print(f"eval loss {summary['eval_loss']:.4f}", end="")
         print(f", perplexity {summary['perplexity']:.1f}")
     for name, proof in summary["acted"].items():
         print(f"{name}: {'acted' if proof['acted'] else 'DID NOT ACT'} ({proof['evidence']})")
@@ -332,5 +332,5 @@ def _evenness(stall: float, found: Mapping[str, Any]) -> str:
 
 
 def _evaluation(step: int, loss: float | None, metrics: dict[str, float]) -> str:
-    words = [f"step {step}: held-out loss " + ("not measured" if loss is None else f"{loss:.4f}")]
+    words = [f"step {step}: eval loss " + ("not measured" if loss is None else f"{loss:.4f}")]
     return ", ".join([*words, *(f"{name} {value:.4g}" for name, value in metrics.items())])

@@ -40,7 +40,7 @@ def tune(
         Literal["speed", "learning"],
         typer.Option(
             help="speed: techniques and their knobs; learning: learning rate, warm-up and batch, "
-            "by the held-out loss of whole trainings"
+            "by the eval loss of whole trainings"
         ),
     ] = "speed",
     budget: Annotated[
@@ -169,7 +169,7 @@ def show(found: StudyResult, price: Price | None = None, devices: int = 1) -> No
     report = found.report
     duel = report["duel"]
     if duel is not None:
-        for row in duel["arms"]:
+        for row in duel["variants"]:
             print("  ".join((f"{row['name']:15}", _ratio(row), says_of(row))))
             if row.get("settings"):
                 print(f"{'':17}{_changes(row['settings'], report['start']['settings'])}")
@@ -196,7 +196,7 @@ def _changes(settings: dict[str, Any], start: dict[str, Any]) -> str:
     return ", ".join(f"{k}={v}" for k, v in settings.items() if start.get(k) != v)
 
 
-# ``hasten tune --study learning``: learning rate, warm-up and batch by the held-out loss.
+# ``hasten tune --study learning``: learning rate, warm-up and batch by the eval loss.
 
 
 def learn(

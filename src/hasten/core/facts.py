@@ -36,8 +36,8 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class RecordFacts:
-    """Lengths of the training records in tokens, or their number alone where they have none."""
+class ExampleStats:
+    """Lengths of the training examples in tokens, or their number alone where they have none."""
 
     count: int = 0
     tokens: int = 0
@@ -53,7 +53,7 @@ class Facts:
     device: str = "cpu"
     world: World = field(default_factory=World)
     model: ModelFacts = ModelFacts()
-    records: RecordFacts = RecordFacts()
+    examples: ExampleStats = ExampleStats()
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -1,6 +1,6 @@
 """Guards look at each step for what ruins a run unseen: NaN, replicas apart, spikes, a slow link.
 
-not finite    a loss or gradient on any rank: nothing moved; the step's records are written to
+not finite    a loss or gradient on any rank: nothing moved; the step's examples are written to
               ``quarantined.jsonl``, and after some steps in a row the run ends (exit code 3)
 replicas      every so many steps the ranks compare a fingerprint of their weights: a bit that
               flipped in one memory ends the run (exit code 6), the rank named
@@ -53,7 +53,7 @@ class Guards:
 
     Args:
         max_skipped: the run ends after so many steps in a row that weren't finite.
-        quarantine: file for the records of such steps; None: they aren't kept.
+        quarantine: file for the examples of such steps; None: they aren't kept.
         replicas_every: steps between two comparisons of the ranks' weights; 0: never.
     """
 
@@ -101,7 +101,7 @@ class Guards:
             raise NotFiniteError(
                 f"the gradients were not finite for {self.in_a_row} steps in a row, up to step "
                 f"{metrics.step}; the weights are those before them: lower the learning rate, or "
-                "look at the records of these steps"
+                "look at the examples of these steps"
                 + (f" in {self.quarantine}" if self.quarantine is not None else "")
             )
 
@@ -114,12 +114,12 @@ class Guards:
             "own_loss_finite": own,
             "loss": metrics.loss if math.isfinite(metrics.loss) else None,
             "grad_norm": metrics.grad_norm if math.isfinite(metrics.grad_norm) else None,
-            "records": records_of_last_step(session),
+            "examples": examples_of_last_step(session),
         }
 
 
-def records_of_last_step(session: Session) -> list[int] | None:
-    """Indices of this rank's records of the step before; None where the user's loader brings them.
+def examples_of_last_step(session: Session) -> list[int] | None:
+    """Indices of this rank's examples of the step before; None where the user's loader brings them.
 
     The order is a pure function of seed, epoch and position: nothing has to be remembered.
     """

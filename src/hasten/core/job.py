@@ -1,4 +1,4 @@
-"""A job is what the user trains: model, records, loss, optimizer, held-out data, and when to stop.
+"""A job is what the user trains: model, examples, loss, optimizer, eval data, and when to stop.
 
 Factories build a fresh object per run, which is what an experiment needs; an object that was handed
 over is used as it is and trained in place.
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # A micro-batch is one forward and backward pass; a step batch is all of them on this rank.
 #
 # Both carry their counts, so that no later line has to look into a tensor to know how much of it
-# was padding: *slots* are positions of the tensor, *tokens* those that belong to a record, *trained
-# tokens* those that carry loss. *Pairs* are the sum of the records' squared lengths, which the work
+# was padding: *positions* are positions of the tensor, *tokens* those that belong to an example, *trained
+# tokens* those that carry loss. *Pairs* are the sum of the examples' squared lengths, which the work
 # of attention goes by.
 
 
@@ -33,36 +33,36 @@ if TYPE_CHECKING:
 class WorkCounts:
     """How much work a batch is, in five units."""
 
-    records: int = 0
+    examples: int = 0
     tokens: int = 0
-    slots: int = 0
+    positions: int = 0
     trained_tokens: int = 0
     pairs: int = 0
 
     def __add__(self, other: WorkCounts) -> WorkCounts:
         return WorkCounts(
-            self.records + other.records,
+            self.examples + other.examples,
             self.tokens + other.tokens,
-            self.slots + other.slots,
+            self.positions + other.positions,
             self.trained_tokens + other.trained_tokens,
             self.pairs + other.pairs,
         )
 
     @property
     def padding_share(self) -> float:
-        return 1 - self.tokens / self.slots if self.slots else 0.0
+        return 1 - self.tokens / self.positions if self.positions else 0.0
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Keyword arguments of the training module, with their counts.
 
-    ``records`` are those it was laid out from, so that BATCH can cut a failed step once more.
+    ``examples`` are those it was laid out from, so that BATCH can cut a failed step once more.
     """
 
     inputs: Mapping[str, Any]
     counts: WorkCounts
-    records: Sequence[Any] = ()
+    examples: Sequence[Any] = ()
 
     def to(self, device: str) -> MicroBatch:
         """The same on a device; its memory is pinned where that saves the host the wait."""
@@ -81,27 +81,27 @@ class StepBatch:
     epoch: int
 
 
-def language_counts(records: Sequence[Any], inputs: Mapping[str, Any]) -> WorkCounts:
-    """Counts of token records laid out as ``input_ids`` with aligned ``labels`` (-100: no loss)."""
+def language_counts(examples: Sequence[Any], inputs: Mapping[str, Any]) -> WorkCounts:
+    """Counts of token examples laid out as ``input_ids`` with aligned ``labels`` (-100: no loss)."""
     tokens = pairs = 0
-    for record in records:
-        length = len(record.input_ids)
+    for example in examples:
+        length = len(example.input_ids)
         tokens, pairs = tokens + length, pairs + length * length
     return WorkCounts(
-        records=len(records),
+        examples=len(examples),
         tokens=tokens,
-        slots=inputs["input_ids"].numel(),
+        positions=inputs["input_ids"].numel(),
         trained_tokens=int((inputs["labels"] != -100).sum()),  # on the host: no device waits
         pairs=pairs,
     )
 
 
 def with_language_counts(lay_out: Callable[[Sequence[Any]], Mapping[str, Any]]) -> Collate:
-    """A collator of token records out of a function that only lays out tensors."""
+    """A collator of token examples out of a function that only lays out tensors."""
 
-    def collate(records: Sequence[Any]) -> MicroBatch:
-        inputs = lay_out(records)
-        return MicroBatch(inputs, language_counts(records, inputs))
+    def collate(examples: Sequence[Any]) -> MicroBatch:
+        inputs = lay_out(examples)
+        return MicroBatch(inputs, language_counts(examples, inputs))
 
     return collate
 
@@ -121,30 +121,30 @@ def _move(value: Any, device: str) -> Any:
 
 # Data order as a pure function of (seed, epoch, index): what resumes, splits and repeats exactly.
 #
-# A *step plan* of an epoch is a list of steps, each a list of record indices over all ranks. Any
+# A *step plan* of an epoch is a list of steps, each a list of example indices over all ranks. Any
 # rank computes the whole of it without talking to another, then takes its own part. How a step is
 # dealt to ranks belongs to the order: one that packs rows keeps each row whole and deals by cost.
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """How much one step takes over all ranks: a number of records, or of tokens."""
+    """How much one step takes over all ranks: a number of examples, or of tokens."""
 
-    records: int | None = 32
+    examples: int | None = 32
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.records is None) == (self.tokens is None):
+        if (self.examples is None) == (self.tokens is None):
             raise InputError("give global_batch_size or global_batch_tokens, one of the two")
-        if (self.records or self.tokens or 0) < 1:
-            raise InputError(f"the global batch must hold at least one record or token, not {self}")
+        if (self.examples or self.tokens or 0) < 1:
+            raise InputError(f"the global batch must hold at least one example or token, not {self}")
 
 
 class Sampler(Protocol):
-    """Which records share a step; the same answer on every rank for the same arguments."""
+    """Which examples share a step; the same answer on every rank for the same arguments."""
 
     def steps(self, epoch: int) -> Iterator[list[int]]:
-        """The epoch's steps, each the record indices of all ranks together."""
+        """The epoch's steps, each the example indices of all ranks together."""
 
     def local_steps(self, epoch: int, rank: int, world_size: int) -> Iterator[list[list[int]]]:
         """One rank's part of the same steps, in pieces: BATCH may cut a piece, never mix two."""
@@ -152,10 +152,10 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class ShuffledOrder:
-    """Every record once per epoch, in an order drawn from (seed, epoch).
+    """Every example once per epoch, in an order drawn from (seed, epoch).
 
     Raises:
-        InputError: the token budget can't hold the longest record.
+        InputError: the token budget can't hold the longest example.
     """
 
     lengths: Sequence[int]
@@ -166,14 +166,14 @@ class ShuffledOrder:
         longest = max(self.lengths, default=0)
         if self.batch.tokens is not None and longest > self.batch.tokens:
             raise InputError(
-                f"global_batch_tokens={self.batch.tokens} can't hold the longest record of "
+                f"global_batch_tokens={self.batch.tokens} can't hold the longest example of "
                 f"{longest} tokens; raise it to at least {longest} or lower cutoff_len"
             )
 
     def steps(self, epoch: int) -> Iterator[list[int]]:
         order = permutation(len(self.lengths), self.seed, epoch)
         if self.batch.tokens is None:
-            size = self.batch.records or 1
+            size = self.batch.examples or 1
             for start in range(0, len(order), size):
                 yield order[start : start + size]
             return
@@ -189,7 +189,7 @@ class ShuffledOrder:
             yield step
 
     def local_steps(self, epoch: int, rank: int, world_size: int) -> Iterator[list[list[int]]]:
-        """Every ``world_size``-th record of a step: ranks differ by one at most."""
+        """Every ``world_size``-th example of a step: ranks differ by one at most."""
         for step in self.steps(epoch):
             yield [step[rank::world_size]]
 
@@ -275,7 +275,7 @@ class BuildsSkeleton(Protocol):
 
 
 class Indexed(Protocol):
-    """Records by position: a list, or a file that is mapped and not read."""
+    """Examples by position: a list, or a file that is mapped and not read."""
 
     def __len__(self) -> int: ...
 
@@ -315,16 +315,16 @@ class Job:
         loss: wraps the model into a module whose forward takes a micro-batch's inputs and returns
             (loss summed over what carries loss, their count).
         optimizer: builds the optimizer from named parameters, or returns one that exists.
-        collate: lays records out as a micro-batch without any technique's help.
-        records: what a sampler indexes; empty when ``stream`` delivers batches instead.
-        lengths: tokens of each record, 1 where records have no length.
-        stream: this rank's records of a given epoch, step by step: a loader of the user's own
-            takes the place of records and sampler.
+        collate: lays examples out as a micro-batch without any technique's help.
+        examples: what a sampler indexes; empty when ``stream`` delivers batches instead.
+        lengths: tokens of each example, 1 where examples have no length.
+        stream: this rank's examples of a given epoch, step by step: a loader of the user's own
+            takes the place of examples and sampler.
         counted: the loss divides by the counts that ``collate`` found; False: only the forward
             pass tells the loss's own count, and gradients are scaled once it is known.
-        adapter: part of the job itself (a run that asks for LoRA has it in every arm).
+        adapter: part of the job itself (a run that asks for LoRA has it in every variant).
         routing: makes what runs the forward passes; None: they are run as they are.
-        held_out: records for the held-out loss; ``metrics`` are the user's own measures.
+        eval_data: examples for the eval loss; ``metrics`` are the user's own measures.
         terms: what else decides the training, as JSON: checkpoints note it
             (:mod:`hasten.core.job_record`).
     """
@@ -334,14 +334,14 @@ class Job:
     optimizer: OptimizerFactory
     stop: Stop
     collate: Collate
-    records: Indexed = ()
+    examples: Indexed = ()
     lengths: Sequence[int] = ()
     stream: Callable[[int], Iterator[Sequence[Any]]] | None = None
     counted: bool = True
     batch: GlobalBatch = field(default_factory=GlobalBatch)
     adapter: Callable[[nn.Module], nn.Module] = lambda model: model
     routing: Callable[[], Routing] | None = None
-    held_out: Indexed = ()
+    eval_data: Indexed = ()
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     schedule: Schedule = field(default_factory=Schedule)
     max_grad_norm: float | None = 1.0
@@ -350,8 +350,8 @@ class Job:
     terms: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if (self.stream is None) == (not len(self.records)):
-            raise InputError("a job needs records or a stream of batches, one of the two")
+        if (self.stream is None) == (not len(self.examples)):
+            raise InputError("a job needs examples or a stream of batches, one of the two")
 
     @property
     def skeleton(self) -> Callable[[], nn.Module] | None:

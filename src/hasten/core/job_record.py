@@ -49,7 +49,7 @@ def job_record(setup: Setup) -> dict[str, Any]:
 
 def batch_record(batch: GlobalBatch) -> dict[str, Any]:
     """A global batch in the words of a recipe."""
-    return {"global_batch_size": batch.records, "global_batch_tokens": batch.tokens}
+    return {"global_batch_size": batch.examples, "global_batch_tokens": batch.tokens}
 
 
 def changes_since(meta: Mapping[str, Any], setup: Setup) -> list[str]:

@@ -1,6 +1,6 @@
-"""A layout says which rank holds which part of the model and which records; LAYOUT fills it.
+"""A layout says which rank holds which part of the model and which examples; LAYOUT fills it.
 
-Ranks with the same ``data_rank`` are partners: they see the same records and hold different parts
+Ranks with the same ``data_rank`` are partners: they see the same examples and hold different parts
 of the model (tensor, pipeline). Ranks with different data add up, partners don't. The default is
 one process that holds everything.
 """
@@ -26,8 +26,8 @@ class Layout(Protocol):
 
     Args:
         size: ranks in all.
-        data_rank: this rank's place among those with different records.
-        data_size: how many shares of a step's records there are.
+        data_rank: this rank's place among those with different examples.
+        data_size: how many shares of a step's examples there are.
         averages: gradients come out of ``across`` divided by this; the loss is multiplied by it.
         whole: every rank holds the whole model in plain tensors, the same as every other; where
             not, ranks hold different parts and only ``gather`` brings them together.

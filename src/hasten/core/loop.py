@@ -23,9 +23,9 @@ from hasten.core.step import training, without_loss
 from hasten.core.timing import StepMetrics, data_stall, seconds_by_part, step_stability
 from hasten.machine import processes
 
-# Held-out loss over every trained token of the held-out records, and the user's own metrics.
+# Eval loss over every trained token of the eval examples, and the user's own metrics.
 
-RECORDS_AT_ONCE = 16
+EXAMPLES_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,20 @@ class Evaluation:
 
     step: int
     tokens: int
-    held_out_loss: float | None
+    eval_loss: float | None
     metrics: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "step": self.step,
             "tokens": self.tokens,
-            "held_out_loss": self.held_out_loss,
+            "eval_loss": self.eval_loss,
             **self.metrics,
         }
 
 
 def evaluate(session: Session) -> Evaluation:
-    """Loss per trained token of the held-out records, and every metric of the job.
+    """Loss per trained token of the eval examples, and every metric of the job.
 
     Metrics are for ranks that can have the whole model: the first, and its replicas.
     """
@@ -55,7 +55,7 @@ def evaluate(session: Session) -> Evaluation:
     progress, job = session.progress, session.setup.job
     metrics: dict[str, float] = {}
     with evaluation_mode(session.loss_module):
-        loss = held_out_loss(session)
+        loss = eval_loss(session)
         if job.metrics:
             with session.setup.layout.gather(session.model) as whole:
                 if whole:
@@ -63,19 +63,19 @@ def evaluate(session: Session) -> Evaluation:
     return Evaluation(progress.step, progress.tokens, loss, metrics)
 
 
-def held_out_loss(session: Session) -> float | None:
+def eval_loss(session: Session) -> float | None:
     """Summed loss over trained tokens, divided by their number, over all ranks."""
-    setup, held_out = session.setup, session.setup.job.held_out
-    if not len(held_out):
+    setup, eval_data = session.setup, session.setup.job.eval_data
+    if not len(eval_data):
         return None
     collate = setup.collate or setup.job.collate
     ranks = setup.layout.data_size
-    mine = range(len(held_out))[setup.layout.data_rank :: ranks]
+    mine = range(len(eval_data))[setup.layout.data_rank :: ranks]
     sums = torch.zeros(2, dtype=torch.float64)
-    # Shards meet in every pass: a rank with fewer records takes part without any loss.
-    for start in range(0, math.ceil(len(held_out) / ranks), RECORDS_AT_ONCE):
-        records = [held_out[i] for i in mine[start : start + RECORDS_AT_ONCE]]
-        batch = collate(records) if records else without_loss(collate([held_out[0]]))
+    # Shards meet in every pass: a rank with fewer examples takes part without any loss.
+    for start in range(0, math.ceil(len(eval_data) / ranks), EXAMPLES_AT_ONCE):
+        examples = [eval_data[i] for i in mine[start : start + EXAMPLES_AT_ONCE]]
+        batch = collate(examples) if examples else without_loss(collate([eval_data[0]]))
         batch = batch.to(setup.job.device)
         with setup.precision.region():
             loss, _ = session.loss_module(**batch.inputs)
@@ -235,15 +235,15 @@ class ShutdownNotice:
 
 @dataclass(frozen=True)
 class Watch:
-    """When to look at held-out data, and what follows from it.
+    """When to look at eval data, and what follows from it.
 
     Args:
         every_steps: evaluate so often; 0: at the end only.
-        patience: evaluations without a better held-out loss before stopping; 0: never stop early.
+        patience: evaluations without a better eval loss before stopping; 0: never stop early.
         earlier: what an attempt before this one measured, the same on every rank.
         on_step: called after every step (progress, metrics file).
         on_evaluation: called after every evaluation.
-        on_best: called when the held-out loss is the lowest so far (keep the model).
+        on_best: called when the eval loss is the lowest so far (keep the model).
     """
 
     every_steps: int = 0
@@ -273,8 +273,8 @@ class Outcome:
 
     @property
     def best(self) -> Evaluation | None:
-        measured = [e for e in self.evaluations if _finite(e.held_out_loss) is not None]
-        return min(measured, key=lambda e: e.held_out_loss or 0.0, default=None)
+        measured = [e for e in self.evaluations if _finite(e.eval_loss) is not None]
+        return min(measured, key=lambda e: e.eval_loss or 0.0, default=None)
 
     def tokens(self, session: Session) -> int:
         """Those that this process trained."""
@@ -285,18 +285,18 @@ class Outcome:
         progress = session.progress
         trained = sum(self.step_seconds)
         last = self.evaluations[-1] if self.evaluations else None
-        loss = _finite(last.held_out_loss) if last else None
-        records = progress.records - self.before.records
+        loss = _finite(last.eval_loss) if last else None
+        examples = progress.examples - self.before.examples
         meter, clocked = session.meter, list(session.setup.clock.steps)
         return {
             "stopped": self.stopped,
             "steps": progress.step,
             "tokens": progress.tokens,
             "trained_tokens": progress.trained_tokens,
-            "records": progress.records,
+            "examples": progress.examples,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens(session) / trained if trained else None,
-            "records_per_second": records / trained if trained else None,
+            "examples_per_second": examples / trained if trained else None,
             "epoch_seconds": list(self.epoch_seconds.values()),
             "step_seconds_median": statistics.median(self.step_seconds or [0.0]),
             "step_parts": seconds_by_part(clocked, session.saves),
@@ -308,7 +308,7 @@ class Outcome:
             "peak_memory_bytes": self.peak_memory_bytes,
             "peak_host_memory_bytes": processes.host_memory_peak(),
             "training_loss": _finite(self.last_loss),
-            "held_out_loss": loss,
+            "eval_loss": loss,
             "perplexity": math.exp(min(loss, 700.0)) if loss is not None else None,
             "metrics": last.metrics if last else {},
             "world_size": session.setup.facts.world.size,

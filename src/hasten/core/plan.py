@@ -1,6 +1,6 @@
 """A plan is a set of techniques, one per slot at most; the same file is the same experiment.
 
-``arms`` and ``ladder`` name the plans an experiment compares; ``key`` names the plan itself in
+``variants`` and ``ladder`` name the plans an experiment compares; ``key`` names the plan itself in
 caches, checkpoints and reports.
 """
 
@@ -71,7 +71,7 @@ class Plan:
         text = json.dumps(self.to_list(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
-    def arms(self) -> dict[str, Plan]:
+    def variants(self) -> dict[str, Plan]:
         """The plans of an ablation by name: nothing, each alone, each left out, all."""
         found = {"baseline": Plan()}
         if len(self) > 1:

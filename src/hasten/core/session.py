@@ -36,13 +36,13 @@ class Progress:
     epoch: int = 0
     step_in_epoch: int = 0
     tokens: int = 0
-    slots: int = 0
+    positions: int = 0
     micro_batches: int = 0  # passes on this rank
     trained_tokens: int = 0
-    records: int = 0
+    examples: int = 0
 
 
-SUMMED = ("tokens", "slots", "trained_tokens", "records")  # of progress, over all ranks
+SUMMED = ("tokens", "positions", "trained_tokens", "examples")  # of progress, over all ranks
 
 
 @dataclass
@@ -146,6 +146,6 @@ def assemble(setup: Setup) -> Session:
         raise InputError(f"plan: {error}") from error
     engine = (setup.engine or PlainEngine)(EngineParts(setup, module, optimizer))
     seconds = {"model": built - began, "assembly": time.perf_counter() - built}
-    # Ranks share the weights' seed; dropout must differ between those with different records.
+    # Ranks share the weights' seed; dropout must differ between those with different examples.
     torch.manual_seed(job.seed + 1 + setup.layout.data_rank)
     return Session(setup, model, loss_module, module, optimizer, engine, seconds)

@@ -255,9 +255,9 @@ Attempt = Callable[["Engine", StepBatch], tuple[Tensor, StepBatch]]
 Feed = Callable[[Iterator[tuple[MicroBatch, ...]], str], Iterator[tuple[MicroBatch, ...]]]
 
 
-def in_one_piece(records: Sequence[Any]) -> list[list[Any]]:
-    """BATCH: all of a rank's records of a step are one micro-batch."""
-    return [list(records)]
+def in_one_piece(examples: Sequence[Any]) -> list[list[Any]]:
+    """BATCH: all of a rank's examples of a step are one micro-batch."""
+    return [list(examples)]
 
 
 def run_once(engine: Engine, batch: StepBatch) -> tuple[Tensor, StepBatch]:
@@ -339,7 +339,7 @@ def prepare(job: Job, plan: Plan, facts: Facts, folder: Path | None = None) -> S
         setup.routing = job.routing()
     setup.loss = job.loss
     setup.optimizer = job.optimizer
-    if len(job.records):
+    if len(job.examples):
         setup.sampler = ShuffledOrder(job.lengths, job.batch, job.seed)
     for technique in plan:
         technique.apply(setup)

@@ -1,7 +1,7 @@
 """A slot is one decision of a training job, and one technique at most fills it.
 
 Two techniques that answer the same question can't stand in one plan; no table of conflicting pairs
-is needed beyond that. The order below is the order of a step: from the record on disk to the disk.
+is needed beyond that. The order below is the order of a step: from the example on disk to the disk.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from enum import Enum
 class Slot(Enum):
     """The decisions of a training job; the value says which, for people and for messages."""
 
-    SAMPLER = "which records share a step and a micro-batch"
-    COLLATE = "how records become one tensor"
+    SAMPLER = "which examples share a step and a micro-batch"
+    COLLATE = "how examples become one tensor"
     FEED = "how a batch reaches the device"
-    BATCH = "how a step's records are cut into micro-batches"
+    BATCH = "how a step's examples are cut into micro-batches"
     ADAPTER = "which parameters learn"
     ROUTING = "how tokens are balanced over experts"
     EXPERTS = "which code multiplies tokens with their experts"

@@ -1,8 +1,8 @@
 """One step, as a story.
 
-A *record* lies on disk in an Arrow file, tokenised once and memory-mapped since. The *sampler*
-chooses which records share a step; the *collator* lays them out as one tensor, and knows how many
-of its slots are tokens and how many tokens carry loss. The *feeder* brings the micro-batches to the
+A *example* lies on disk in an Arrow file, tokenised once and memory-mapped since. The *sampler*
+chooses which examples share a step; the *collator* lays them out as one tensor, and knows how many
+of its positions are tokens and how many tokens carry loss. The *feeder* brings the micro-batches to the
 device. There the model turns tokens into *loss*, summed over trained tokens and divided by the
 number of trained tokens of the whole step over all micro-batches and ranks, so that neither
 micro-batch size, nor padding, nor rank count changes its meaning. Backward turns loss into
@@ -116,7 +116,7 @@ def batches(session: Session) -> Iterator[StepBatch]:
                 return
             if not counts.trained_tokens and not agreement.apart:
                 raise InputError(
-                    "a step has no trained token: look at the records and their loss mask"
+                    "a step has no trained token: look at the examples and their loss mask"
                 )
             if not setup.layout.whole:
                 micro_batches = _level(setup, micro_batches)
@@ -124,7 +124,7 @@ def batches(session: Session) -> Iterator[StepBatch]:
             progress.step_in_epoch += 1
             yield StepBatch(micro_batches, counts, progress.epoch)
         if not seen and not progress.step_in_epoch:
-            raise InputError("the data has no steps: the loader or the records are empty")
+            raise InputError("the data has no steps: the loader or the examples are empty")
         progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
         clock.mark(DATA)  # the loader has said that there is no more
         if setup.checkpoint is not None:
@@ -144,13 +144,13 @@ def _local_steps(setup: Setup, epoch: int, first: int) -> Iterator[tuple[MicroBa
     for step in itertools.islice(steps, first, None):
         parts: list[list[Any]] = []
         for piece in step if job.stream is None else [step]:
-            records = [job.records[i] for i in piece] if job.stream is None else piece
-            if records:
-                parts += setup.cut(records)
+            examples = [job.examples[i] for i in piece] if job.stream is None else piece
+            if examples:
+                parts += setup.cut(examples)
         if parts:
-            yield tuple([replace(collate(part), records=part) for part in parts])
-        else:  # fewer records than ranks: take part in the step without any loss
-            yield (without_loss(collate([job.records[0]])),)
+            yield tuple([replace(collate(part), examples=part) for part in parts])
+        else:  # fewer examples than ranks: take part in the step without any loss
+            yield (without_loss(collate([job.examples[0]])),)
 
 
 def _level(setup: Setup, local: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
@@ -161,7 +161,7 @@ def _level(setup: Setup, local: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...
     passes = torch.zeros(setup.facts.world.size, dtype=torch.float64)
     passes[setup.facts.world.rank] = len(local)
     missing = int(setup.layout.everywhere(passes).max()) - len(local)
-    smallest = min(local, key=lambda m: m.counts.slots)
+    smallest = min(local, key=lambda m: m.counts.positions)
     return (*local, *[without_loss(smallest)] * missing) if missing else local
 
 
@@ -178,12 +178,12 @@ def step_outside(session: Session) -> tuple[MicroBatch, ...] | None:
 
 
 def without_loss(micro_batch: MicroBatch) -> MicroBatch:
-    """The same tensors with nothing that counts, for a rank that has no record of its own."""
+    """The same tensors with nothing that counts, for a rank that has no example of its own."""
     labels = torch.full_like(micro_batch.inputs["labels"], -100)
     return replace(
         micro_batch,
         inputs={**micro_batch.inputs, "labels": labels},
-        counts=WorkCounts(slots=micro_batch.counts.slots),
+        counts=WorkCounts(positions=micro_batch.counts.positions),
     )
 
 
@@ -208,25 +208,25 @@ def train_step(session: Session, batch: StepBatch, started: float) -> StepMetric
 
 def _note(session: Session, batch: StepBatch, found: StepNumbers, started: float) -> StepMetrics:
     setup, clock, progress = session.setup, session.setup.clock, session.progress
-    slots = float(sum([m.counts.slots for m in batch.micro_batches]))  # as they ran: BATCH may cut
-    mine = torch.tensor([found.loss_sum, slots], dtype=torch.float64)
-    total, slots = setup.agreement.sum(mine).tolist()
+    positions = float(sum([m.counts.positions for m in batch.micro_batches]))  # as they ran: BATCH may cut
+    mine = torch.tensor([found.loss_sum, positions], dtype=torch.float64)
+    total, positions = setup.agreement.sum(mine).tolist()
     clock.mark(COMMUNICATION)
     layout = setup.layout
     traffic = layout.traffic() if isinstance(layout, MeasuresExchange) else None
     if traffic is not None and traffic.exposed is not None:
         clock.exposed(traffic.during, traffic.exposed)
-    counts = replace(batch.counts, slots=int(slots))
+    counts = replace(batch.counts, positions=int(positions))
     seconds = running_time() - started
     clock.mark(IDLE)
     parts = clock.end()
     flops = session.meter.flops(counts)
     progress.step += 1
     progress.tokens += counts.tokens
-    progress.slots += counts.slots
+    progress.positions += counts.positions
     progress.micro_batches += len(batch.micro_batches)
     progress.trained_tokens += counts.trained_tokens
-    progress.records += counts.records
+    progress.examples += counts.examples
     # The exchange of gradients, and beside it what ranks tell each other in the sums.
     exposed = hidden = None
     if traffic is not None and traffic.exposed is not None:
@@ -239,8 +239,8 @@ def _note(session: Session, batch: StepBatch, found: StepNumbers, started: float
         grad_norm=found.norm,
         tokens=counts.tokens,
         trained_tokens=counts.trained_tokens,
-        slots=counts.slots,
-        records=counts.records,
+        positions=counts.positions,
+        examples=counts.examples,
         step_seconds=seconds,
         tokens_per_second=counts.tokens / seconds,
         padding_share=counts.padding_share,

@@ -61,7 +61,7 @@ class Fidelity(Enum):
 
     EXACT = "same bits: identical losses"
     ROUNDING = "same mathematics, other rounding: one-step gradients agree within a tolerance"
-    LOSSY = "other mathematics: held-out loss not worse than a margin fixed before the run"
+    LOSSY = "other mathematics: eval loss not worse than a margin fixed before the run"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Forecast:
     Factors are with / without; ``resident_bytes`` is a difference in bytes on one device.
     """
 
-    slots: float = 1.0
+    positions: float = 1.0
     flops: float = 1.0
     bytes: float = 1.0
     wire_bytes: float = 1.0

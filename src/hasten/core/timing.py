@@ -260,7 +260,7 @@ def step_stability(seconds: Sequence[float]) -> dict[str, float | int | None]:
 # The meter: what share of a machine's best matrix product rate a step's model FLOPs are.
 #
 # Model FLOPs are linear in two counts of a batch, its tokens and its pairs (the sum of squared
-# record lengths), so a step's are two products. Who counts a model's FLOPs, and who knows the
+# example lengths), so a step's are two products. Who counts a model's FLOPs, and who knows the
 # machine's ceiling, is decided outside; a meter that wasn't told says None and never guesses.
 
 
@@ -307,8 +307,8 @@ class StepMetrics:
     grad_norm: float
     tokens: int
     trained_tokens: int
-    slots: int
-    records: int
+    positions: int
+    examples: int
     step_seconds: float
     tokens_per_second: float
     padding_share: float

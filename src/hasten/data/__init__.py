@@ -1,1 +1,1 @@
-"""From what a user has on disk to token records: formats, templates, tokenising, a corpus."""
+"""From what a user has on disk to token examples: formats, templates, tokenising, a corpus."""

@@ -1,4 +1,4 @@
-"""The file of token records: an Arrow stream that proves, before it is read, that it is whole.
+"""The file of token examples: an Arrow stream that proves, before it is read, that it is whole.
 
     [Arrow stream: input_ids list<int32>, trained list<bool>] [JSON summary] [size of it] [digest]
 
@@ -21,13 +21,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from hasten.machine.files import replacing, sync
-from hasten.parts.data.collate import TokenRecord
+from hasten.parts.data.collate import TokenizedExample
 
 SCHEMA = pa.schema(
     [("input_ids", pa.list_(pa.int32())), ("trained", pa.list_(pa.bool_()))],
-    metadata={"hasten": "token records 1"},
+    metadata={"hasten": "token examples 1"},
 )
-_BATCH_TOKENS = 1 << 20  # tokens per record batch: what a writer holds in memory
+_BATCH_TOKENS = 1 << 20  # tokens per example batch: what a writer holds in memory
 _CHUNK = 1 << 24  # bytes per read while hashing
 _SIZE_BYTES = 8
 _DIGEST_BYTES = 16
@@ -38,15 +38,15 @@ class DamagedError(ValueError):
 
 
 class Batch(NamedTuple):
-    """One record batch of the mapped file; record i is `ids[starts[i] : starts[i + 1]]`."""
+    """One example batch of the mapped file; example i is `ids[starts[i] : starts[i + 1]]`."""
 
-    starts: NDArray[np.int32]  # (records + 1,)
+    starts: NDArray[np.int32]  # (examples + 1,)
     ids: NDArray[np.int32]  # (tokens,)
     bits: NDArray[np.uint8]  # (tokens / 8, rounded up), first token in the lowest bit
 
-    def record(self, row: int) -> TokenRecord:
+    def record(self, row: int) -> TokenizedExample:
         first, last = int(self.starts[row]), int(self.starts[row + 1])
-        return TokenRecord(self.ids[first:last], self.marks(first, last))
+        return TokenizedExample(self.ids[first:last], self.marks(first, last))
 
     def marks(self, first: int, last: int) -> NDArray[np.bool_]:
         """The marks of tokens first to last - 1, as a new array."""
@@ -56,21 +56,21 @@ class Batch(NamedTuple):
 
 def write(
     path: Path,
-    records: Iterable[TokenRecord],
+    examples: Iterable[TokenizedExample],
     summarise: Callable[[], Any] = dict,
     durable: bool = True,
 ) -> None:
-    """Write records to `path`, which has either its old content or all of the new.
+    """Write examples to `path`, which has either its old content or all of the new.
 
-    `summarise()` is called after the last record; what it returns must be JSON and comes back from
+    `summarise()` is called after the last example; what it returns must be JSON and comes back from
     `read`. Without `durable` a power cut may leave a damaged file behind, never a crash of the
     process. Raises OSError where the file can't be written.
     """
-    _write(path, _batches(records), summarise, durable)
+    _write(path, _batches(examples), summarise, durable)
 
 
 def merge(path: Path, parts: Iterable[Path], summarise: Callable[[list[Any]], Any]) -> None:
-    """Write the records of whole files to one, batch by batch, one part in memory at a time.
+    """Write the examples of whole files to one, batch by batch, one part in memory at a time.
 
     `summarise` makes the summary from those of the parts. Raises DamagedError or OSError.
     """
@@ -132,12 +132,12 @@ def _proven(path: Path) -> Any:
         return json.loads(file.read(size))
 
 
-def _batches(records: Iterable[TokenRecord]) -> Iterator[Any]:
-    held: list[TokenRecord] = []
+def _batches(examples: Iterable[TokenizedExample]) -> Iterator[Any]:
+    held: list[TokenizedExample] = []
     tokens = 0
-    for record in records:
-        held.append(record)
-        tokens += record.length
+    for example in examples:
+        held.append(example)
+        tokens += example.length
         if tokens >= _BATCH_TOKENS:
             yield _batch(held)
             held, tokens = [], 0
@@ -145,10 +145,10 @@ def _batches(records: Iterable[TokenRecord]) -> Iterator[Any]:
         yield _batch(held)
 
 
-def _batch(records: list[TokenRecord]) -> Any:
-    starts = pa.array(np.cumsum([0, *(record.length for record in records)], dtype=np.int32))
-    ids = pa.array(np.concatenate([record.input_ids for record in records]))
-    trained = pa.array(np.concatenate([record.trained for record in records]))
+def _batch(examples: list[TokenizedExample]) -> Any:
+    starts = pa.array(np.cumsum([0, *(example.length for example in examples)], dtype=np.int32))
+    ids = pa.array(np.concatenate([example.input_ids for example in examples]))
+    trained = pa.array(np.concatenate([example.trained for example in examples]))
     lists = (pa.ListArray.from_arrays(starts, values) for values in (ids, trained))
     return pa.record_batch(list(lists), schema=SCHEMA)
 

@@ -32,7 +32,7 @@ from hasten.data.conversation import THOUGHTS, Conversation, Message, ToolCall
 from hasten.data.prompt_formats import STANDARD
 from hasten.data.template_sandbox import UnrenderedError, render
 from hasten.errors import InputError
-from hasten.parts.data.collate import TokenRecord, token_record
+from hasten.parts.data.collate import TokenizedExample, tokenized_example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 # Tool calls as a chat template takes them, and the proof that it shows them.
 #
 # A template that knows nothing of tools renders a dialogue without them, and a model trained on
-# that text would learn to answer from nowhere. So whatever a record says of tools must be found in
-# the text again; a record of which it isn't is rejected with what is missing.
+# that text would learn to answer from nowhere. So whatever an example says of tools must be found in
+# the text again; an example of which it isn't is rejected with what is missing.
 
 
 class CallForm(NamedTuple):
@@ -53,11 +53,11 @@ class CallForm(NamedTuple):
 
 
 FORMS = (CallForm(), CallForm(True), CallForm(False, ""), CallForm(True, ""))
-_ADVICE = "choose another chat_template, or leave such records out"
+_ADVICE = "choose another chat_template, or leave such examples out"
 
 
 class ToolsNotRenderedError(ValueError):
-    """What of a record's tools or thoughts isn't in the text that a template makes of it."""
+    """What of an example's tools or thoughts isn't in the text that a template makes of it."""
 
 
 def split_tools(messages: Sequence[Message]) -> tuple[list[Any] | None, Sequence[Message]]:
@@ -83,7 +83,7 @@ def check_seen(
     if tools:
         names = [tool["function"]["name"] for tool in tools]
         if text == render(turns) or not all(name in text for name in names):
-            raise ToolsNotRenderedError(f"the chat template ignores the record's tools: {_ADVICE}")
+            raise ToolsNotRenderedError(f"the chat template ignores the example's tools: {_ADVICE}")
     for at, turn in enumerate(messages):
         if turn.thoughts and turn.thoughts.strip() not in render(messages[: at + 1]):
             raise ToolsNotRenderedError(
@@ -96,7 +96,7 @@ def check_seen(
             nulls = not turn.content and "None" in written and "None" not in str(turn.calls)
             if nulls or not all(_shows(written, call) for call in turn.calls):
                 raise ToolsNotRenderedError(
-                    f"the chat template ignores the record's tool calls: {_ADVICE}"
+                    f"the chat template ignores the example's tool calls: {_ADVICE}"
                 )
         elif turn.role == "tool" and not any(form in text for form in _written(turn.content)):
             raise ToolsNotRenderedError(f"the chat template drops the result of a tool: {_ADVICE}")
@@ -157,7 +157,7 @@ def _written(text: str) -> tuple[str, ...]:
     return (text.strip(), *(json.dumps(text, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
 
 
-# The chat template of a tokenizer, apart from it, and what it makes of the turns of a record.
+# The chat template of a tokenizer, apart from it, and what it makes of the turns of an example.
 
 TURNS = 1_000  # of a dialogue: what precedes each answer is rendered apart, to find the answer
 
@@ -202,7 +202,7 @@ def render_turns(
     place: str,
     form: CallForm = FORMS[0],
 ) -> str:
-    """The text of a record's turns; raises InputError where the template fails."""
+    """The text of an example's turns; raises InputError where the template fails."""
     tools, turns = split_tools(messages)
     source = template.plain if tools is None else template.with_tools
     if not source:
@@ -236,9 +236,9 @@ _Render = Callable[..., str]  # of messages, with prompt=True up to where an ans
 
 
 class Encoded(NamedTuple):
-    """The records of one conversation, or why there are none."""
+    """The examples of one conversation, or why there are none."""
 
-    records: tuple[TokenRecord, ...]  # one for a dialogue, one per piece where it goes on
+    examples: tuple[TokenizedExample, ...]  # one for a dialogue, one per piece where it goes on
     reason: str | None
     long: bool = False  # the whole is longer than cutoff_len
     thoughts: int = 0  # of answers, which the template leaves out of the text
@@ -258,7 +258,7 @@ def encode(
     too_long: TooLong = "truncate",
     loss_on: LossOn = "answers",
 ) -> Encoded:
-    """One conversation as token records of at most `cutoff_len` tokens, or a reason.
+    """One conversation as token examples of at most `cutoff_len` tokens, or a reason.
 
     Raises InputError for a tokenizer without offsets or template, or a template that fails.
     """
@@ -290,15 +290,15 @@ def encode_all(
         for item, source, found in zip(drawn, batch, tokens, strict=True):
             ids = found.ids
             if item.trained is None:
-                whole = _text_record(tokenizer, ids, item.text)
+                whole = _text_example(tokenizer, ids, item.text)
             else:
                 _check_bos(tokenizer, ids, source.place)
-                whole = _dialogue_record(ids, found.offsets, item.trained)
+                whole = _dialogue_example(ids, found.offsets, item.trained)
             yield _fitted(whole, item, cutoff_len, too_long)
 
 
-def _fitted(whole: TokenRecord, drawn: _Rendered, cutoff_len: int, too_long: TooLong) -> Encoded:
-    """The record in pieces of at most `cutoff_len` tokens, each with something to predict."""
+def _fitted(whole: TokenizedExample, drawn: _Rendered, cutoff_len: int, too_long: TooLong) -> Encoded:
+    """The example in pieces of at most `cutoff_len` tokens, each with something to predict."""
     long, is_text = whole.length > cutoff_len, drawn.trained is None
     if drawn.trained == []:
         return Encoded((), drawn.reason)
@@ -316,14 +316,14 @@ def _fitted(whole: TokenRecord, drawn: _Rendered, cutoff_len: int, too_long: Too
     return Encoded(tuple(pieces), None, long, drawn.thoughts)
 
 
-def _pieces(whole: TokenRecord, cutoff_len: int) -> list[TokenRecord]:
-    """The record in pieces, each beginning with the last token of the piece before it.
+def _pieces(whole: TokenizedExample, cutoff_len: int) -> list[TokenizedExample]:
+    """The example in pieces, each beginning with the last token of the piece before it.
 
     So every token but the first of all is predicted exactly once, and no piece has fewer than two.
     """
     starts = range(0, max(whole.length - 1, 1), cutoff_len - 1)
     return [
-        token_record(whole.input_ids[at : at + cutoff_len], whole.trained[at : at + cutoff_len])
+        tokenized_example(whole.input_ids[at : at + cutoff_len], whole.trained[at : at + cutoff_len])
         for at in starts
     ]
 
@@ -338,9 +338,9 @@ def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
     return tokenizer.backend_tokenizer
 
 
-def _dialogue_record(
+def _dialogue_example(
     ids: list[int], offsets: list[tuple[int, int]], spans: list[tuple[int, int]]
-) -> TokenRecord:
+) -> TokenizedExample:
     trained = np.zeros(len(ids), np.bool_)
     for first, last in spans:
         # A token across the border is trained: it has a part of the answer in it. One of no
@@ -348,15 +348,15 @@ def _dialogue_record(
         # order of their text, so two searches find all of an answer's.
         begin = bisect_right(offsets, first, key=lambda token: max(token[1], token[0] + 1))
         trained[begin : bisect_left(offsets, last, key=lambda token: token[0])] = True
-    return token_record(ids, trained)
+    return tokenized_example(ids, trained)
 
 
-def _text_record(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str) -> TokenRecord:
+def _text_example(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str) -> TokenizedExample:
     """bos, text, eos: every token of it is trained. A text that has one of them keeps its own."""
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     first = bos is not None and not text.lstrip().startswith(str(bos))
     last = eos is not None and not text.rstrip().endswith(str(eos))
-    return token_record(
+    return tokenized_example(
         [*[tokenizer.bos_token_id][: int(first)], *ids, *[tokenizer.eos_token_id][: int(last)]]
     )
 
@@ -366,7 +366,7 @@ def _check_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int], place: str) -
     if bos is not None and ids[:2] == [bos, bos] and tokenizer.bos_token != tokenizer.eos_token:
         raise InputError(
             f"{place} begins with {tokenizer.bos_token} twice: take it out of the chat template, "
-            "or out of the record's first text"
+            "or out of the example's first text"
         )
 
 

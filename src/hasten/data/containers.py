@@ -38,7 +38,7 @@ NAMES = f"{', '.join(KNOWN)} (text also as .gz or .zst)"
 
 
 class Container(NamedTuple):
-    """How the records of one file are kept."""
+    """How the examples of one file are kept."""
 
     kind: str  # jsonl, json, csv, tsv, txt, parquet or arrow
     packed: str | None  # gzip or zstd

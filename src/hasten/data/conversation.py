@@ -1,4 +1,4 @@
-"""Conversations: turns and tool calls, the shapes of a record that hold them, a user's own columns.
+"""Conversations: turns and tool calls, the shapes of an example that hold them, a user's own columns.
 
 Calls are read as OpenAI's chat format has them (`tool_calls`, a tool's turn that may name its
 call) and as ShareGPT files do (`function_call`: JSON of one call or a list, `observation`). What
@@ -64,7 +64,7 @@ class Message(NamedTuple):
     content: str
     calls: tuple[ToolCall, ...] = ()  # the assistant's
     id: str = ""  # a tool's turn: the call that it answers
-    name: str = ""  # a tool's turn: the tool, where the record says it
+    name: str = ""  # a tool's turn: the tool, where the example says it
     trained: bool = True  # the assistant's: whether it carries loss
     thoughts: str = ""  # the assistant's, apart from its content
     instruction: str = ""  # a question of two parts: the first, and
@@ -72,7 +72,7 @@ class Message(NamedTuple):
 
 
 class NoConversationError(ValueError):
-    """Why a record has no conversation in it."""
+    """Why an example has no conversation in it."""
 
 
 def message(turn: Mapping[str, Any]) -> Message:
@@ -80,7 +80,7 @@ def message(turn: Mapping[str, Any]) -> Message:
 
     Raises:
         NoConversationError: it is none.
-        InputError: a key of it means what hasten doesn't do, so that no such record is usable.
+        InputError: a key of it means what hasten doesn't do, so that no such example is usable.
     """
     who, what = _first(turn, _WHO), _first(turn, _WHAT)
     if who not in turn:
@@ -192,7 +192,7 @@ class _Content(NamedTuple):
     calls: tuple[ToolCall, ...] = ()
 
 
-_NO_MEDIA = "take records without images, audio and video"
+_NO_MEDIA = "take examples without images, audio and video"
 
 
 def _joined(content: Any, key: str, role: str) -> _Content:
@@ -391,7 +391,7 @@ def kind_of(value: Any) -> str:
     return "null" if value is None else names.get(type(value), "a number")
 
 
-# The usual shapes of a training record, each with the columns it needs and its reader.
+# The usual shapes of a training example, each with the columns it needs and its reader.
 #
 # More columns than a shape needs are fine, whatever they hold; a missing or null optional column is
 # empty.
@@ -421,26 +421,26 @@ class Conversation:
     place: str  # "file:line"
 
 
-def shape_of(record: Mapping[str, Any], possible: Sequence[str] | None = None) -> str | None:
-    """The name of the first shape, of all or of the possible, whose columns the record has."""
+def shape_of(example: Mapping[str, Any], possible: Sequence[str] | None = None) -> str | None:
+    """The name of the first shape, of all or of the possible, whose columns the example has."""
     names = SHAPES if possible is None else possible
-    return next((name for name in names if record.keys() >= {*SHAPES[name].needs}), None)
+    return next((name for name in names if example.keys() >= {*SHAPES[name].needs}), None)
 
 
-def conversation(record: Any, shape: str, place: str) -> Conversation:
-    """The conversation in a record of a shape; raises NoConversationError where there is none."""
-    if not isinstance(record, dict):
-        raise NoConversationError(f"{kind_of(record)}, not an object")
+def conversation(example: Any, shape: str, place: str) -> Conversation:
+    """The conversation in an example of a shape; raises NoConversationError where there is none."""
+    if not isinstance(example, dict):
+        raise NoConversationError(f"{kind_of(example)}, not an object")
     if shape not in SHAPES:
-        raise NoConversationError("the file's shape is unknown: its first records are all damaged")
+        raise NoConversationError("the file's shape is unknown: its first examples are all damaged")
     needs, read = SHAPES[shape].needs, SHAPES[shape].read
-    if missing := [key for key in needs if key not in record]:
+    if missing := [key for key in needs if key not in example]:
         raise NoConversationError(
             f"lacks {' and '.join(map(repr, missing))} (the file's shape is {shape})"
         )
     if read is None:
-        return Conversation((), _filled(_text(record, "text"), "text"), place)
-    messages = tuple(read(record))
+        return Conversation((), _filled(_text(example, "text"), "text"), place)
+    messages = tuple(read(example))
     check_turns(messages)
     return Conversation(messages, None, place)
 
@@ -449,40 +449,40 @@ _Reader = Callable[[Mapping[str, Any]], Iterator[Message]]
 
 
 def _framed(read: _Reader) -> _Reader:
-    """A reader of turns, with the tools and the system text of the record before them."""
+    """A reader of turns, with the tools and the system text of the example before them."""
 
-    def framed(record: Mapping[str, Any]) -> Iterator[Message]:
-        turns = list(read(record))
-        yield from tools_turn(record.get("tools") or record.get("functions"))
+    def framed(example: Mapping[str, Any]) -> Iterator[Message]:
+        turns = list(read(example))
+        yield from tools_turn(example.get("tools") or example.get("functions"))
         if not (turns and turns[0].role == "system"):
-            yield from _system(record)
+            yield from _system(example)
         yield from turns
 
     return framed
 
 
 def _alpaca(answer: str) -> _Reader:
-    def read(record: Mapping[str, Any]) -> Iterator[Message]:
-        yield from _history(record)
-        first, second = _text(record, "instruction"), _text(record, "input", optional=True)
+    def read(example: Mapping[str, Any]) -> Iterator[Message]:
+        yield from _history(example)
+        first, second = _text(example, "instruction"), _text(example, "input", optional=True)
         question = "\n".join(part for part in (first, second) if part)
         yield Message("user", question, instruction=first if second else "", input=second)
-        yield Message("assistant", _text(record, answer))
+        yield Message("assistant", _text(example, answer))
 
     return _framed(read)
 
 
 def _pair(question: str, answer: str) -> _Reader:
-    def read(record: Mapping[str, Any]) -> Iterator[Message]:
-        yield from _history(record)
-        asked, answered = (_as_turns(record.get(key)) for key in (question, answer))
+    def read(example: Mapping[str, Any]) -> Iterator[Message]:
+        yield from _history(example)
+        asked, answered = (_as_turns(example.get(key)) for key in (question, answer))
         if asked is None:
-            yield Message("user", _text(record, question))
+            yield Message("user", _text(example, question))
         else:
             for turn in _turns(asked, question):
                 yield turn._replace(trained=turn.role != "assistant")
         if answered is None:
-            yield Message("assistant", _text(record, answer))
+            yield Message("assistant", _text(example, answer))
         else:
             yield from _turns(answered, answer)
 
@@ -490,7 +490,7 @@ def _pair(question: str, answer: str) -> _Reader:
 
 
 def _dialogue(key: str) -> _Reader:
-    return _framed(lambda record: iter(_turns(record.get(key), key)))
+    return _framed(lambda example: iter(_turns(example.get(key), key)))
 
 
 def _as_turns(value: Any) -> Any:
@@ -542,26 +542,26 @@ def _exchange(turn: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _history(record: Mapping[str, Any]) -> Iterator[Message]:
-    if record.get("history") in (None, "", []):
+def _history(example: Mapping[str, Any]) -> Iterator[Message]:
+    if example.get("history") in (None, "", []):
         return
-    for pair in _listed(record["history"], "history"):
+    for pair in _listed(example["history"], "history"):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise NoConversationError("'history' must hold pairs of question and answer")
         yield Message("user", sound(pair[0], "history"))
         yield Message("assistant", sound(pair[1], "history"))
 
 
-def _system(record: Mapping[str, Any]) -> Iterator[Message]:
-    key = "system" if record.get("system") else "system_prompt"
-    if text := _text(record, key, optional=True):
+def _system(example: Mapping[str, Any]) -> Iterator[Message]:
+    key = "system" if example.get("system") else "system_prompt"
+    if text := _text(example, key, optional=True):
         yield Message("system", text)
 
 
-def _text(record: Mapping[str, Any], key: str, optional: bool = False) -> str:
-    if key not in record and not optional:
+def _text(example: Mapping[str, Any], key: str, optional: bool = False) -> str:
+    if key not in example and not optional:
         raise NoConversationError(f"lacks {key!r}")
-    value = record.get(key)
+    value = example.get(key)
     return "" if value is None and optional else sound(value, key)
 
 
@@ -596,11 +596,11 @@ SHAPES: dict[str, _Shape] = {  # the first that fits wins: alpaca files often ha
 }
 
 
-def unread(record: Mapping[str, Any], shape: str, known: Collection[str]) -> set[str]:
+def unread(example: Mapping[str, Any], shape: str, known: Collection[str]) -> set[str]:
     """The columns beyond `known`, and the keys of turns, that have a value and are not read."""
-    found = {key for key, value in record.items() if key not in known and value not in _EMPTY}
+    found = {key for key, value in example.items() if key not in known and value not in _EMPTY}
     for name in SHAPES[shape].needs:
-        value = record.get(name)
+        value = example.get(name)
         if isinstance(value, str):  # a cell of JSON
             value = _as_turns(value)
         rows = _rows(value) if isinstance(value, dict) else value
@@ -645,13 +645,13 @@ class ColumnNames:
         fit = (n for n, s in SHAPES.items() if {*s.needs, *s.takes} >= self.names.keys())
         return tuple(name for name in fit if SHAPES[name].turns or not self.tags)
 
-    def renamed(self, record: Any, shape: str | None = None) -> Any:
-        """The record with the shape's names in place of the user's; anything else as it is."""
-        if not isinstance(record, dict):
-            return record
+    def renamed(self, example: Any, shape: str | None = None) -> Any:
+        """The example with the shape's names in place of the user's; anything else as it is."""
+        if not isinstance(example, dict):
+            return example
         taken = {*self.names.values()} - self.names.keys()
-        kept = {} if self.shape else {k: v for k, v in record.items() if k not in self.names}
-        named = {known: record[own] for known, own in self.names.items() if own in record}
+        kept = {} if self.shape else {k: v for k, v in example.items() if k not in self.names}
+        named = {known: example[own] for known, own in self.names.items() if own in example}
         found = {k: v for k, v in kept.items() if k not in taken} | named
         known_shape = SHAPES.get(shape or "")
         if self.tags and known_shape and (key := known_shape.needs[0]) in found:

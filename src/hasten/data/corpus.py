@@ -40,7 +40,7 @@ _NOT_LIBRARY = (
 # Near-identical modules would stand on both sides of the split.
 _GENERATED = ("encodings", "pydoc_data", "_bundled", "__pycache__")
 _SKIPPED = frozenset((*_NOT_LIBRARY, *_GENERATED))
-_HELD_OUT_EVERY = 20  # about 5 % of the modules
+_EVAL_EVERY = 20  # about 5 % of the modules
 _FEWEST = 50  # modules; a Python with fewer has its sources stripped
 _Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -57,7 +57,7 @@ class Corpus:
     """The standard library, split by module."""
 
     train: SplitSide
-    held_out: SplitSide
+    eval_data: SplitSide
     sha256: str  # over names and sources of all modules, in order
     modules: tuple[str, ...]  # paths below the library's root, sorted
 
@@ -81,7 +81,7 @@ def stdlib_corpus(root: Path | None = None) -> Corpus:
             continue
         modules.append(name)
         digest.update(f"{name}\0{source}\0".encode())
-        pairs, texts = sides[_is_held_out(name)]
+        pairs, texts = sides[_is_eval_example(name)]
         pairs.extend(_pairs(source, name))
         texts.append(Conversation((), source, f"{name}:1"))
     if len(modules) < _FEWEST:
@@ -89,8 +89,8 @@ def stdlib_corpus(root: Path | None = None) -> Corpus:
             f"{root} holds the source of only {len(modules)} modules: install Python's standard "
             "library with its sources, or name a dataset"
         )
-    train, held_out = (SplitSide(tuple(pairs), tuple(texts)) for pairs, texts in sides.values())
-    return Corpus(train, _unseen(held_out, train), digest.hexdigest(), tuple(modules))
+    train, eval_data = (SplitSide(tuple(pairs), tuple(texts)) for pairs, texts in sides.values())
+    return Corpus(train, _unseen(eval_data, train), digest.hexdigest(), tuple(modules))
 
 
 def _files(root: Path) -> Iterator[Path]:
@@ -110,9 +110,9 @@ def _source(path: Path) -> str | None:
     return text.replace("\r\n", "\n").replace("\r", "\n").replace("\x00", "")
 
 
-def _is_held_out(name: str) -> bool:
+def _is_eval_example(name: str) -> bool:
     first = hashlib.sha256(name.encode()).digest()[:4]
-    return int.from_bytes(first, "big") % _HELD_OUT_EVERY == 0
+    return int.from_bytes(first, "big") % _EVAL_EVERY == 0
 
 
 def _pairs(source: str, name: str) -> Iterator[Conversation]:
@@ -163,7 +163,7 @@ def _dedent(lines: list[str], columns: int) -> str:
     return "\n".join(kept).strip("\n")
 
 
-def _unseen(held_out: SplitSide, train: SplitSide) -> SplitSide:
+def _unseen(eval_data: SplitSide, train: SplitSide) -> SplitSide:
     seen = {pair.messages[-1].content for pair in train.pairs}
-    kept = (pair for pair in held_out.pairs if pair.messages[-1].content not in seen)
-    return held_out._replace(pairs=tuple(kept))
+    kept = (pair for pair in eval_data.pairs if pair.messages[-1].content not in seen)
+    return eval_data._replace(pairs=tuple(kept))

@@ -1,13 +1,13 @@
 """The values of a JSON Lines file, or of one JSON list, one by one, each with its line.
 
-A damaged record costs itself and nothing more, so neither file is handed to `json.loads` whole:
+A damaged example costs itself and nothing more, so neither file is handed to `json.loads` whole:
 
-  (1) bytes become text with `surrogateescape`: a byte that isn't UTF-8 stays visible in its record
+  (1) bytes become text with `surrogateescape`: a byte that isn't UTF-8 stays visible in its example
   (2) lines are split at newline bytes only (str.splitlines also splits at U+2028, legal in JSON);
-      a list is read record by record with `raw_decode`
+      a list is read example by example with `raw_decode`
   (3) what JSON readers disagree about is a fault: NaN, infinity, integers beyond 64 bits, NUL, a
       byte order mark inside the file
-  (4) after a syntax error in a list, reading goes on at the next object that looks like a record
+  (4) after a syntax error in a list, reading goes on at the next object that looks like an example
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FaultError(ValueError):
 
 
 def scan_lines(file: IO[bytes]) -> Iterator[JsonValue]:
-    """The records of a stream with one on each line; closes it. May raise OSError."""
+    """The examples of a stream with one on each line; closes it. May raise OSError."""
     blank: list[int] = []  # blank lines are faults only if something follows them
     number = 0
     with file:
@@ -69,7 +69,7 @@ def scan_lines(file: IO[bytes]) -> Iterator[JsonValue]:
 
 
 def scan_texts(file: IO[bytes]) -> Iterator[JsonValue]:
-    """The texts of a stream, one on each line, as records; closes it. May raise OSError.
+    """The texts of a stream, one on each line, as examples; closes it. May raise OSError.
 
     Empty lines are left out: `datasets` reads such files line by line too.
     """
@@ -184,15 +184,15 @@ def _short(digits: str) -> str:
     return digits if len(digits) <= 24 else digits[:20] + "..."
 
 
-# The records of a JSON list, one by one, through a window on the file that moves along with them.
+# The examples of a JSON list, one by one, through a window on the file that moves along with them.
 #
-#   (1) the window holds the record that is read and what was read ahead of it; it grows, twice as
-#       large each time, while the record isn't whole in it
-#   (2) a record is read with `raw_decode`; where that fails far from the window's end, or in a
-#       window of `LONGEST_LINE`, more of the file would not help: the record is at fault
-#   (3) after a fault, reading goes on at the next object that looks like a record
+#   (1) the window holds the example that is read and what was read ahead of it; it grows, twice as
+#       large each time, while the example isn't whole in it
+#   (2) an example is read with `raw_decode`; where that fails far from the window's end, or in a
+#       window of `LONGEST_LINE`, more of the file would not help: the example is at fault
+#   (3) after a fault, reading goes on at the next object that looks like an example
 #
-# So a list may be larger than memory, and a damaged record costs itself.
+# So a list may be larger than memory, and a damaged example costs itself.
 
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
 _OBJECT = re.compile(r'\{[ \t\r\n]*"')  # inside a string the quote would be escaped
@@ -205,7 +205,7 @@ _MARGIN = 16  # characters: what a cut literal, number or escape has at most bef
 
 
 def scan_json(file: IO[bytes]) -> Iterator[JsonValue]:
-    """The records of a stream: a list, one object, or one record a line. May raise OSError."""
+    """The examples of a stream: a list, one object, or one example a line. May raise OSError."""
     head, fault = b"", None
     with file:
         try:
@@ -234,7 +234,7 @@ def _single(head: bytes, file: IO[bytes], fault: str | None) -> tuple[Any, bytes
         if end < 0 and (end := data.find(b"\n", searched)) >= 0:
             several = _object(data[:end]) is None  # lines of one object: all of it is needed
         if end >= 0 and not several and data[end:].strip():
-            return None, bytes(data), None  # one record a line
+            return None, bytes(data), None  # one example a line
         searched = len(data)
         try:
             piece = file.read(_READ)
@@ -264,7 +264,7 @@ def _scan_list(window: _Window) -> Iterator[JsonValue]:  # noqa: C901  # each wa
         window.grow()
     at = window.text.index("[") + 1
     decoder = Decoder()
-    usual: set[str] = set()  # keys seen in sound records: how a record is told from its parts
+    usual: set[str] = set()  # keys seen in sound examples: how an example is told from its parts
     while True:
         if at >= _LEAST:
             window.drop(at)
@@ -282,7 +282,7 @@ def _scan_list(window: _Window) -> Iterator[JsonValue]:  # noqa: C901  # each wa
             if window.may_help(at, fault) and window.grow():
                 continue
             line = window.line(at)
-            found, at = _next_record(window, at, window.after(at, fault), usual)
+            found, at = _next_example(window, at, window.after(at, fault), usual)
             over = at == len(window.text)
             yield JsonValue(line, None, found or str(fault), lost=over and window.last != "]")
             if over:
@@ -303,7 +303,7 @@ def _scan_list(window: _Window) -> Iterator[JsonValue]:  # noqa: C901  # each wa
     yield JsonValue(window.line(len(window.text)), None, words, lost=True)
 
 
-def _next_record(window: _Window, start: int, at: int, usual: set[str]) -> tuple[str | None, int]:
+def _next_example(window: _Window, start: int, at: int, usual: set[str]) -> tuple[str | None, int]:
     """What is damaged from `start` to the next object with a usual key, and where it begins.
 
     It is searched from `at` on.
@@ -439,30 +439,30 @@ def _deep_end(text: str, at: int) -> int:
     return len(text)
 
 
-# The records of a file that is one object: pandas writes tables so, and others put a list under a
+# The examples of a file that is one object: pandas writes tables so, and others put a list under a
 # key.
 
-_LOOK = 200  # rows of which one must be a record
+_LOOK = 200  # rows of which one must be an example
 _LISTS = (
-    *("data", "dataset", "rows", "records", "examples", "samples", "instances", "items"),
+    *("data", "dataset", "rows", "examples", "examples", "samples", "instances", "items"),
     *("train", "validation", "valid", "dev", "test"),
 )
 
 
-def records_of(  # noqa: C901  # a clause for each shape of file
+def examples_of(  # noqa: C901  # a clause for each shape of file
     whole: dict[str, Any],
     shaped: Callable[[Any], object],
     reads: Callable[[Any], bool],
 ) -> list[Any] | None:
-    """The records of an object that is a whole file; None if it is a record, or nothing known.
+    """The examples of an object that is a whole file; None if it is an example, or nothing known.
 
     Args:
         whole: the object.
         shaped: if an object has the columns of a known shape.
-        reads: if an object is a sound record.
+        reads: if an object is a sound example.
 
     Raises:
-        InputError: it has several lists of records.
+        InputError: it has several lists of examples.
     """
     columns = list(whole.values())
     if shaped(whole):
@@ -478,31 +478,31 @@ def records_of(  # noqa: C901  # a clause for each shape of file
             return None
         found = [dict(zip(whole, row, strict=True)) for row in zip(*columns, strict=False)]
         if not any(map(reads, found[:_LOOK])):
-            return None  # one damaged record with lists in it
+            return None  # one damaged example with lists in it
         if len({*map(len, columns)}) != 1:
             sizes = ", ".join(f"{key} {len(column)}" for key, column in whole.items())
             raise InputError(
-                f"its columns have different numbers of values ({sizes}): write a list of records"
+                f"its columns have different numbers of values ({sizes}): write a list of examples"
             )
         return found
     names, data = whole.get("columns", ()), whole.get("data", ())
     if _all(names, str) and _all(data, list):  # pandas: orient="split"
         return [dict(zip(names, row, strict=False)) for row in data]
-    parts = [key for key in _LISTS if _holds_records(whole.get(key))]
+    parts = [key for key in _LISTS if _holds_examples(whole.get(key))]
     if len(parts) > 1:
         raise InputError(
-            f"has several lists of records ({', '.join(parts)}): write each to a file of its own"
+            f"has several lists of examples ({', '.join(parts)}): write each to a file of its own"
         )
     if parts and isinstance(inner := whole[parts[0]], dict):
-        return records_of(inner, shaped, reads) or ([inner] if reads(inner) else None)
+        return examples_of(inner, shaped, reads) or ([inner] if reads(inner) else None)
     if parts:
         return list(whole[parts[0]])
-    if columns and all(isinstance(record, dict) for record in columns) and shaped(columns[0]):
+    if columns and all(isinstance(example, dict) for example in columns) and shaped(columns[0]):
         return columns  # pandas: orient="index"
     return None
 
 
-def _holds_records(value: Any) -> bool:
+def _holds_examples(value: Any) -> bool:
     first = value[0] if isinstance(value, list) and value else value
     return isinstance(first, dict) and bool(first)
 

@@ -1,16 +1,16 @@
-"""A file of packed rows for any trainer: Arrow or Parquet, each row some records end to end.
+"""A file of packed rows for any trainer: Arrow or Parquet, each row some examples end to end.
 
     input_ids     list<int32>   the row's tokens, at most row_tokens of them, without padding
     labels        list<int32>   the token itself where it is trained, else -100; a model that shifts
                                 labels, as those of Transformers do, predicts each from those before
-                                it; the first token of a record is -100, whatever stands before it
-    position_ids  list<int32>   counted from 0 in each record: what keeps records apart
-    seq_lengths   list<int32>   tokens of each record of the row, as in TRL's packed data sets
+                                it; the first token of an example is -100, whatever stands before it
+    position_ids  list<int32>   counted from 0 in each example: what keeps examples apart
+    seq_lengths   list<int32>   tokens of each example of the row, as in TRL's packed data sets
 
 Both files are read by ``datasets.load_dataset`` (an Arrow file is a stream). With rows laid end to
 end by TRL's collator (``padding_free``), or one row per batch by Transformers' default collator,
-positions tell models with flash or SDPA attention where a record begins. Transformers'
-``DataCollatorWithFlattening`` doesn't fit: it takes each row for one record.
+positions tell models with flash or SDPA attention where an example begins. Transformers'
+``DataCollatorWithFlattening`` doesn't fit: it takes each row for one example.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ Writer = Callable[[Any], AbstractContextManager[Any]]
 
 
 def write_packed(
-    records: StoredRecords,
+    examples: StoredRecords,
     output: Path,
     row_tokens: int,
     seed: int = 0,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Efficiency:
-    """Pack all records into rows in an order drawn from ``seed``, and write them to ``output``.
+    """Pack all examples into rows in an order drawn from ``seed``, and write them to ``output``.
 
     ``output`` has either its old content or all of the new. ``on_progress(done, total)`` counts
-    rows. Raises InputError where a record is longer than a row, the name ends in neither ``.arrow``
+    rows. Raises InputError where an example is longer than a row, the name ends in neither ``.arrow``
     nor ``.parquet``, or the file can't be written.
     """
     check_name(output)
-    longest = int(np.asarray(records.lengths).max(initial=0))
+    longest = int(np.asarray(examples.lengths).max(initial=0))
     if longest > row_tokens:
         raise InputError(
-            f"rows of {row_tokens} tokens can't hold the longest record of {longest}; raise "
+            f"rows of {row_tokens} tokens can't hold the longest example of {longest}; raise "
             "--row-tokens or lower cutoff_len"
         )
-    order = PackedOrder(records.lengths, row_tokens, 1, seed)
+    order = PackedOrder(examples.lengths, row_tokens, 1, seed)
     rows = order.rows(0)
     writer = _parquet if output.suffix == ".parquet" else _stream
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with replacing(output) as file, writer(file) as sink:
-            for batch in _batches(records, rows, on_progress):
+            for batch in _batches(examples, rows, on_progress):
                 sink.write_batch(batch)
     except OSError as error:
         raise InputError(f"{output} can't be written: {error.strerror or error}") from error
@@ -80,13 +80,13 @@ def check_name(output: Path) -> None:
 
 
 def _batches(
-    records: StoredRecords, rows: list[list[int]], on_progress: Callable[[int, int], None]
+    examples: StoredRecords, rows: list[list[int]], on_progress: Callable[[int, int], None]
 ) -> Iterator[Any]:
     """Record batches of rows, about ``BATCH_TOKENS`` tokens in each."""
     held: list[dict[str, NDArray[np.int32]]] = []
     tokens = 0
     for done, row in enumerate(rows, start=1):
-        held.append(_row(records, row))
+        held.append(_row(examples, row))
         tokens += len(held[-1]["input_ids"])
         if tokens >= BATCH_TOKENS or done == len(rows):
             columns = [_lists([one[name] for one in held]) for name in COLUMNS]
@@ -95,18 +95,18 @@ def _batches(
             held, tokens = [], 0
 
 
-def _row(records: StoredRecords, row: list[int]) -> dict[str, NDArray[np.int32]]:
-    found = [records[index] for index in row]
+def _row(examples: StoredRecords, row: list[int]) -> dict[str, NDArray[np.int32]]:
+    found = [examples[index] for index in row]
     labels = []
-    for record in found:
-        trained = record.trained.copy()
-        trained[0] = False  # nothing of the record stands before it
-        labels.append(np.where(trained, record.input_ids, IGNORED))
+    for example in found:
+        trained = example.trained.copy()
+        trained[0] = False  # nothing of the example stands before it
+        labels.append(np.where(trained, example.input_ids, IGNORED))
     columns = (
-        np.concatenate([record.input_ids for record in found]),
+        np.concatenate([example.input_ids for example in found]),
         np.concatenate(labels),
-        np.concatenate([np.arange(record.length) for record in found]),
-        np.array([record.length for record in found]),
+        np.concatenate([np.arange(example.length) for example in found]),
+        np.array([example.length for example in found]),
     )
     return {n: c.astype(np.int32) for n, c in zip(COLUMNS, columns, strict=True)}
 

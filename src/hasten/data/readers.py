@@ -1,7 +1,7 @@
 """Conversations out of files, whichever container and whichever of the usual shapes they have.
 
-The shape is decided once per file, from its first records, and reported with the container: a
-record that lacks what the shape needs is rejected with its place (its line, or its row in a table)
+The shape is decided once per file, from its first examples, and reported with the container: a
+example that lacks what the shape needs is rejected with its place (its line, or its row in a table)
 and reason, never read as something else.
 """
 
@@ -27,7 +27,7 @@ from hasten.data.conversation import (
     shape_of,
     unread,
 )
-from hasten.data.json_reader import JsonValue, records_of, scan_json, scan_lines, scan_texts
+from hasten.data.json_reader import JsonValue, examples_of, scan_json, scan_lines, scan_texts
 from hasten.data.sources import FILE, Source, hub_files, hub_name, saved_files
 from hasten.data.spool import ConversationSink
 from hasten.data.stages import advice, refuse_other_stage
@@ -40,18 +40,18 @@ __all__ = [
     "ReadRecords",
     "Rejected",
     "check_rejected",
-    "read_records",
+    "read_examples",
     "read_sources",
     "unread_words",
 ]
 
-_LOOK = 200  # records that decide a file's shape
+_LOOK = 200  # examples that decide a file's shape
 _SHOWN = 8  # names of columns that are not read
-_REASONS = 3  # for which records can't be used
+_REASONS = 3  # for which examples can't be used
 
 
 class Rejected(NamedTuple):
-    """A record that can't be used."""
+    """An example that can't be used."""
 
     file: str
     line: int
@@ -69,10 +69,10 @@ class ReadRecords:
     unread: dict[str, set[str]] = field(default_factory=dict)  # file -> columns that aren't read
 
 
-def read_records(paths: Sequence[Path], max_rejected: float = 0.001) -> ReadRecords:
-    """All records of files and folders (their files of known containers, sorted by name).
+def read_examples(paths: Sequence[Path], max_rejected: float = 0.001) -> ReadRecords:
+    """All examples of files and folders (their files of known containers, sorted by name).
 
-    `max_rejected` below 1 is a share of all records, from 1 on a count. Raises InputError where
+    `max_rejected` below 1 is a share of all examples, from 1 on a count. Raises InputError where
     more are rejected, nothing is left, a file is missing or has no known shape.
     """
     conversations: list[Conversation] = []
@@ -91,9 +91,9 @@ def read_sources(
     max_rejected: float = 0.001,
     gathered: Callable[[], ConversationSink] = list,
 ) -> list[ReadRecords]:
-    """`read_records` with one reading for each source; the budget of rejects is theirs together.
+    """`read_examples` with one reading for each source; the budget of rejects is theirs together.
 
-    `gathered` makes what a reading's records are put into.
+    `gathered` makes what a reading's examples are put into.
     """
     if not sources:
         raise InputError(f"no data file is named: give a file ({NAMES}), or a folder of them")
@@ -102,7 +102,7 @@ def read_sources(
     usable = sum(len(reading.conversations) for reading in readings)
     check_rejected(rejected, usable + len(rejected), max_rejected)
     if not usable:
-        raise InputError(f"no usable record in {', '.join(str(s.path) for s in sources)}")
+        raise InputError(f"no usable example in {', '.join(str(s.path) for s in sources)}")
     return readings
 
 
@@ -117,7 +117,7 @@ def _read_source(source: Source, gathered: ConversationSink) -> ReadRecords:
 
 
 def check_rejected(rejected: Sequence[Rejected], total: int, max_rejected: float) -> None:
-    """Raise InputError if more of `total` records are rejected than `max_rejected` allows."""
+    """Raise InputError if more of `total` examples are rejected than `max_rejected` allows."""
     if not max_rejected >= 0:
         raise InputError(f"max_rejected is {max_rejected}: give a share below 1 or a count")
     allowed = int(max_rejected * total) if max_rejected < 1 else max_rejected
@@ -133,14 +133,14 @@ def check_rejected(rejected: Sequence[Rejected], total: int, max_rejected: float
     more = "; ..." if len(reasons) > len(words) else ""
     without = f", or write max_rejected: {len(rejected)} to train without them"
     raise InputError(
-        f"{len(rejected)} of {total} records can't be used and max_rejected={max_rejected:g} "
+        f"{len(rejected)} of {total} examples can't be used and max_rejected={max_rejected:g} "
         f"allows {allowed:g}: {'; '.join(words)}{more} "
-        f"(correct these records{without if len(rejected) < total else ''})"
+        f"(correct these examples{without if len(rejected) < total else ''})"
     )
 
 
 def unread_words(names: Collection[str]) -> str:
-    """The end of a sentence on records: which of their columns and keys are not read."""
+    """The end of a sentence on examples: which of their columns and keys are not read."""
     if not names:
         return ""
     shown = sorted(names)[:_SHOWN]
@@ -189,10 +189,10 @@ def _scan(path: Path, container: Container) -> Iterator[JsonValue]:
 
 def _read_file(path: Path, columns: ColumnNames, reading: ReadRecords) -> None:
     container = container_of(path)
-    records = _scan(path, container)
-    head = list(islice(records, _LOOK))
+    examples = _scan(path, container)
+    head = list(islice(examples, _LOOK))
     if not head:
-        raise InputError(f"{path} is empty: it needs at least one record")
+        raise InputError(f"{path} is empty: it needs at least one example")
     if len(head) == 1 and (rows := _rows(path, head[0].value, columns)) is not None:
         head = [JsonValue(number, row, None) for number, row in enumerate(rows, start=1)]
     named = {*columns.names.values()}
@@ -205,10 +205,10 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadRecords) -> None:
     takes = () if columns.shape or shape not in SHAPES else SHAPES[shape].takes
     known = {*named, *columns.names, *(SHAPES[shape].needs if shape in SHAPES else ()), *takes}
     unknown = reading.unread.setdefault(str(path), set())
-    for found in chain(head, records):
+    for found in chain(head, examples):
         if found.lost:
             raise InputError(
-                f"{path}:{found.line}: {found.reason}; {len(reading.conversations):,} records were "
+                f"{path}:{found.line}: {found.reason}; {len(reading.conversations):,} examples were "
                 "read before it and all that follow are lost, whatever max_rejected allows: fetch "
                 "or write the file anew"
             )
@@ -217,9 +217,9 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadRecords) -> None:
                 raise NoConversationError(found.reason)
             with _at(path, found):
                 refuse_other_stage(found.value, named)
-                record = columns.renamed(found.value, shape)
-                made = conversation(record, shape, f"{path}:{found.line}")
-                unknown |= unread(found.value | record, shape, known)
+                example = columns.renamed(found.value, shape)
+                made = conversation(example, shape, f"{path}:{found.line}")
+                unknown |= unread(found.value | example, shape, known)
         except NoConversationError as unfit:
             reading.rejected.append(Rejected(str(path), found.line, str(unfit)))
         else:
@@ -227,31 +227,31 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadRecords) -> None:
 
 
 def _rows(path: Path, value: Any, columns: ColumnNames) -> list[Any] | None:
-    """The records of a file with one object, where that isn't a record itself."""
+    """The examples of a file with one object, where that isn't an example itself."""
     if not isinstance(value, dict):
         return None
 
-    def shaped(record: Any) -> str | None:
-        return shape_of(columns.renamed(record), columns.shapes()) if record else None
+    def shaped(example: Any) -> str | None:
+        return shape_of(columns.renamed(example), columns.shapes()) if example else None
 
-    def reads(record: dict[str, Any]) -> bool:
-        # A turn in the place of a value: the lists are those of one record.
-        values = [value for value in record.values() if isinstance(value, dict)]
+    def reads(example: dict[str, Any]) -> bool:
+        # A turn in the place of a value: the lists are those of one example.
+        values = [value for value in example.values() if isinstance(value, dict)]
         if any(isinstance(value.get("role") or value.get("from"), str) for value in values):
             return False
         try:
-            shape = shaped(record)
-            return bool(shape and conversation(columns.renamed(record, shape), shape, ""))
+            shape = shaped(example)
+            return bool(shape and conversation(columns.renamed(example, shape), shape, ""))
         except (NoConversationError, InputError):
             return False
 
     with _at(path, JsonValue(1, value, None)):
-        return records_of(value, shaped, reads)
+        return examples_of(value, shaped, reads)
 
 
 @contextmanager
 def _at(path: Path, found: JsonValue) -> Iterator[None]:
-    """What is said of a record begins with its place."""
+    """What is said of an example begins with its place."""
     try:
         yield
     except InputError as error:
@@ -259,16 +259,16 @@ def _at(path: Path, found: JsonValue) -> Iterator[None]:
 
 
 def _detect(path: Path, head: Sequence[JsonValue], columns: ColumnNames) -> str:
-    """The shape that most of the first records have, the earliest of the table where several do."""
+    """The shape that most of the first examples have, the earliest of the table where several do."""
     objects = [found.value for found in head if isinstance(found.value, dict)]
     possible = columns.shapes()
     renamed = map(columns.renamed, objects)
-    votes = Counter(name for record in renamed if (name := shape_of(record, possible)))
+    votes = Counter(name for example in renamed if (name := shape_of(example, possible)))
     if votes:
         return votes.most_common(1)[0][0]
     if not objects:
-        return "unknown"  # no record is sound: each is rejected with its own reason
-    keys = f"its first record has the keys {', '.join(map(repr, objects[0])) or '(none)'}"
+        return "unknown"  # no example is sound: each is rejected with its own reason
+    keys = f"its first example has the keys {', '.join(map(repr, objects[0])) or '(none)'}"
     if columns.names:
         own = ", ".join(f"{known} from {name!r}" for known, name in columns.names.items())
         raise InputError(

@@ -104,7 +104,7 @@ def _ended(place: str, code: int) -> str:
     if code == -signal.SIGXCPU:
         return (
             f"the tokenizer's chat template takes over {SECONDS} s of processor time more than the "
-            f"texts explain at {place}: correct the template or the record"
+            f"texts explain at {place}: correct the template or the example"
         )
     how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
     return f"the process that renders the chat template {how} at {place}: correct the template"

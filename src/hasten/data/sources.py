@@ -1,7 +1,7 @@
-"""Sources: the files or data sets that a recipe names, and how often each record is seen.
+"""Sources: the files or data sets that a recipe names, and how often each example is seen.
 
-A weight is how many times one epoch sees each record of a source: 2 is every record twice, 0.25 a
-quarter of the records, 1.5 every record and half of them once more. Which ones is drawn by the
+A weight is how many times one epoch sees each example of a source: 2 is every example twice, 0.25 a
+quarter of the examples, 1.5 every example and half of them once more. Which ones is drawn by the
 seed, once for the run; the order of the epoch is the trainer's business.
 """
 
@@ -29,7 +29,7 @@ from hasten.errors import InputError, pip_install
 # `columns` and `tags`, with that file's own defaults. A name on a hub is refused and a script is
 # never run. An alpaca entry whose columns have a prompt and no response is plain text, as for
 # pre-training. LLaMA-Factory's openai entries also get a system text of one model family
-# ("detailed thinking off", data/converter.py); here the records are read as they are.
+# ("detailed thinking off", data/converter.py); here the examples are read as they are.
 
 FILE = "dataset_info.json"
 _LARGEST = 1 << 24  # bytes
@@ -130,7 +130,7 @@ def _columns(place: str, entry: dict[str, Any]) -> ColumnNames:
 
 
 def _stage_of(*columns: str) -> str:
-    """The sentence on records with these columns, if they are of another training."""
+    """The sentence on examples with these columns, if they are of another training."""
     try:
         refuse_other_stage({"messages": "a dialogue", **dict.fromkeys(columns, True)})
     except InputError as error:
@@ -177,9 +177,9 @@ def source_of(name: str, columns: ColumnNames = PLAIN) -> Source:
 def weighted(
     groups: Sequence[IndexedConversations], weights: Sequence[float], seed: int
 ) -> Selection:
-    """The records of an epoch: each group as often as its weight says, group after group.
+    """The examples of an epoch: each group as often as its weight says, group after group.
 
-    A fraction f of n records is round(f * n) of them, without repetition and in their order.
+    A fraction f of n examples is round(f * n) of them, without repetition and in their order.
     """
     kept: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
     first = 0
@@ -245,7 +245,7 @@ def hub_files(name: HubName, load: Load | None = None) -> list[Path]:
     except Exception as error:  # the library and those below it raise of every kind
         raise InputError(_said(name, error)) from error
     if not files or not len(found):
-        raise InputError(f"dataset {name.dataset}: its split {name.split} has no records")
+        raise InputError(f"dataset {name.dataset}: its split {name.split} has no examples")
     return files
 
 

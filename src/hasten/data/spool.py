@@ -1,11 +1,11 @@
 """Conversations kept on disk while they are prepared, and choices among them that cost no copies.
 
-What is read goes straight into a spool; memory holds the place of each record, eight bytes, and
-nothing of its content. Weights, `max_records` and `held_out` are rows of a `Selection`: a record
-that an epoch sees twice is one record of the spool. Each record is parsed once, whatever container
+What is read goes straight into a spool; memory holds the place of each example, eight bytes, and
+nothing of its content. Weights, `max_examples` and `eval_data` are rows of a `Selection`: an example
+that an epoch sees twice is one example of the spool. Each example is parsed once, whatever container
 it came from, and a file that changes meanwhile changes nothing.
 
-A packed record is a pickle. It is written and read by one preparation of the data and never
+A packed example is a pickle. It is written and read by one preparation of the data and never
 outlives it; nobody else's file is ever unpickled.
 """
 
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from hasten.data.conversation import Conversation, Message, ToolCall
 
-_BUFFER = 1 << 16  # bytes: records that follow each other are read without a system call each
+_BUFFER = 1 << 16  # bytes: examples that follow each other are read without a system call each
 
 
 class IndexedConversations(Protocol):
@@ -38,7 +38,7 @@ class IndexedConversations(Protocol):
 
 
 class ConversationSink(IndexedConversations, Protocol):
-    """What records are put into as they are read: a list, or a spool."""
+    """What examples are put into as they are read: a list, or a spool."""
 
     def append(self, conversation: Conversation, /) -> None: ...
     def __iter__(self) -> Iterator[Conversation]: ...
@@ -49,7 +49,7 @@ class Spool(Sequence[Conversation]):
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w+b", buffering=_BUFFER)
-        self._ends = array("q", [0])  # record i is bytes ends[i] to ends[i + 1] - 1
+        self._ends = array("q", [0])  # example i is bytes ends[i] to ends[i + 1] - 1
         self._at_end = True
 
     def append(self, conversation: Conversation) -> None:
@@ -72,7 +72,7 @@ class Spool(Sequence[Conversation]):
         return unpack(self.packed(range(len(self))[index]))
 
     def packed(self, index: int) -> bytes:
-        """The bytes of one record, 0 <= index < len."""
+        """The bytes of one example, 0 <= index < len."""
         first, last = self._ends[index], self._ends[index + 1]
         self._at_end = False
         self._file.seek(first)
@@ -83,7 +83,7 @@ class Spool(Sequence[Conversation]):
 
 
 class Selection(Sequence[Conversation]):
-    """Records of several groups laid end to end, in the order of `rows`, each as often as named."""
+    """Examples of several groups laid end to end, in the order of `rows`, each as often as named."""
 
     def __init__(
         self, groups: Sequence[IndexedConversations], rows: NDArray[np.int64] | None = None
@@ -107,11 +107,11 @@ class Selection(Sequence[Conversation]):
         return group[at]
 
     def take(self, indices: NDArray[np.int64]) -> Selection:
-        """The records at these positions of this choice."""
+        """The examples at these positions of this choice."""
         return Selection(self._groups, self.rows[indices])
 
     def packed(self, index: int) -> bytes:
-        """The bytes of one record."""
+        """The bytes of one example."""
         return packed(*self._found(index))
 
     def _found(self, index: int) -> tuple[IndexedConversations, int]:
@@ -146,7 +146,7 @@ def unpack(data: bytes) -> Conversation:
 
 
 def packed(conversations: IndexedConversations, index: int) -> bytes:
-    """One record of any sequence as bytes, as they lie on disk where they do."""
+    """One example of any sequence as bytes, as they lie on disk where they do."""
     if isinstance(conversations, Spool | Selection):
         return conversations.packed(index)
     return pack(conversations[index])

@@ -1,4 +1,4 @@
-"""Records of other trainings: preferences, rewards, prompts alone, media. They are refused by name.
+"""Examples of other trainings: preferences, rewards, prompts alone, media. They are refused by name.
 
 A column that means something and isn't used would vanish without a word: rejected answers would be
 trained, or the picture that a question is about would be missing. So the whole file is refused,
@@ -30,22 +30,22 @@ SOURCES = ("context", "passage", "article", "document")  # texts that a question
 OURS = "hasten trains on answers alone"
 
 
-def refuse_other_stage(record: Any, named: Iterable[str] = ()) -> None:
-    """Refuse a record whose columns are those of another training.
+def refuse_other_stage(example: Any, named: Iterable[str] = ()) -> None:
+    """Refuse an example whose columns are those of another training.
 
     Args:
-        record: as it was read.
+        example: as it was read.
         named: columns that the user has named as a shape's, which are read and not dropped.
 
     Raises:
         InputError: it is one, with what it is and what to do.
     """
-    if not isinstance(record, Mapping):
+    if not isinstance(example, Mapping):
         return
-    if not any(_tells(key, record[key]) for key in _telling(frozenset(record))):
-        return  # most records
-    filled = {key for key, value in record.items() if not _is_empty(value)} - {*named}
-    found = _stage(record, filled, {*named}) or _unused(record, filled)
+    if not any(_tells(key, example[key]) for key in _telling(frozenset(example))):
+        return  # most examples
+    filled = {key for key, value in example.items() if not _is_empty(value)} - {*named}
+    found = _stage(example, filled, {*named}) or _unused(example, filled)
     if found is not None:
         raise InputError(found)
 
@@ -63,19 +63,19 @@ def _tells(key: str, value: Any) -> bool:
     return isinstance(value, list) if key in _LISTED else not _is_empty(value)
 
 
-def _stage(record: Mapping[str, Any], filled: set[str], named: set[str]) -> str | None:
+def _stage(example: Mapping[str, Any], filled: set[str], named: set[str]) -> str | None:
     pair = sorted(filter(is_preference, filled))
     if pair and not any(map(is_preference, named)):
         good = any(not key.startswith(("rejected", "non_")) for key in pair)
         return (
             f"these are preference pairs ({', '.join(pair)}), material of DPO or of a reward "
-            f"model; {OURS}, so take records with one answer, or "
+            f"model; {OURS}, so take examples with one answer, or "
             + ("name the good one in columns" if good else f"leave {pair[0]} out")
         )
     if contrast := [key for key in CONTRASTS if key in filled]:
         return (
             f"{contrast[0]!r} is for comparing texts, material of an embedding model or a "
-            f"reranker; {OURS}, so take records with one answer"
+            f"reranker; {OURS}, so take examples with one answer"
         )
     if "completions" in filled:
         kind = (
@@ -83,14 +83,14 @@ def _stage(record: Mapping[str, Any], filled: set[str], named: set[str]) -> str 
             if "labels" in filled
             else "several answers of a prompt (completions), material of a reward model"
         )
-        return f"these are {kind}; {OURS}, so take records with one answer"
-    ranked = next((key for key in _LISTED if key in filled and _is_ranked(record[key])), None)
+        return f"these are {kind}; {OURS}, so take examples with one answer"
+    ranked = next((key for key in _LISTED if key in filled and _is_ranked(example[key])), None)
     if ranked:
         return (
-            f"{ranked!r} lists {len(record[ranked])} answers, and such preferences are material of "
+            f"{ranked!r} lists {len(example[ranked])} answers, and such preferences are material of "
             f"DPO or of a reward model; {OURS}, so write the one to train as a text"
         )
-    label = next((key for key in LABELS if key in filled and is_label(key, record[key])), None)
+    label = next((key for key in LABELS if key in filled and is_label(key, example[key])), None)
     if label and filled & {*ANSWERS}:
         return (
             f"{label!r} says whether an answer is good, which is material of KTO: a false one is "
@@ -100,7 +100,7 @@ def _stage(record: Mapping[str, Any], filled: set[str], named: set[str]) -> str 
     if media:
         return (
             f"the column {media!r} holds what a text model can't read; hasten trains text alone, "
-            "so take other records, or leave the column out if the text stands by itself"
+            "so take other examples, or leave the column out if the text stands by itself"
         )
     if "prompt" in filled and not named and not filled & {*ANSWERS, *_OTHER_ANSWERS}:
         return (
@@ -110,17 +110,17 @@ def _stage(record: Mapping[str, Any], filled: set[str], named: set[str]) -> str 
     return None
 
 
-def _unused(record: Mapping[str, Any], filled: set[str]) -> str | None:
+def _unused(example: Mapping[str, Any], filled: set[str]) -> str | None:
     """Why a column that changes what is learnt can't be left alone."""
-    weight = next((key for key in RECORD_WEIGHTS if key in filled and _weighs(record, key)), None)
+    weight = next((key for key in RECORD_WEIGHTS if key in filled and _weighs(example, key)), None)
     if weight:
         return (
-            f"the column {weight!r} weighs records ({record[weight]!r}), and hasten weighs all of "
+            f"the column {weight!r} weighs examples ({example[weight]!r}), and hasten weighs all of "
             "a source alike: leave it out, or give a file of its own a weight in the recipe"
         )
     if "chat_template_kwargs" in filled:
         return (
-            "the column 'chat_template_kwargs' sets the chat template for one record, and hasten "
+            "the column 'chat_template_kwargs' sets the chat template for one example, and hasten "
             "has one template for all: leave it out, or write it into a chat_template file"
         )
     thoughts = next((key for key in THOUGHTS if key in filled), None)
@@ -161,29 +161,29 @@ def is_label(key: str, value: Any) -> bool:
     return key in LABELS and (value in TRUTHS if isinstance(value, str) else value in (0, 1))
 
 
-def _weighs(record: Mapping[str, Any], key: str) -> bool:
-    value = record[key]
+def _weighs(example: Mapping[str, Any], key: str) -> bool:
+    value = example[key]
     if key == "loss":  # a number is what another model lost on it
         return value is False
     return isinstance(value, int | float) and value != 1
 
 
 def _is_empty(value: Any) -> bool:
-    """A table fills in columns that only some records have."""
+    """A table fills in columns that only some examples have."""
     return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
 
 
-# What to write for a record of no known shape.
+# What to write for an example of no known shape.
 
 _TURNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "turns", "chat")
 _QUESTIONS = ("question", "query", "prompt", "problem", "user", "human", "instruction", "input")
 _OTHER_ANSWERS = ("text", "instruction", "generation", "target", "assistant", "reply", "summary")
 _ANSWERS = ("answer", "response", "completion", "output", "solution", *_OTHER_ANSWERS[2:])
 _TEXTS = ("text", "content", "body", "document", "article")
-# Records that no columns can help.
+# Examples that no columns can help.
 _ELSEWHERE = {
     "input_ids": "these are tokens already (input_ids), and hasten tokenises by itself: give the "
-    "records that they were made from",
+    "examples that they were made from",
     "segments": "these are segments of a text with a label each, which hasten doesn't read: write "
     "them as turns of messages, with weight: 0 for what isn't trained",
     "chat": "'chat' has a whole dialogue in one text: write it as messages of role and content",
@@ -192,12 +192,12 @@ _ELSEWHERE = {
 }
 
 
-def advice(record: Mapping[str, Any]) -> str:
-    """The way out for a record of no known shape, as the end of a sentence; empty if none fits."""
-    words = next((words for key, words in _ELSEWHERE.items() if record.get(key)), None)
-    if words and not isinstance(record.get("chat"), list):
+def advice(example: Mapping[str, Any]) -> str:
+    """The way out for an example of no known shape, as the end of a sentence; empty if none fits."""
+    words = next((words for key, words in _ELSEWHERE.items() if example.get(key)), None)
+    if words and not isinstance(example.get("chat"), list):
         return words
-    keys = [key for key, value in record.items() if not _is_empty(value)]
+    keys = [key for key, value in example.items() if not _is_empty(value)]
     lower = {key.lower(): key for key in reversed(keys)}
 
     def own(names: Iterable[str]) -> str | None:
@@ -205,7 +205,7 @@ def advice(record: Mapping[str, Any]) -> str:
 
     turns, answer = own(_TURNS), own(_ANSWERS)
     question = own(_QUESTIONS) or own(SOURCES)
-    if turns and not isinstance(record[turns], str):
+    if turns and not isinstance(example[turns], str):
         return f"write columns: {{messages: {turns}}}"
     if question and answer:
         source = own(SOURCES)

@@ -16,25 +16,25 @@ from hasten.parts.data.epoch_order import GroupedOrder
 from hasten.parts.data.packing import CLOSE, choose_method, plan_rows
 
 QUANTILES = (1, 10, 50, 90, 99)
-WINDOW = 4096  # records that length_grouped sorts together, its default
+WINDOW = 4096  # examples that length_grouped sorts together, its default
 TIMES = (1, 2, 4)  # sizes of packed rows that are compared, in the shortest useful row
 
 
 @dataclass(frozen=True)
 class Bin:
-    """Records with ``low`` <= tokens < ``high``."""
+    """Examples with ``low`` <= tokens < ``high``."""
 
     low: int
     high: int
-    records: int
+    examples: int
     tokens: int
 
 
 @dataclass(frozen=True)
 class DataStatistics:
-    """A data set in numbers; a duplicate is a record whose tokens came before."""
+    """A data set in numbers; a duplicate is an example whose tokens came before."""
 
-    records: int
+    examples: int
     tokens: int
     trained_tokens: int
     shortest: int
@@ -46,7 +46,7 @@ class DataStatistics:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """A way to lay out records, how full its slots are, and the fewest rows there can be."""
+    """A way to lay out examples, how full its positions are, and the fewest rows there can be."""
 
     method: str
     technique: str
@@ -57,12 +57,12 @@ class BatchLayout:
 
 
 def layouts(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> list[BatchLayout]:
-    """Padded and grouped in batches of ``batch`` records, and packed into rows of three sizes.
+    """Padded and grouped in batches of ``batch`` examples, and packed into rows of three sizes.
 
-    Rows are as long as ``row_tokens``, or the longest record where that is longer, times 1, 2, 4.
+    Rows are as long as ``row_tokens``, or the longest example where that is longer, times 1, 2, 4.
     """
     batches = -(-len(lengths) // batch)
-    grouped = 1 - GroupedOrder(lengths, window=WINDOW, records=batch).padding_share()
+    grouped = 1 - GroupedOrder(lengths, window=WINDOW, examples=batch).padding_share()
     found = [
         BatchLayout(f"padded, {batch} at random", "-", 1 - padding_share(lengths, batch), batches),
         BatchLayout(f"padded, {batch} of like length", "length_grouped", grouped, batches),
@@ -85,7 +85,7 @@ def useful_row(lengths: NDArray[np.int32], row_tokens: int) -> int:
 
 
 def layout_advice(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> str:
-    """Which of packed rows and grouped records fills slots better, with the figures."""
+    """Which of packed rows and grouped examples fills positions better, with the figures."""
     row = useful_row(lengths, row_tokens)
     choice = choose_method(lengths, row, batch)
     words = {
@@ -100,14 +100,14 @@ def _rows(shortest: int) -> list[int]:
     return [shortest * times for times in TIMES]
 
 
-def statistics_of(records: StoredRecords) -> DataStatistics:
-    """Count a data set's records, tokens and duplicates; every record is read once."""
-    lengths = np.asarray(records.lengths, np.int64)
-    seen = Counter(_digests(records))
+def statistics_of(examples: StoredRecords) -> DataStatistics:
+    """Count a data set's examples, tokens and duplicates; every example is read once."""
+    lengths = np.asarray(examples.lengths, np.int64)
+    seen = Counter(_digests(examples))
     return DataStatistics(
-        records=len(lengths),
+        examples=len(lengths),
         tokens=int(lengths.sum()),
-        trained_tokens=int(np.asarray(records.trained_counts, np.int64).sum()),
+        trained_tokens=int(np.asarray(examples.trained_counts, np.int64).sum()),
         shortest=int(lengths.min()),
         longest=int(lengths.max()),
         quantiles={q: int(np.percentile(lengths, q)) for q in QUANTILES},
@@ -117,20 +117,20 @@ def statistics_of(records: StoredRecords) -> DataStatistics:
 
 
 def padding_share(lengths: NDArray[np.int32], batch: int, seed: int = 0) -> float:
-    """Share of filler when random batches are padded to their longest record."""
+    """Share of filler when random batches are padded to their longest example."""
     order = np.random.default_rng(seed).permutation(len(lengths))
     batches = [lengths[order[i : i + batch]] for i in range(0, len(order), batch)]
-    slots = sum(len(b) * int(b.max()) for b in batches)
-    return 1 - float(lengths.sum(dtype=np.int64)) / slots if slots else 0.0
+    positions = sum(len(b) * int(b.max()) for b in batches)
+    return 1 - float(lengths.sum(dtype=np.int64)) / positions if positions else 0.0
 
 
-def _digests(records: StoredRecords) -> Iterator[int]:
-    for index in range(len(records)):
-        yield xxhash.xxh3_64_intdigest(records[index].input_ids.tobytes())
+def _digests(examples: StoredRecords) -> Iterator[int]:
+    for index in range(len(examples)):
+        yield xxhash.xxh3_64_intdigest(examples[index].input_ids.tobytes())
 
 
 def _bins(lengths: NDArray[np.int64]) -> Iterator[Bin]:
-    """Two bins per doubling, from the shortest record to the longest."""
+    """Two bins per doubling, from the shortest example to the longest."""
     low, high = int(lengths.min()), int(lengths.max())
     edges = [1]
     while edges[-1] <= high:

@@ -1,4 +1,4 @@
-"""Records out of tables: CSV, Parquet and Arrow, row by row, each with the number of its row.
+"""Examples out of tables: CSV, Parquet and Arrow, row by row, each with the number of its row.
 
 CSV rows count as a spreadsheet shows them: the header is row 1. Rows of Parquet and Arrow files
 begin at 1. Tables are read in batches; a batch that isn't sound is read row by row, so that a
@@ -262,7 +262,7 @@ class _Table:
         return int(struct.unpack_from("<I", self._data, at)[0])
 
 
-# Rows of tables as records.
+# Rows of tables as examples.
 
 _FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
 
@@ -286,7 +286,7 @@ def scan_csv(path: Path, container: Container) -> Iterator[JsonValue]:
             else:
                 yield from (JsonValue(row, None, "an empty row") for row in blank)
                 blank.clear()
-                yield _csv_record(number, header, cells, reason, lost)
+                yield _csv_example(number, header, cells, reason, lost)
 
 
 def _csv_rows(reader: Any) -> Iterator[tuple[int, list[str], str | None, bool]]:
@@ -331,15 +331,15 @@ def _twice(names: list[str]) -> list[str]:
     return [name for name, times in Counter(names).items() if times > 1]
 
 
-def _csv_record(
+def _csv_example(
     number: int, header: list[str], cells: list[str], reason: str | None, lost: bool
 ) -> JsonValue:
     if reason is None:
         reason = next((found for cell in cells if (found := damage(cell))), None)
     if reason is None and len(cells) != len(header):
         reason = f"has {len(cells)} columns, the header {len(header)} (commas in texts need quotes)"
-    record = dict(zip(header, cells, strict=False)) if reason is None else None
-    return JsonValue(number, record, reason, lost)
+    example = dict(zip(header, cells, strict=False)) if reason is None else None
+    return JsonValue(number, example, reason, lost)
 
 
 def scan_table(path: Path, container: Container) -> Iterator[JsonValue]:

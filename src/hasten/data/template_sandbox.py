@@ -64,12 +64,12 @@ def render(source: str, place: str, values: Mapping[str, Any]) -> str:
     except MemoryError as error:
         raise InputError(
             f"the tokenizer's chat template takes more memory than it may have on {place}: "
-            "correct the template or the record"
+            "correct the template or the example"
         ) from error
     except (SecurityError, RunawayError, TemplateSyntaxError, RecursionError) as error:
         raise InputError(
             f"the tokenizer's chat template fails on {place} ({_words(error)}): "
-            "correct the template or the record"
+            "correct the template or the example"
         ) from error
     except Exception as error:  # a foreign program: it may raise anything
         raise UnrenderedError(_words(error)) from error

@@ -1,10 +1,10 @@
-"""Token records tokenised once, kept in an Arrow file and memory-mapped since.
+"""Token examples tokenised once, kept in an Arrow file and memory-mapped since.
 
 (1) the key is a hash of all that decides the tokens: conversations, tokenizer with its chat
     template, cutoff_len, format; the file `<key>.arrow` is the answer to exactly this question
 (2) a whole file of that name is mapped and used; a missing or damaged one is written anew, by
     one process at a time (`hasten.machine.locks`), in chunks that survive it (`tokenize`)
-(3) lengths and counts of trained tokens are computed once; a record is a view of the mapping
+(3) lengths and counts of trained tokens are computed once; an example is a view of the mapping
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hasten.data.worker import TokenizeWork
 from hasten.errors import InputError
 from hasten.formatting import shown
 from hasten.machine.locks import one_writer
-from hasten.parts.data.collate import TokenRecord
+from hasten.parts.data.collate import TokenizedExample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,20 +37,20 @@ _FORMAT = 4  # change it with anything that changes the tokens of a given input
 
 
 class StoredRecords(Protocol):
-    """What samplers and collators read: token records by position, their lengths without them."""
+    """What samplers and collators read: token examples by position, their lengths without them."""
 
     @property
     def lengths(self) -> NDArray[np.int32]: ...
     @property
     def trained_counts(self) -> NDArray[np.int32]: ...
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> TokenRecord: ...
+    def __getitem__(self, index: int) -> TokenizedExample: ...
 
 
 class TokenStore:
-    """All records of one Arrow file; opening reads the file once to prove that it is whole.
+    """All examples of one Arrow file; opening reads the file once to prove that it is whole.
 
-    `input_ids` of a record are a read-only view of the mapping. Pickling sends the path alone.
+    `input_ids` of an example are a read-only view of the mapping. Pickling sends the path alone.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,13 +66,13 @@ class TokenStore:
         self._firsts = np.asarray([0, *accumulate(sizes)], np.int64)  # (batches + 1,)
         lengths = [np.diff(batch.starts) for batch in self._batches]
         counts = [_trained_counts(batch) for batch in self._batches]
-        self.lengths: NDArray[np.int32] = _joined(lengths)  # (records,) tokens
-        self.trained_counts: NDArray[np.int32] = _joined(counts)  # (records,) as trained_tokens
+        self.lengths: NDArray[np.int32] = _joined(lengths)  # (examples,) tokens
+        self.trained_counts: NDArray[np.int32] = _joined(counts)  # (examples,) as trained_tokens
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> TokenRecord:
+    def __getitem__(self, index: int) -> TokenizedExample:
         row = range(len(self))[index]  # counts from the end, raises IndexError
         number = int(np.searchsorted(self._firsts, row, side="right")) - 1
         return self._batches[number].record(row - int(self._firsts[number]))
@@ -82,19 +82,19 @@ class TokenStore:
 
 
 class Subset:
-    """Some records of a store, in the given order, with the interface of the whole."""
+    """Some examples of a store, in the given order, with the interface of the whole."""
 
-    def __init__(self, records: StoredRecords, indices: NDArray[np.int64]) -> None:
-        self.records = records
+    def __init__(self, examples: StoredRecords, indices: NDArray[np.int64]) -> None:
+        self.examples = examples
         self.indices = np.asarray(indices, np.int64)
-        self.lengths: NDArray[np.int32] = records.lengths[self.indices]
-        self.trained_counts: NDArray[np.int32] = records.trained_counts[self.indices]
+        self.lengths: NDArray[np.int32] = examples.lengths[self.indices]
+        self.trained_counts: NDArray[np.int32] = examples.trained_counts[self.indices]
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> TokenRecord:
-        return self.records[int(self.indices[index])]
+    def __getitem__(self, index: int) -> TokenizedExample:
+        return self.examples[int(self.indices[index])]
 
 
 def tokenize(
@@ -109,15 +109,15 @@ def tokenize(
     tell: Callable[[str], None] = lambda text: None,
     loss_on: LossOn = "answers",
 ) -> TokenStore:
-    """The token records of conversations, from `folder/<key>.arrow` where they lie there already.
+    """The token examples of conversations, from `folder/<key>.arrow` where they lie there already.
 
     `workers` processes tokenise, 1 is this one; the file is the same, byte by byte.
     `on_progress(done, total)` counts conversations and is called only while tokenising; what an
     earlier, killed call has left done is counted at once. `tell` hears of a wait for another
     process that prepares the same.
-    `max_rejected` is as in `read_records`; a record that only `cutoff_len` leaves without an
+    `max_rejected` is as in `read_examples`; an example that only `cutoff_len` leaves without an
     answer, or `too_long` drops, is noted as rejected and doesn't count towards it. Raises
-    InputError where more are rejected, where no record is left, or where the folder can't be
+    InputError where more are rejected, where no example is left, or where the folder can't be
     written.
     """
     path = folder / f"{cache_key(conversations, tokenizer, cutoff_len, too_long, loss_on)}.arrow"
@@ -136,7 +136,7 @@ def tokenize(
     unusable = [r for r in store.rejected if not r.reason.startswith(NOT_THE_RECORDS_FAULT)]
     check_rejected(unusable, len(conversations), max_rejected)
     if not len(store):
-        raise InputError(f"none of {len(conversations)} records is left after tokenising")
+        raise InputError(f"none of {len(conversations)} examples is left after tokenising")
     return store
 
 
@@ -147,7 +147,7 @@ def cache_key(
     too_long: TooLong = "truncate",
     loss_on: LossOn = "answers",
 ) -> str:
-    """A hash of all that decides the records, 32 hex digits; where a record came from is part."""
+    """A hash of all that decides the examples, 32 hex digits; where an example came from is part."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     for changing in ("truncation", "padding"):  # left behind by the tokenizer's last call
         backend.pop(changing, None)
@@ -160,29 +160,29 @@ def cache_key(
 
 
 def split(
-    store: Sized, held_out: float | int, seed: int
+    store: Sized, eval_data: float | int, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Indices (train, held out), sorted, of a random split that `seed` alone decides.
 
-    `held_out` below 1 is a share, rounded up to at least one record; from 1 on a count; 0 is none.
+    `eval_data` below 1 is a share, rounded up to at least one example; from 1 on a count; 0 is none.
     """
     total = len(store)
-    if not held_out >= 0:
-        raise InputError(f"held_out is {held_out}: give a share below 1 or a count")
-    count = max(1, round(held_out * total)) if 0 < held_out < 1 else int(held_out)
+    if not eval_data >= 0:
+        raise InputError(f"eval_data is {eval_data}: give a share below 1 or a count")
+    count = max(1, round(eval_data * total)) if 0 < eval_data < 1 else int(eval_data)
     if count >= total:
-        raise InputError(f"held_out={held_out} of {total} records leaves none to train on")
+        raise InputError(f"eval_data={eval_data} of {total} examples leaves none to train on")
     order = np.random.default_rng(seed).permutation(total)
     return np.sort(order[count:]), np.sort(order[:count])
 
 
-def inspect(tokenizer: PreTrainedTokenizerBase, record: TokenRecord, colour: bool = False) -> str:
-    """A record as text, its trained parts between [[ and ]], or in green on a terminal."""
+def inspect(tokenizer: PreTrainedTokenizerBase, example: TokenizedExample, colour: bool = False) -> str:
+    """An example as text, its trained parts between [[ and ]], or in green on a terminal."""
     opening, closing = ("\033[32m", "\033[0m") if colour else ("[[", "]]")
-    borders = np.flatnonzero(np.diff(record.trained)) + 1
+    borders = np.flatnonzero(np.diff(example.trained)) + 1
     runs = []
     for ids, marks in zip(
-        np.split(record.input_ids, borders), np.split(record.trained, borders), strict=True
+        np.split(example.input_ids, borders), np.split(example.trained, borders), strict=True
     ):
         text = shown(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
         runs.append(f"{opening}{text}{closing}" if marks.any() else text)
@@ -197,7 +197,7 @@ def _opened(path: Path) -> TokenStore | None:
 
 
 def _trained_counts(batch: arrow_file.Batch) -> NDArray[np.int32]:
-    """Trained tokens per record without each record's first token, which nothing predicts."""
+    """Trained tokens per example without each example's first token, which nothing predicts."""
     firsts, lasts = batch.starts[:-1], batch.starts[1:]
     marks = batch.marks(0, len(batch.ids))
     marks[firsts[firsts < lasts]] = False

@@ -1,4 +1,4 @@
-"""Conversations become one file of token records, chunk by chunk, with nothing done twice.
+"""Conversations become one file of token examples, chunk by chunk, with nothing done twice.
 
   (1) conversations are cut into chunks by number and size alone, never by who will work on them
   (2) each chunk becomes a file in `<key>.parts`, whole or absent, written by any worker in any
@@ -51,7 +51,7 @@ class TokenizeTask(NamedTuple):
     """One chunk to do: `load` reads it only when a worker is free for it."""
 
     name: str  # as an error names it
-    records: int
+    examples: int
     load: Callable[[], RecordChunk]
 
 
@@ -67,7 +67,7 @@ class _DiedError(Exception):
 def run(  # noqa: C901  # one loop over all that workers answer
     work: TokenizeWork, tasks: Iterable[TokenizeTask], workers: int
 ) -> Generator[int, None, None]:
-    """Do all tasks, in this process if `workers` is 1; yields each one's records as it is done.
+    """Do all tasks, in this process if `workers` is 1; yields each one's examples as it is done.
 
     Raises InputError where a chunk fails or its workers die. Files of finished chunks stay.
     """
@@ -80,7 +80,7 @@ def run(  # noqa: C901  # one loop over all that workers answer
                     raise
                 except Exception as error:
                     raise _failed(task, f"{type(error).__name__}: {error}") from error
-                yield task.records
+                yield task.examples
         finally:
             renderer.stop()
         return
@@ -112,7 +112,7 @@ def run(  # noqa: C901  # one loop over all that workers answer
                     _tell_all(idle[-1:], given)
                     continue
                 idle.append(worker)
-                yield task.records
+                yield task.examples
 
 
 def _tell_all(workers: Iterable[_Worker], work: bytes) -> None:
@@ -176,7 +176,7 @@ _WORTH_A_WORKER = 8  # chunks: a process takes about a second to load its librar
 
 
 class _Span(NamedTuple):
-    """Conversations first to last - 1, and where their records go."""
+    """Conversations first to last - 1, and where their examples go."""
 
     first: int
     last: int
@@ -248,7 +248,7 @@ def _task(conversations: IndexedConversations, span: _Span) -> TokenizeTask:
         )
 
     places = f"{conversations[span.first].place} to {conversations[span.last - 1].place}"
-    name = f"the chunk of records {span.first + 1:,} to {span.last:,} ({places})"
+    name = f"the chunk of examples {span.first + 1:,} to {span.last:,} ({places})"
     return TokenizeTask(name, span.last - span.first, load)
 
 

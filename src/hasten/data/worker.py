@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from hasten.parts.data.collate import TokenRecord
+    from hasten.parts.data.collate import TokenizedExample
 
 
 class TokenizeWork(NamedTuple):
@@ -39,7 +39,7 @@ class TokenizeWork(NamedTuple):
 
 
 class RecordChunk(NamedTuple):
-    """Packed conversations, and the file that their token records go to."""
+    """Packed conversations, and the file that their token examples go to."""
 
     path: Path
     packed: list[bytes]
@@ -54,7 +54,7 @@ def write_part(work: TokenizeWork, chunk: RecordChunk) -> None:
     rejected: list[tuple[str, int, str]] = []
     long = thoughts = 0
 
-    def records() -> Iterator[TokenRecord]:
+    def examples() -> Iterator[TokenizedExample]:
         nonlocal long, thoughts
         conversations = [unpack(data) for data in chunk.packed]
         encoded = encode_all(
@@ -66,12 +66,12 @@ def write_part(work: TokenizeWork, chunk: RecordChunk) -> None:
                 rejected.append((file, int(line) if line.isdecimal() else 0, item.reason))
             long += item.long
             thoughts += item.thoughts
-            yield from item.records
+            yield from item.examples
 
     def summary() -> dict[str, Any]:
         return {"rejected": rejected, "long": long, "thoughts": thoughts}
 
-    arrow_file.write(chunk.path, records(), summary, durable=False)
+    arrow_file.write(chunk.path, examples(), summary, durable=False)
 
 
 def main(handle: int) -> None:

@@ -64,15 +64,15 @@ class HostRun:
     """What is known of the run that the host will make.
 
     Args:
-        records: what a SAMPLER chooses from; empty where none is asked for.
-        lengths: tokens of each record.
-        batch: records of a step over all ranks.
+        examples: what a SAMPLER chooses from; empty where none is asked for.
+        lengths: tokens of each example.
+        batch: examples of a step over all ranks.
         steps, epochs: how long the run is, one of the two; a wire's dense start is a share of it.
         folder: for checkpoints that name none.
     """
 
     device: str = "cpu"
-    records: Sequence[Any] = ()
+    examples: Sequence[Any] = ()
     lengths: Sequence[int] = ()
     batch: int = 1
     steps: int | None = None
@@ -189,7 +189,7 @@ class HostedTechniques:
         context: Callable[[], AbstractContextManager[Any]] = NoContext,
     ) -> None:
         self.model, self.context = model, context
-        self._host, self._host_run = host, replace(host_run, records=(), lengths=())
+        self._host, self._host_run = host, replace(host_run, examples=(), lengths=())
         self._edits: dict[tuple[Technique, ...], ModuleEdits] = {}
 
     def edits(self, techniques: Sequence[Technique]) -> ModuleEdits:
@@ -398,7 +398,7 @@ def attach_wire(setup: Setup, module: nn.Module) -> None:
 
 
 def _job(model: nn.Module, host_run: HostRun, known: Facts) -> Job:
-    sampled = len(host_run.records) > 0
+    sampled = len(host_run.examples) > 0
     stop = Stop(steps=host_run.steps, epochs=host_run.epochs if not host_run.steps else None)
     return Job(
         model=model,
@@ -406,10 +406,10 @@ def _job(model: nn.Module, host_run: HostRun, known: Facts) -> Job:
         optimizer=HostOptimizer(),
         stop=stop,
         collate=with_language_counts(padded),
-        records=host_run.records,
+        examples=host_run.examples,
         lengths=host_run.lengths,
         stream=None if sampled else lambda epoch: iter(()),
-        batch=GlobalBatch(records=host_run.batch),
+        batch=GlobalBatch(examples=host_run.batch),
         seed=host_run.seed,
         device=known.device,
     )

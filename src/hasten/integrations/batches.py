@@ -1,6 +1,6 @@
-"""Records of other people's datasets, in hasten's order and layout, as a ``DataLoader``.
+"""Examples of other people's datasets, in hasten's order and layout, as a ``DataLoader``.
 
-A row is a :class:`~hasten.parts.data.collate.TokenRecord`, or a mapping with ``input_ids`` and, if
+A row is a :class:`~hasten.parts.data.collate.TokenizedExample`, or a mapping with ``input_ids`` and, if
 not every token is trained, ``labels`` (-100: no loss), as Transformers' collators take them.
 """
 
@@ -20,16 +20,16 @@ from hasten.core.job import Sampler
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.parts.data.collate import IGNORED, TokenRecord, end_to_end, token_record
+from hasten.parts.data.collate import IGNORED, TokenizedExample, end_to_end, tokenized_example
 
 
-def record_of(row: Any) -> TokenRecord:
-    """A dataset's row as a token record; filler that an attention mask marks is left out.
+def example_of(row: Any) -> TokenizedExample:
+    """A dataset's row as a token example; filler that an attention mask marks is left out.
 
     Raises:
         InputError: no ``input_ids``, not one token, or labels of another length or other tokens.
     """
-    if isinstance(row, TokenRecord):
+    if isinstance(row, TokenizedExample):
         return row
     if not isinstance(row, Mapping) or "input_ids" not in row:
         keys = ", ".join(row) if isinstance(row, Mapping) else type(row).__name__
@@ -52,16 +52,16 @@ def record_of(row: Any) -> TokenRecord:
             "a row's labels are other tokens than its input_ids; hasten trains a model to predict "
             "its own tokens, so give labels that are input_ids or -100, not shifted"
         )
-    return token_record(ids[kept], trained[kept])
+    return tokenized_example(ids[kept], trained[kept])
 
 
 def row_sizes(rows: Any) -> tuple[list[int], list[int]]:
     """Tokens of each row, and how many of them carry loss: a first token is never predicted."""
     lengths, trained = [], []
     for index in range(len(rows)):
-        record = record_of(rows[index])
-        lengths.append(record.length)
-        trained.append(record.trained_tokens)
+        example = example_of(rows[index])
+        lengths.append(example.length)
+        trained.append(example.trained_tokens)
     return lengths, trained
 
 
@@ -71,11 +71,11 @@ def padded_rows(rows: Sequence[Any]) -> dict[str, Any]:
     Labels stand at their own token, -100 at filler and where a token carries no loss. Rows of a
     :class:`Pass` also have ``num_items_in_batch``, by which Transformers' losses divide.
     """
-    records = [record_of(row) for row in rows]
-    ids = [torch.from_numpy(r.input_ids.astype(np.int64)) for r in records]
+    examples = [example_of(row) for row in rows]
+    ids = [torch.from_numpy(r.input_ids.astype(np.int64)) for r in examples]
     labels = [
         own.masked_fill(~torch.from_numpy(r.trained), IGNORED)
-        for own, r in zip(ids, records, strict=True)
+        for own, r in zip(ids, examples, strict=True)
     ]
     batch = {
         "input_ids": pad_sequence(ids, batch_first=True),
@@ -241,14 +241,14 @@ class PackedCollator:
 
 
 class Pass(list[Any]):
-    """The records of a pass, as positions or as rows, and what its loss sum is divided by.
+    """The examples of a pass, as positions or as rows, and what its loss sum is divided by.
 
     Args:
         trained: labels that the rows have; a collator that makes others would be weighted wrongly.
     """
 
-    def __init__(self, records: Sequence[Any], items: float, trained: int) -> None:
-        super().__init__(records)
+    def __init__(self, examples: Sequence[Any], items: float, trained: int) -> None:
+        super().__init__(examples)
         self.items, self.trained = items, trained
 
 
@@ -271,14 +271,14 @@ class WeightedBatches:
 
 
 class StepBatches:
-    """A batch sampler: of each step this rank's records, in ``passes`` batches.
+    """A batch sampler: of each step this rank's examples, in ``passes`` batches.
 
     What the order keeps apart (packed rows) stays apart while there are enough passes for it. On
     several ranks a last step too small for all their passes is left out, or ranks would wait for
     each other.
 
     Args:
-        trained: of each record the tokens that carry loss, where the host takes the mean of the
+        trained: of each example the tokens that carry loss, where the host takes the mean of the
             passes' and the ranks' losses: each pass then is a :class:`Pass` whose ``items`` make
             that mean the mean over the step's tokens. None: a pass is a list.
     """
@@ -338,7 +338,7 @@ class StepBatches:
 
 
 def spread(pieces: list[list[int]], passes: int) -> list[list[int]]:
-    """The same records in so many pieces; fewer only where there are fewer records."""
+    """The same examples in so many pieces; fewer only where there are fewer examples."""
     while len(pieces) < passes and any(len(p) > 1 for p in pieces):
         at = max(range(len(pieces)), key=lambda i: len(pieces[i]))
         half = (len(pieces[at]) + 1) // 2
@@ -356,8 +356,8 @@ class StepLoader(DataLoader[Any]):
     saves it in its own checkpoints and gives it back.
     """
 
-    def __init__(self, records: Any, batches: StepBatches, collate: Any, **settings: Any) -> None:
-        super().__init__(records, batch_sampler=batches, collate_fn=collate, **settings)
+    def __init__(self, examples: Any, batches: StepBatches, collate: Any, **settings: Any) -> None:
+        super().__init__(examples, batch_sampler=batches, collate_fn=collate, **settings)
         self.order = batches
 
     def __iter__(self) -> Iterator[Any]:

@@ -126,11 +126,11 @@ PACKED = ("position_ids", "cu_seq_lens", "cu_seq_lens_q", "seq_idx")
 
 
 class TokenCount:
-    """Tokens and slots of a step's batches; nothing waits for the device before `take`."""
+    """Tokens and positions of a step's batches; nothing waits for the device before `take`."""
 
     def __init__(self) -> None:
         self._tokens: Tensor | int | None = 0
-        self._slots = 0
+        self._positions = 0
 
     def add(self, batch: Any) -> None:
         """Count a batch: a mapping with ``input_ids``; anything else makes the step unknown."""
@@ -138,7 +138,7 @@ class TokenCount:
         if not isinstance(ids, Tensor):
             self._tokens = None
             return
-        self._slots += ids.numel()
+        self._positions += ids.numel()
         mask = batch.get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape == ids.shape:
             own: Tensor | int = mask.detach().sum()
@@ -150,10 +150,10 @@ class TokenCount:
             self._tokens = self._tokens + own
 
     def take(self) -> tuple[int | None, int]:
-        """Tokens (None: not known) and slots since the last call; waits for the device."""
-        tokens, slots = self._tokens, self._slots
-        self._tokens, self._slots = 0, 0
-        return (None if tokens is None or not slots else int(tokens)), slots
+        """Tokens (None: not known) and positions since the last call; waits for the device."""
+        tokens, positions = self._tokens, self._positions
+        self._tokens, self._positions = 0, 0
+        return (None if tokens is None or not positions else int(tokens)), positions
 
 
 class StepLog(Protocol):
@@ -204,17 +204,17 @@ class MetricsFile:
         if not self._device.startswith("cpu"):
             torch.accelerator.synchronize(self._device)
         seconds = time.perf_counter() - self._last
-        tokens, slots = count.take()
+        tokens, positions = count.take()
         self.flush()
         known = tokens is not None and seconds > 0
         self._waiting = {
             "step": step,
             "loss": loss if loss is not None and math.isfinite(loss) else None,
             "tokens": tokens,
-            "slots": slots or None,
+            "positions": positions or None,
             "step_seconds": seconds,
             "tokens_per_second": tokens / seconds if known and tokens is not None else None,
-            "padding_share": 1 - tokens / slots if known and tokens is not None else None,
+            "padding_share": 1 - tokens / positions if known and tokens is not None else None,
             "peak_memory_bytes": host.memory_peak(self._device),
         }
         self.begin()

@@ -58,7 +58,7 @@ class EpochProgress:
             epoch = self._epoch = _Epoch(metrics.epoch)
         epoch.loss += metrics.loss * count
         epoch.count += count
-        epoch.examples += metrics.records
+        epoch.examples += metrics.examples
         epoch.seconds += metrics.step_seconds
         self.losses[epoch.number] = epoch.mean
         self._last_step = step

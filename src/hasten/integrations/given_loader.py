@@ -39,7 +39,7 @@ COLUMNS = (Tensor, Mapping, tuple, list)  # what a batch is made of
 
 
 class BatchRow(NamedTuple):
-    """One record of a loader's batch: where it is, without a copy."""
+    """One example of a loader's batch: where it is, without a copy."""
 
     batch: Any
     row: int
@@ -51,7 +51,7 @@ class GivenLoader:
     """This rank's batches of a loader. On several ranks it is built inside the process group.
 
     Args:
-        deal: share the records out; False: every rank trains all that its loader gives.
+        deal: share the examples out; False: every rank trains all that its loader gives.
         accum_steps: batches of a step.
     """
 
@@ -61,9 +61,9 @@ class GivenLoader:
         self._loader, self._world, self._deal = loader, world, deal
         self._accum_steps = accum_steps
         self.growing: AdaptiveCut | None = None  # joins batches as far as memory allows
-        self.first_size = 0  # records of the loader's first batch
+        self.first_size = 0  # examples of the loader's first batch
         self._alike = deal and world.size > 1  # the first batches are still to be compared
-        self._repeated = 0  # records of an epoch that come a second time
+        self._repeated = 0  # examples of an epoch that come a second time
         if self._alike and isinstance(loader, DataLoader) and _is_plain(loader):
             self._share_out(loader)
         self._told = _with_set_epoch(self._loader)
@@ -89,7 +89,7 @@ class GivenLoader:
         source = iter(self._loader)
         first = list(itertools.islice(source, 1))
         self._compare(first)
-        self.first_size = sum(map(records_in, first))
+        self.first_size = sum(map(examples_in, first))
         batches = map(_rows, itertools.count(), itertools.chain(first, source))
         if self.growing is not None:
             yield from self._joined(self.growing, number, batches)
@@ -121,9 +121,9 @@ class GivenLoader:
                 "many, or leave dynamic_batch out"
             )
 
-    def of_the_data(self, records: int, epochs: int) -> int:
-        """How many of the ``records`` that all ranks trained in so many epochs differ."""
-        return records - self._repeated * epochs if self._deal else records // self._world.size
+    def of_the_data(self, examples: int, epochs: int) -> int:
+        """How many of the ``examples`` that all ranks trained in so many epochs differ."""
+        return examples - self._repeated * epochs if self._deal else examples // self._world.size
 
     def _share_out(self, loader: DataLoader[Any]) -> None:
         world, batches = self._world, loader.batch_sampler
@@ -156,11 +156,11 @@ class GivenLoader:
             in_order=loader.in_order,
         )
         self._alike = False
-        cut = drop_last and len(part) % size  # a repeated record is its rank's last one
+        cut = drop_last and len(part) % size  # a repeated example is its rank's last one
         self._repeated = 0 if cut else part.total_size - len(data)
         if world.is_main:
             print(
-                f"{world.size} ranks: each trains {len(part)} of {len(data)} records an epoch, "
+                f"{world.size} ranks: each trains {len(part)} of {len(data)} examples an epoch, "
                 f"{size} at a time ({size * world.size} a step)"
             )
 
@@ -171,14 +171,14 @@ class GivenLoader:
         found = [mark for rank in _of_all([*map(_digest, first)]) for mark in rank]
         if len(set(found)) < len(found):
             raise InputError(
-                "every rank gets the same records from this loader; give it a DistributedSampler "
+                "every rank gets the same examples from this loader; give it a DistributedSampler "
                 "(or DynamicBatchSampler(rank=, world_size=)), or say deal=False to train them all "
                 "on every rank"
             )
 
 
 def _rows(number: int, batch: Any) -> list[BatchRow]:
-    size = records_in(batch)
+    size = examples_in(batch)
     return [BatchRow(batch, index, size, number) for index in range(size)]
 
 
@@ -215,17 +215,17 @@ def _form(value: Any, whole: int) -> Any:
     if isinstance(value, Mapping):
         return {name: _form(column, whole) for name, column in value.items()}
     if isinstance(value, tuple | list):
-        return list if _is_list_of_records(value, whole) else [_form(v, whole) for v in value]
+        return list if _is_list_of_examples(value, whole) else [_form(v, whole) for v in value]
     return value
 
 
-def _is_list_of_records(value: Sequence[Any], whole: int) -> bool:
+def _is_list_of_examples(value: Sequence[Any], whole: int) -> bool:
     """Texts, of which ``DataLoader`` makes a list."""
     return len(value) == whole and not any(isinstance(v, COLUMNS) for v in value)
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether it takes each record of its data set once, in order or at random, in batches."""
+    """Whether it takes each example of its data set once, in order or at random, in batches."""
     if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
         return False
     sampler = loader.batch_sampler.sampler
@@ -236,7 +236,7 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
 
 
 def _with_set_epoch(loader: Iterable[Any]) -> list[Any]:
-    """The loader and what it takes its records from, as far as they want to know the epoch."""
+    """The loader and what it takes its examples from, as far as they want to know the epoch."""
     batches = getattr(loader, "batch_sampler", None)
     places = [loader, batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None)]
     places.append(getattr(loader, "dataset", None))
@@ -273,13 +273,13 @@ def _of_all(mine: Any) -> list[Any]:
     return found
 
 
-def records_in(batch: Any) -> int:
+def examples_in(batch: Any) -> int:
     if isinstance(batch, Tensor):
         return int(batch.shape[0]) if batch.ndim else 1
     values = batch.values() if isinstance(batch, Mapping) else batch
     for value in values if isinstance(values, Iterable) else ():
         if isinstance(value, COLUMNS):
-            return records_in(value)
+            return examples_in(value)
     raise InputError(f"the loader gave a {type(batch).__name__} without a tensor in it")
 
 
@@ -306,28 +306,28 @@ def by_batch(rows: Sequence[BatchRow]) -> list[list[BatchRow]]:
 
 
 def _select(value: Any, rows: Tensor, whole: int) -> Any:
-    """These rows of all that has one for each of the ``whole`` batch's records."""
+    """These rows of all that has one for each of the ``whole`` batch's examples."""
     if isinstance(value, Tensor):
         return value.index_select(0, rows.to(value.device))
     if isinstance(value, Mapping):
         return {k: _select(v, rows, whole) for k, v in value.items()}
     if isinstance(value, tuple | list):
-        if _is_list_of_records(value, whole):
+        if _is_list_of_examples(value, whole):
             return [value[row] for row in rows.tolist()]
         return [_select(v, rows, whole) for v in value]
     return value
 
 
 def _join(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Batches of one form end to end; ``sizes`` are their records."""
+    """Batches of one form end to end; ``sizes`` are their examples."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(list(parts))
     if isinstance(first, Mapping):
         return {name: _join([part[name] for part in parts], sizes) for name in first}
     if isinstance(first, tuple | list):
-        if _is_list_of_records(first, sizes[0]):
-            return [record for part in parts for record in part]
+        if _is_list_of_examples(first, sizes[0]):
+            return [example for part in parts for example in part]
         return [_join(column, sizes) for column in zip(*parts, strict=True)]
     return first
 

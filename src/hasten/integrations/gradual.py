@@ -6,7 +6,7 @@ For a recipe it is :func:`hasten.report.speedup.climb_recipe`. For a model and a
   2. for each technique two copies of model and optimizer train on the same batches, one with what
      was kept so far, one with the technique as well; they take turns, a round of some steps each
   3. it is kept by the rules of :func:`hasten.report.speedup.decide`: surely faster, seen to act,
-     and the held-out loss not worse after the same records
+     and the eval loss not worse after the same examples
   4. the model itself trains an epoch with what was kept
 """
 
@@ -31,11 +31,11 @@ from hasten.core.slot import Slot
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.integrations.given_loader import GivenLoader, records_in, split_batch
+from hasten.integrations.given_loader import GivenLoader, examples_in, split_batch
 from hasten.integrations.optimized_trainer import USUAL, OptimizedTrainer, facts_of
 from hasten.integrations.throughput import loss_of, moved
 from hasten.launch.ranks import process_group
-from hasten.measure.ablation import Arm
+from hasten.measure.ablation import Variant
 from hasten.parts.distributed.pipeline.runtime import usual_loss
 from hasten.parts.nn.torch_means import with_sum
 from hasten.report.speedup import Climb, LadderStep, climb, climb_recipe
@@ -45,7 +45,7 @@ SWITCHES = {
     Slot.WIRE: "compress_gradients",
     Slot.BATCH: "dynamic_batch",
 }
-HELD_OUT = 0.2  # of the batches that were drawn
+EVAL_DATA = 0.2  # of the batches that were drawn
 KINDS = "gradual_optimize takes a recipe, or a model and its loader"
 Loss = Callable[[Any, Any], Tensor]
 
@@ -85,7 +85,7 @@ def gradual_optimize(
     Args:
         job: a model, which is trained one epoch with what was kept; or a recipe, or its path.
         dataloader: gives (inputs, target) pairs, or dictionaries with ``labels`` and a ``loss_fn``.
-        loss_fn: ``loss_fn(output, target)``, a mean over records; cross-entropy for a target of
+        loss_fn: ``loss_fn(output, target)``, a mean over examples; cross-entropy for a target of
             whole numbers and the mean squared error for others, if left out.
         optimizer: over the model's parameters; AdamW if left out.
         techniques: of the slots PRECISION, WIRE and BATCH; mixed precision, compressed gradients
@@ -130,11 +130,11 @@ def _of_model(
         measure = _Comparison(model, optimizer, loader, loss_fn, rounds, steps, known)
         candidates, skipped = _usable(asked, known)
 
-        def singles() -> list[Arm]:
-            return [Arm("baseline", Plan()), *(measure(Plan(), Plan([t]))[1] for t in candidates)]
+        def singles() -> list[Variant]:
+            return [Variant("baseline", Plan()), *(measure(Plan(), Plan([t]))[1] for t in candidates)]
 
         found = climb(candidates, measure, singles if order == "gain" else None)
-        rungs = [replace(r, why=r.why.replace(" tokens", " records")) for r in found.rungs]
+        rungs = [replace(r, why=r.why.replace(" tokens", " examples")) for r in found.rungs]
         kept: dict[str, Any] = {SWITCHES[t.slot]: t for t in found.plan}
         trainer = OptimizedTrainer(model, optimizer, measure.loss_fn, **kept)
         summary = trainer.train(loader, epochs=1)
@@ -177,32 +177,32 @@ class _Comparison:
     ) -> None:
         self.known, self._model, self._optimizer = known, model, optimizer
         given = GivenLoader(loader, known.world, deal=True)
-        most = int((rounds + 1) * steps / (1 - HELD_OUT)) + 1
+        most = int((rounds + 1) * steps / (1 - EVAL_DATA)) + 1
         drawn = [rows[0].batch for rows in itertools.islice(given.epoch(0), most)]
-        held = max(1, int(len(drawn) * HELD_OUT))
+        held = max(1, int(len(drawn) * EVAL_DATA))
         if len(drawn) < 2:
             raise InputError(
                 f"the loader gives {len(drawn)} batch(es); one to train on and one to hold out "
                 "are the least"
             )
-        self._trained, self._held_out = drawn[:-held], drawn[-held:]
+        self._trained, self._eval_data = drawn[:-held], drawn[-held:]
         self._rounds = rounds
         self._batches = _Rounds(self._trained, steps)
         self.loss_fn = loss_fn or self._usual()
 
-    def __call__(self, before: Plan, after: Plan) -> tuple[Arm, Arm]:
-        """The arms of the plan so far, and of the plan with one technique more."""
+    def __call__(self, before: Plan, after: Plan) -> tuple[Variant, Variant]:
+        """The variants of the plan so far, and of the plan with one technique more."""
         copies = [self._copy(plan) for plan in (before, after)]
         rates: list[list[float]] = [[], []]
         for number in range(self._rounds + 1):  # the first warms up
             for side in (0, 1) if number % 2 else (1, 0):
-                rates[side].append(copies[side].round(self._batches.records(number)))
+                rates[side].append(copies[side].round(self._batches.examples(number)))
         found = [
-            Arm(
+            Variant(
                 "so far" if plan is before else "wider",
                 plan,
                 rounds=rate[1:],
-                held_out=[(trained.records, trained.loss(self._held_out, self.loss_fn))],
+                eval_data=[(trained.examples, trained.loss(self._eval_data, self.loss_fn))],
                 acted=trained.acted(plan),
             )
             for plan, trained, rate in zip((before, after), copies, rates, strict=True)
@@ -242,8 +242,8 @@ class _Rounds:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._of(self._number))
 
-    def records(self, number: int) -> int:
-        return sum(map(records_in, self._of(number)))
+    def examples(self, number: int) -> int:
+        return sum(map(examples_in, self._of(number)))
 
     def _of(self, number: int) -> list[Any]:
         first = number * self._steps
@@ -257,15 +257,15 @@ class _Copy:
         self._ranks = known.world.size
         self.session = trainer.session(batches, known, epochs=2**31)
         self._steps = training(self.session)
-        self.records = 0
+        self.examples = 0
 
-    def round(self, records: int) -> float:
-        """Records per second of the next round, which has so many on this rank."""
+    def round(self, examples: int) -> float:
+        """Examples per second of the next round, which has so many on this rank."""
         done, seconds = 0, 0.0
-        while done < records * self._ranks:
+        while done < examples * self._ranks:
             metrics = next(self._steps)
-            done, seconds = done + metrics.records, seconds + metrics.step_seconds
-        self.records += done
+            done, seconds = done + metrics.examples, seconds + metrics.step_seconds
+        self.examples += done
         return done / seconds
 
     def loss(self, batches: Sequence[Any], loss_fn: Loss) -> float:
@@ -277,7 +277,7 @@ class _Copy:
         with torch.no_grad():
             for batch in batches:
                 found: Any = loss_of(model, moved(batch, device), loss_fn)
-                size = records_in(batch)
+                size = examples_in(batch)
                 pair = found if isinstance(found, tuple) else (found * size, size)
                 sums += torch.tensor([float(value) for value in pair], dtype=torch.float64)
         model.train(was_training)

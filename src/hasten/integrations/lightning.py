@@ -181,11 +181,11 @@ def with_techniques(
 
     The module's model is the Hugging Face causal language model among its attributes, and its
     ``training_step`` is to return ``self.model(**batch).loss``. Lightning takes the mean of the
-    losses of a step's passes and processes; where hasten chooses the records and lays them out,
+    losses of a step's passes and processes; where hasten chooses the examples and lays them out,
     each is weighted so that this is the mean over the step's trained tokens.
 
     Args:
-        loader: over records; its dataset and batch size stay where a SAMPLER orders it anew.
+        loader: over examples; its dataset and batch size stay where a SAMPLER orders it anew.
 
     Raises:
         InputError: a technique whose slot Lightning doesn't offer, with what to do instead, or one
@@ -382,13 +382,13 @@ def _check(trainer: Any, loader: Any, plan: Iterable[Technique]) -> None:
 def _host_run(
     trainer: Any, loader: Any, plan: Iterable[Technique], seed: int
 ) -> tuple[HostRun, list[int]]:
-    """What is known of the run, and how many tokens of each record carry loss."""
+    """What is known of the run, and how many tokens of each example carry loss."""
     sampled = any(t.slot is Slot.SAMPLER for t in plan)
     data: Any = loader.dataset if sampled else ()
     lengths, trained = row_sizes(data)
     host_run = HostRun(
         device=str(trainer.strategy.root_device),  # the module goes there when `fit` begins
-        records=data,
+        examples=data,
         lengths=lengths,
         batch=(loader.batch_size or 1) * trainer.accumulate_grad_batches * environment.world().size,
         steps=trainer.max_steps if trainer.max_steps > 0 else None,

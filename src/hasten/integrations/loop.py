@@ -1,6 +1,6 @@
 """Techniques in a training loop of one's own: the model edited, and what the loop calls.
 
-run = in_loop(model, [LengthGrouped(), Packed(), LabelledTokenLoss()], records=rows, batch=32)
+run = in_loop(model, [LengthGrouped(), Packed(), LabelledTokenLoss()], examples=rows, batch=32)
 optimizer = run.optimizer(torch.optim.AdamW(model.parameters()))
 for batch in run.loader(epoch=0):
     model(**batch).loss.backward()
@@ -56,9 +56,9 @@ class LoopParts:
     """What a loop takes from its techniques; the model is edited already."""
 
     def __init__(
-        self, model: nn.Module, setup: Setup, records: Sequence[Any], trained: Sequence[int]
+        self, model: nn.Module, setup: Setup, examples: Sequence[Any], trained: Sequence[int]
     ) -> None:
-        self.model, self.setup, self.records, self._trained = model, setup, records, trained
+        self.model, self.setup, self.examples, self._trained = model, setup, examples, trained
 
     def loader(self, epoch: int = 0, passes: int = 1) -> StepLoader:
         """The epoch's batches of this rank; each step has so many, the last may have fewer.
@@ -67,13 +67,13 @@ class LoopParts:
         tokens: with several passes divide each loss by their number, as usual.
         """
         setup = self.setup
-        assert setup.sampler is not None  # there are records
+        assert setup.sampler is not None  # there are examples
         world = setup.facts.world
         order = StepBatches(setup.sampler, passes, world.rank, world.size, self._trained)
         order.set_epoch(epoch)
         packs = Slot.COLLATE in setup.plan
         collate = PackedCollator(padded_rows, PACK) if packs else padded_rows
-        return StepLoader(WeightedBatches(self.records), order, collate)
+        return StepLoader(WeightedBatches(self.examples), order, collate)
 
     def optimizer(self, usual: Optimizer) -> Optimizer:
         """The technique's optimizer with the settings of the usual one, which wasn't stepped."""
@@ -96,7 +96,7 @@ def in_loop(
     model: nn.Module,
     techniques: Iterable[Technique],
     *,
-    records: Sequence[Any],
+    examples: Sequence[Any],
     batch: int,
     steps: int | None = None,
     epochs: int = 1,
@@ -105,18 +105,18 @@ def in_loop(
     """Edit the model and say what the loop calls.
 
     Args:
-        records: rows as :func:`hasten.integrations.batches.record_of` takes them.
-        batch: records of a step over all ranks.
+        examples: rows as :func:`hasten.integrations.batches.example_of` takes them.
+        batch: examples of a step over all ranks.
         steps, epochs: how long the run will be.
 
     Raises:
         InputError: a technique that a loop has no place for, or that can't work here.
     """
-    if not len(records):
-        raise InputError("in_loop needs records to train on, and there are none")
+    if not len(examples):
+        raise InputError("in_loop needs examples to train on, and there are none")
     device = next((str(p.device) for p in model.parameters()), host.default_device())
-    lengths, trained = row_sizes(records)
-    host_run = HostRun(device, records, lengths, batch, steps, epochs, seed)
+    lengths, trained = row_sizes(examples)
+    host_run = HostRun(device, examples, lengths, batch, steps, epochs, seed)
     setup = prepare_host(HOST, model, techniques, host_run)
     edit_model(model, setup)
-    return LoopParts(model.train(), setup, records, trained)
+    return LoopParts(model.train(), setup, examples, trained)

@@ -8,7 +8,7 @@ evaluation, generation, copies and saved files are those of the model itself:
     2. undo      the model is plain again
     3. active    the recorded edits are set for one training pass, and undone at its end
 
-If somebody changes the same place in between (a resized head, another ``forward``), the record no
+If somebody changes the same place in between (a resized head, another ``forward``), the example no
 longer fits, and :attr:`ModuleEdits.fits` is False: capture it again.
 """
 

@@ -120,7 +120,7 @@ class OptimizedTrainer:
             raise InputError(f"accum_steps is {accum_steps!r}; give a number of batches from 1 on")
         if accum_steps > 1 and any(t.slot is Slot.BATCH for t in self.plan):
             raise InputError(
-                f"accum_steps={accum_steps} and dynamic_batch both decide how many records a step "
+                f"accum_steps={accum_steps} and dynamic_batch both decide how many examples a step "
                 "takes; give one of them"
             )
         self.accum_steps = accum_steps
@@ -136,7 +136,7 @@ class OptimizedTrainer:
     ) -> dict[str, Any]:
         """Train for some epochs over a loader of (inputs, target) pairs or dictionaries.
 
-        Several ranks share out the records of a plain ``DataLoader``. Another loader has to give
+        Several ranks share out the examples of a plain ``DataLoader``. Another loader has to give
         each rank its own. What has ``set_epoch``, a sampler or a data set, is told each epoch.
 
         Args:
@@ -144,14 +144,14 @@ class OptimizedTrainer:
                 what is here and says so.
             checkpoint_dir: the whole state is kept there at the end of each epoch.
             resume: go on from the newest checkpoint of ``checkpoint_dir``, if there is one.
-            deal: False: every rank trains all that its loader gives, the same records or not.
+            deal: False: every rank trains all that its loader gives, the same examples or not.
 
         Returns:
-            A summary: steps, losses per epoch, records per second and per step, peak memory,
+            A summary: steps, losses per epoch, examples per second and per step, peak memory,
             switches and what each was seen to do (``acted``).
 
         Raises:
-            InputError: two ranks get the same records, or the model's DDP has a hook.
+            InputError: two ranks get the same examples, or the model's DDP has a hook.
         """
         folder = Path(checkpoint_dir) if checkpoint_dir is not None else None
         if resume and folder is None:
@@ -218,16 +218,16 @@ class OptimizedTrainer:
         acted = self._acted(session)
         session.finish()
         now = session.progress
-        records = loader.of_the_data(now.records - before.records, now.epoch - before.epoch)
+        examples = loader.of_the_data(now.examples - before.examples, now.epoch - before.epoch)
         if loader.growing is not None and setup.facts.world.is_main:
             given = loader.first_size * setup.facts.world.size
-            most = max((step.records for step in steps), default=0)
+            most = max((step.examples for step in steps), default=0)
             if most > given:
                 print(
-                    f"dynamic_batch: {given} -> {most} records a step; the learning rate stays as "
+                    f"dynamic_batch: {given} -> {most} examples a step; the learning rate stays as "
                     "it is"
                 )
-        summary = self._summary(outcome, records, steps, found, setup)
+        summary = self._summary(outcome, examples, steps, found, setup)
         return {**summary, "epoch_losses": epochs.losses, "acted": acted}
 
     def _weighs_by_examples(self, session: Session) -> bool:
@@ -299,19 +299,19 @@ class OptimizedTrainer:
     def _summary(
         self,
         outcome: Outcome,
-        records: int,
+        examples: int,
         steps: Sequence[StepMetrics],
         found: Path | None,
         setup: Setup,
     ) -> dict[str, Any]:
         trained = sum(outcome.step_seconds)
-        sizes = [step.records for step in steps]
+        sizes = [step.examples for step in steps]
         return {
             "stopped": outcome.stopped,
             "steps": len(outcome.step_seconds),
             "seconds": outcome.seconds,
-            "records_per_second": records / trained if trained else None,
-            "records_per_step": {
+            "examples_per_second": examples / trained if trained else None,
+            "examples_per_step": {
                 "least": min(sizes, default=None),
                 "mean": sum(sizes) / len(sizes) if sizes else None,
                 "most": max(sizes, default=None),

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hasten.core.facts import Facts, RecordFacts
+from hasten.core.facts import Facts, ExampleStats
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 AnyTrainer = TypeVar("AnyTrainer")
 Carry = Callable[[Sequence[Technique]], None]  # raises InputError where the trainer can't
-ALIKE = 0.1  # by which share of their number and length records may differ and be the same data
+ALIKE = 0.1  # by which share of their number and length examples may differ and be the same data
 WATCHED_STEPS, WARM_UP = 50, 10
 _LOG = logging.getLogger(__name__)
 
@@ -163,12 +163,12 @@ def _kept(known: Facts, rows: Any) -> KeptChoice | None:
     except InputError:  # rows that the trainer makes tokens of by itself
         return None
     count, tokens = len(lengths), sum(lengths)
-    here = RecordFacts(count, tokens, max(lengths, default=0), sum(trained) / max(tokens, 1))
-    return next((kept for kept in found if _alike(kept.records, here)), None)
+    here = ExampleStats(count, tokens, max(lengths, default=0), sum(trained) / max(tokens, 1))
+    return next((kept for kept in found if _alike(kept.examples, here)), None)
 
 
-def _alike(one: RecordFacts, other: RecordFacts) -> bool:
-    """Whether records are the same data: a part may be held out, and templates differ a little."""
+def _alike(one: ExampleStats, other: ExampleStats) -> bool:
+    """Whether examples are the same data: a part may be held out, and templates differ a little."""
     pairs = ((one.count, other.count), (one.tokens, other.tokens))
     return all(a and b and abs(math.log(a / b)) <= math.log(1 + ALIKE) for a, b in pairs)
 

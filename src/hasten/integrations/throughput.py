@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten.errors import InputError
-from hasten.integrations.given_loader import records_in, split_batch
+from hasten.integrations.given_loader import examples_in, split_batch
 from hasten.measure.statistics import Interval, spread
 from hasten.parts.data.prefetch import each_tensor
 from hasten.parts.distributed.pipeline.runtime import usual_loss
@@ -60,7 +60,7 @@ def benchmark(
             chosen.zero_grad()
             if device.type != "cpu":  # a step ends when the device has done its work
                 torch.accelerator.synchronize(device)
-            return records_in(batch)
+            return examples_in(batch)
 
         samples, seconds = _timed(step, loader, epochs)
     return _told(samples, seconds)

@@ -44,7 +44,7 @@ from hasten.integrations.batches import (
     StepBatches,
     StepLoader,
     batch_for,
-    record_of,
+    example_of,
 )
 from hasten.integrations.checkpoints import (
     CheckpointSchedule,
@@ -255,8 +255,8 @@ def _host_run(trainer: Trainer, plan: Iterable[Technique]) -> HostRun:
         raise InputError("a sampler needs a train_dataset with a length; this one is a stream")
     return HostRun(
         device=str(args.device),
-        records=data,
-        lengths=[record_of(data[i]).length for i in range(len(data))],
+        examples=data,
+        lengths=[example_of(data[i]).length for i in range(len(data))],
         batch=args.per_device_train_batch_size
         * args.gradient_accumulation_steps
         * environment.world().size,

@@ -180,7 +180,7 @@ def check_agreement(
     """Make sure that all ranks are about to do the same; inside a process group.
 
     Args:
-        said: by topic (recipe, version, records), names and plain values.
+        said: by topic (recipe, version, examples), names and plain values.
         subject: names this comparison; another for each in a run.
 
     Raises:

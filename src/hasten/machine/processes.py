@@ -1,6 +1,6 @@
 """What processes take and say: processor time, free memory, the load of others, a rank's heartbeat.
 
-An experiment shares its machine with strangers. What they took while an arm had its turn is what
+An experiment shares its machine with strangers. What they took while a variant had its turn is what
 the cores were busy with, less what this process and all that it started have used.
 """
 
@@ -116,7 +116,7 @@ def host_memory_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-# Foreign load: which share of the machine's processor time others took while an arm had its turn.
+# Foreign load: which share of the machine's processor time others took while a variant had its turn.
 #
 # Linux counts processor time in ticks of 10 ms, so a share over a short span is coarse: spans below
 # `SHORTEST_SECONDS` count as calm. Small negative differences, from ticks that fall on the other

@@ -1,1 +1,1 @@
-"""The measuring machine: processes, interleaved rounds, record, statistics."""
+"""The measuring machine: processes, interleaved rounds, example, statistics."""

@@ -1,6 +1,6 @@
-"""The nouns of an experiment: its design, the plans it compares by name, what each arm showed.
+"""The nouns of an experiment: its design, the plans it compares by name, what each variant showed.
 
-How arms are measured stands in ``experiment``; how numbers become verdicts in ``findings``.
+How variants are measured stands in ``experiment``; how numbers become verdicts in ``findings``.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ class Design:
     """How an experiment is run.
 
     Args:
-        rounds: turns of each arm that count; with a budget the most there may be.
+        rounds: turns of each variant that count; with a budget the most there may be.
         steps: steps of a turn.
         warmup: steps before the first round, at least.
-        evaluations: looks at the held-out loss, spread evenly over the rounds; 0: none.
+        evaluations: looks at the eval loss, spread evenly over the rounds; 0: none.
         seed: of the order of turns.
         longest_warmup: the warm-up goes on to so many steps while step times still fall or
             something is still compiled; 0: it has exactly ``warmup`` steps.
-        builds: fresh builds of every arm, each for its share of the rounds.
-        noise: a second process of the baseline takes turns like an arm.
+        builds: fresh builds of every variant, each for its share of the rounds.
+        noise: a second process of the baseline takes turns like a variant.
         foreign_load: a round during which others took more than this share of the machine is done
             again; None: none is.
         budget_seconds: what the whole may take; None: as long as the rounds need. Nobody waits
             longer than that and one round more, which is a quarter of it at most.
-        partial: whatever is measured within the budget counts, be it one round of two arms; else
+        partial: whatever is measured within the budget counts, be it one round of two variants; else
             a budget that doesn't hold two rounds is refused.
-        every_variant: with a budget whose partial results count, no arm is left out: there are
+        every_variant: with a budget whose partial results count, no variant is left out: there are
             fewer rounds, then turns of one step. A first round may take a quarter of the budget
             more. The warm-up has ``warmup`` steps, and ``longest_warmup`` where there is time;
-            no look at the held-out loss comes before it.
-        grouping: which arms are alive together; auto: as many as memory holds.
-        eliminate: a race for the fastest: an arm that is surely slower than the first one has no
-            further rounds, there are no more once all are decided, and arms end without a proof.
-        slices: arms of a round run in slices of a quarter of a second where they can, so that all
+            no look at the eval loss comes before it.
+        grouping: which variants are alive together; auto: as many as memory holds.
+        eliminate: a race for the fastest: a variant that is surely slower than the first one has no
+            further rounds, there are no more once all are decided, and variants end without a proof.
+        slices: variants of a round run in slices of a quarter of a second where they can, so that all
             see the same machine; else one after the other.
-        samples: the model of each arm writes samples at the end.
+        samples: the model of each variant writes samples at the end.
     """
 
     rounds: int = 8
@@ -76,7 +76,7 @@ class Design:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be {least} at least")
         if self.builds > self.rounds:
             raise InputError(
-                f"builds: {self.builds} builds of every arm need as many rounds, and there are "
+                f"builds: {self.builds} builds of every variant need as many rounds, and there are "
                 f"{self.rounds}"
             )
         if self.foreign_load is not None and not 0 <= self.foreign_load <= 1:
@@ -96,20 +96,20 @@ class Design:
 
     @property
     def steps_in_all(self) -> int:
-        """The most steps that one process of an arm takes."""
+        """The most steps that one process of a variant takes."""
         return self.most_warmup + self.most_rounds * self.steps
 
     def looks(self, rounds: int) -> set[int]:
-        """After which of so many rounds the held-out loss is taken: evenly, the last included."""
+        """After which of so many rounds the eval loss is taken: evenly, the last included."""
         return {round(rounds * look / self.evaluations) for look in range(1, self.evaluations + 1)}
 
 
 @dataclass
-class Arm:
+class Variant:
     """What was measured of one plan.
 
     ``rounds``, ``beside``, ``foreign_load`` and ``builds`` have an element for every round that
-    counts. ``beside`` is the baseline's value in the very same rounds: where arms were measured in
+    counts. ``beside`` is the baseline's value in the very same rounds: where variants were measured in
     groups it differs from the baseline's own ``rounds``. It is empty where there was none.
     """
 
@@ -118,7 +118,7 @@ class Arm:
     rounds: list[float] = field(default_factory=list)  # tokens per second of a middling step
     steps: list[dict[str, Any]] = field(default_factory=list)  # measured steps, warm-up left out
     losses: list[tuple[int, float]] = field(default_factory=list)  # (tokens, loss), all steps
-    held_out: list[tuple[int, float]] = field(default_factory=list)
+    eval_data: list[tuple[int, float]] = field(default_factory=list)
     startup_seconds: dict[str, float] = field(default_factory=dict)
     acted: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, str]] = field(default_factory=list)
@@ -145,7 +145,7 @@ def plans_of(
     Args:
         plan: the techniques in question.
         which: see ``hasten speedup --help``.
-        only: techniques by name; of the arms between the first and the last those stay that single
+        only: techniques by name; of the variants between the first and the last those stay that single
             one of them out. ``plan`` has none there, so these are then measured alone.
 
     Raises:
@@ -165,16 +165,16 @@ def plans_of(
     plans: dict[str, Plan] = {BASELINE: Plan()}
     kinds: dict[str, Kind] = {BASELINE: "baseline"}
     for technique in plan:
-        for name, kind, arm in _between(plan, technique.name(), which):
-            if (not only or technique.name() in only) and set(arm) not in map(set, plans.values()):
-                plans[name], kinds[name] = arm, kind
+        for name, kind, variant in _between(plan, technique.name(), which):
+            if (not only or technique.name() in only) and set(variant) not in map(set, plans.values()):
+                plans[name], kinds[name] = variant, kind
     last = {"plan": "plan", "ladder": f"+ {names[-1]}"}.get(which, "all")
     plans[last], kinds[last] = plan, "all"
     return plans, kinds
 
 
 def _between(plan: Plan, name: str, which: Which) -> list[tuple[str, Kind, Plan]]:
-    """The arms that single out one technique, less those that equal the whole plan."""
+    """The variants that single out one technique, less those that equal the whole plan."""
     place = [t.name() for t in plan].index(name)
     technique = plan.techniques[place]
     found: list[tuple[str, Kind, Plan]] = []

@@ -3,9 +3,9 @@
 Nothing is known before the baseline has started and warmed up; then its own start and its own steps
 say what the rest will cost. Of what doesn't fit, this is left out first:
 
-1. arms that leave one technique out
+1. variants that leave one technique out
 2. second builds
-3. arms of one technique alone, and rungs of the ladder, those with the smallest forecast first
+3. variants of one technique alone, and rungs of the ladder, those with the smallest forecast first
 4. the second process of the baseline
 
 The baseline and the whole plan stay. Where not even two of their rounds fit, the experiment is
@@ -14,28 +14,28 @@ refused.
 `BudgetTracker` asks what is left before every further expense:
 
   1. the baseline has started and warmed up: is there time for it and the whole plan at all?
-  2. the whole plan has started, too: which arms and builds fit? the rest is dropped, with a word
+  2. the whole plan has started, too: which variants and builds fit? the rest is dropped, with a word
   3. all have started: how many rounds fit?
   4. before every round: does one more fit, with what must follow?
 
-What was measured stays: arms that start again, for a second build or after a kill, are neither
+What was measured stays: variants that start again, for a second build or after a kill, are neither
 dropped nor refused; where no more fits, the experiment ends with the rounds there are. Time that an
 earlier start took for turns that are kept counts. Without a budget it keeps quiet.
 
 Nobody waits for an answer longer than the budget and one round, which is a quarter of the budget at
 most. Where partial results count (``Design.partial``), nothing is refused: one round is enough, and
-arms are asked about before they start.
+variants are asked about before they start.
 
 Where every variant is wanted (``Design.every_variant``), nothing is dropped either. Then all start
 with the shortest warm-up, and what those steps took says how the rest of the budget is used:
 
-  1. neither two rounds of the first two arms fit, nor the shortest round of all of them: nothing is
+  1. neither two rounds of the first two variants fit, nor the shortest round of all of them: nothing is
      measured, which is known after two starts
-  2. there is time for the longest warm-up and for a round after it: all arms do it
+  2. there is time for the longest warm-up and for a round after it: all variants do it
   3. three rounds of whole turns fit: turns have all their steps, else one step each
   4. rounds go on while one more fits; the first one is done whatever it takes, up to the grace
 
-Arms that memory doesn't hold together have cohorts one after the other, of which the first has its
+Variants that memory doesn't hold together have cohorts one after the other, of which the first has its
 share of the time and decides how many rounds all of them have.
 """
 
@@ -57,17 +57,17 @@ if TYPE_CHECKING:
     pass  # loads torch
 
 FEWEST_ROUNDS = 2  # one says nothing of its own error
-WORTH_ROUNDS = 5  # fewer leave an interval too wide for most effects: rather fewer arms
-WORTH_IN_PART = 3  # rounds with which an arm is worth its place where partial results count
+WORTH_ROUNDS = 5  # fewer leave an interval too wide for most effects: rather fewer variants
+WORTH_IN_PART = 3  # rounds with which a variant is worth its place where partial results count
 GRACE = 0.25  # of a budget: a round that has begun may go on for so long
 STAYS: Kind = "all"  # a kind that is never dropped
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that an arm takes: to start and warm up, for a look, at the end; and for a turn.
+    """Seconds that a variant takes: to start and warm up, for a look, at the end; and for a turn.
 
-    ``turns`` are those of the arms that have run. Others lie between them: of a ladder the first
+    ``turns`` are those of the variants that have run. Others lie between them: of a ladder the first
     and the last row have run first.
     """
 
@@ -76,16 +76,16 @@ class Costs:
     look: float
     finish: float
 
-    def of(self, arms: int, rounds: int, looks: int, to_start: int, builds: int = 1) -> float:
-        """What the rest of an experiment takes; every build but the first starts all arms anew."""
-        again = (builds - 1) * arms * self.start
-        work = arms * (builds * looks * self.look + self.finish)
-        return to_start * self.start + again + work + rounds * self._round(arms)
+    def of(self, variants: int, rounds: int, looks: int, to_start: int, builds: int = 1) -> float:
+        """What the rest of an experiment takes; every build but the first starts all variants anew."""
+        again = (builds - 1) * variants * self.start
+        work = variants * (builds * looks * self.look + self.finish)
+        return to_start * self.start + again + work + rounds * self._round(variants)
 
-    def _round(self, arms: int) -> float:
-        unknown = arms - len(self.turns)
+    def _round(self, variants: int) -> float:
+        unknown = variants - len(self.turns)
         if unknown <= 0:
-            return arms * statistics.fmean(self.turns)
+            return variants * statistics.fmean(self.turns)
         between = math.exp(statistics.fmean(math.log(max(turn, 1e-9)) for turn in self.turns))
         return math.fsum(self.turns) + unknown * between
 
@@ -97,7 +97,7 @@ class BudgetPlan:
     names: tuple[str, ...]
     rounds: int
     builds: int
-    dropped: tuple[tuple[str, tuple[str, ...]], ...]  # a sentence, and the arms that it is about
+    dropped: tuple[tuple[str, tuple[str, ...]], ...]  # a sentence, and the variants that it is about
 
 
 def rounded_up(seconds: float) -> str:
@@ -117,7 +117,7 @@ def require_budget(seconds: float, spent: float, rest: float) -> None:
     if spent + rest > seconds:
         raise InputError(
             f"budget: {rounded_up(seconds)} is too short: two rounds of the baseline and one more "
-            f"arm take about {rounded_up(spent + rest)} on this job and machine"
+            f"variant take about {rounded_up(spent + rest)} on this job and machine"
         )
 
 
@@ -131,17 +131,17 @@ def fit_to_budget(
     left: float,
     worth: int = WORTH_ROUNDS,
 ) -> BudgetPlan:
-    """The arms, builds and rounds that fit into the seconds that are left.
+    """The variants, builds and rounds that fit into the seconds that are left.
 
     Args:
-        names: all arms.
+        names: all variants.
         kinds: what each is.
-        expected: the gain that is forecast for an arm; a missing one counts as none.
+        expected: the gain that is forecast for a variant; a missing one counts as none.
         builds: as the user wished.
         most_rounds: as the user wished.
-        rest_of: seconds for (arms, builds, rounds).
+        rest_of: seconds for (variants, builds, rounds).
         left: seconds there are.
-        worth: with fewer rounds than these, rather fewer arms.
+        worth: with fewer rounds than these, rather fewer variants.
     """
     enough = min(worth, most_rounds)
     kept = list(names)
@@ -178,7 +178,7 @@ class BudgetTracker:
 
     Args:
         design: with the budget, or without one.
-        kinds: what each arm is.
+        kinds: what each variant is.
         expected: gains that are forecast.
         record: tells the time, and is told what was dropped.
     """
@@ -193,7 +193,7 @@ class BudgetTracker:
         self._design, self._kinds = design, kinds
         self._expected, self._record = expected, record
         earlier = [e for e in record.events if e["event"] == "dropped"]
-        self.dropped: set[str] = {name for e in earlier for name in e["arms"]}
+        self.dropped: set[str] = {name for e in earlier for name in e["variants"]}
         self.builds: int = min([design.builds, *(e["builds"] for e in earlier if "builds" in e)])
         self.over = False  # nothing more fits
         self.every_variant = design.every_variant and design.budget_seconds is not None
@@ -218,99 +218,99 @@ class BudgetTracker:
         return budget + more - self._record.spent
 
     def begin_cohort(self) -> None:
-        """Before the first arm of a cohort starts."""
+        """Before the first variant of a cohort starts."""
         self._cohort_began, self._is_first = self._record.spent, not self._measured()
 
-    def allows(self, name: str, arms: Sequence[ArmProcess]) -> bool:
-        """Whether there is time to start one more arm; else it is dropped.
+    def allows(self, name: str, variants: Sequence[ArmProcess]) -> bool:
+        """Whether there is time to start one more variant; else it is dropped.
 
         The first two are started in any case: without them there is nothing to compare.
         """
         budget = self._design.budget_seconds
-        if budget is None or not self._design.partial or self.every_variant or len(arms) < 2:
+        if budget is None or not self._design.partial or self.every_variant or len(variants) < 2:
             return True
         rounds = min(self._worth, self._design.rounds)
-        rest = self._costs(arms).of(len(arms) + 1, rounds, looks=1, to_start=1)
+        rest = self._costs(variants).of(len(variants) + 1, rounds, looks=1, to_start=1)
         if self._record.spent + rest <= budget or name in self._measured():
             return True
         self._drop(name)
         return False
 
-    def look(self, waiting: Sequence[str], arms: Sequence[ArmProcess]) -> None:
-        """After an arm of those that wait has started.
+    def look(self, waiting: Sequence[str], variants: Sequence[ArmProcess]) -> None:
+        """After a variant of those that wait has started.
 
         Raises:
             InputError: nothing is measured yet, and there isn't time for two rounds of the first
                 two of them.
         """
         budget = self._design.budget_seconds
-        if budget is None or not 1 <= len(arms) <= 2 or len(waiting) < 2:
+        if budget is None or not 1 <= len(variants) <= 2 or len(waiting) < 2:
             return
-        costs = self._costs(arms)
-        self._round_seconds = costs.of(arms=2, rounds=1, looks=1, to_start=0)
-        least = costs.of(arms=2, rounds=FEWEST_ROUNDS, looks=1, to_start=2 - len(arms))
+        costs = self._costs(variants)
+        self._round_seconds = costs.of(variants=2, rounds=1, looks=1, to_start=0)
+        least = costs.of(variants=2, rounds=FEWEST_ROUNDS, looks=1, to_start=2 - len(variants))
         if self.every_variant:
-            if len(arms) == 2 and self._is_first:
+            if len(variants) == 2 and self._is_first:
                 self._refuse_hopeless(len(waiting), replace(costs, finish=0.0))
             return
         if self._measured():
             self.over = self.over or self._record.spent + least > budget
         elif not self._design.partial:
             require_budget(budget, self._record.spent, least)
-        if len(arms) == 2 and not self.over:
-            self._choose(waiting, len(arms), costs)
+        if len(variants) == 2 and not self.over:
+            self._choose(waiting, len(variants), costs)
 
     def _refuse_hopeless(self, variants: int, costs: Costs) -> None:
-        """End where two rounds of two arms don't fit, nor the shortest round of all of them."""
-        two = costs.of(arms=2, rounds=FEWEST_ROUNDS, looks=1, to_start=0)
+        """End where two rounds of two variants don't fit, nor the shortest round of all of them."""
+        two = costs.of(variants=2, rounds=FEWEST_ROUNDS, looks=1, to_start=0)
         short = replace(costs, turns=tuple(turn / self.steps for turn in costs.turns))
         every = short.of(variants, rounds=1, looks=0, to_start=variants - 2)
         budget = self._design.budget_seconds or 0.0
         if self._record.spent + two > budget and every > self.left():
             took = rounded_up(two)
             text = f"two rounds of the baseline and the whole plan take about {took} more"
-            self._record.append("dropped", text=text, arms=[])
+            self._record.append("dropped", text=text, variants=[])
             self.over = self._hopeless = True
 
-    def warmup(self, waiting: Sequence[str], arms: Sequence[ArmProcess]) -> int:
+    def warmup(self, waiting: Sequence[str], variants: Sequence[ArmProcess]) -> int:
         """Steps to which all of these are warmed up together, beyond those that each needed."""
         budget = self._design.budget_seconds
-        if budget is None or not self.every_variant or not arms or not self._is_first:
+        if budget is None or not self.every_variant or not variants or not self._is_first:
             return 0
-        self._cohorts = math.ceil(max(len(waiting) - 1, 1) / max(len(arms) - 1, 1))
+        self._cohorts = math.ceil(max(len(waiting) - 1, 1) / max(len(variants) - 1, 1))
         self._until = self._cohort_began + (budget - self._cohort_began) / self._cohorts
         more = self._design.most_warmup - self._design.warmup
-        rest = self._costs(arms, steps=1).of(len(arms), more + WORTH_IN_PART, looks=1, to_start=0)
+        rest = self._costs(variants, steps=1).of(len(variants), more + WORTH_IN_PART, looks=1, to_start=0)
         return self._design.most_warmup if self._record.spent + rest <= self._until else 0
 
-    def settle(self, waiting: Sequence[str], arms: Sequence[ArmProcess]) -> None:
+    def settle(self, waiting: Sequence[str], variants: Sequence[ArmProcess]) -> None:
         """After all have started that are to be alive together: how many rounds there will be."""
         if self.every_variant:
-            self._shorten(arms)
+            self._shorten(variants)
             return
         names = [name for name in waiting if name not in self.dropped]
-        if self._design.budget_seconds is None or not arms or len(names) < 2:
+        if self._design.budget_seconds is None or not variants or len(names) < 2:
             return
-        rounds = self._choose(names, len(arms), self._costs(arms))
+        rounds = self._choose(names, len(variants), self._costs(variants))
         told = [e["rounds"] for e in self._record.events if e["event"] == "rounds"]
         if self._design.eliminate:
-            return  # rounds get cheaper as arms leave
+            return  # rounds get cheaper as variants leave
         if not told and rounds < self._design.rounds:
             self._record.append("rounds", rounds=rounds)
 
-    def out(self, arms: Sequence[ArmProcess], done: int) -> bool:
+    def out(self, variants: Sequence[ArmProcess], done: int) -> bool:
         """Whether there is no time for one more round after those that are done.
 
         Two rounds are done whatever they take: one says nothing of its own error. Where partial
         results count it is one.
         """
         budget = self._design.budget_seconds
-        if budget is None or not arms:
+        if budget is None or not variants:
             return self.over
-        costs = self._costs(arms)
+        costs = self._costs(variants)
         if self.every_variant and done < FEWEST_ROUNDS:  # what techniques did is worth less
             costs = replace(costs, finish=0.0)
-        rest = costs.of(len(arms), rounds=1, looks=1, to_start=0)
+        rest = costs.of(len(variants), rounds=1, looks=1, to_start=0)
         self._round_seconds = rest
         if done < self._fewest and self.left() > 0:
             return self.over
@@ -325,11 +325,11 @@ class BudgetTracker:
             self.over = True
         return True
 
-    def _shorten(self, arms: Sequence[ArmProcess]) -> None:
+    def _shorten(self, variants: Sequence[ArmProcess]) -> None:
         """Turns of one step, for all cohorts, where not three rounds of whole turns fit."""
-        if not arms or not self._is_first:
+        if not variants or not self._is_first:
             return
-        rest = self._costs(arms).of(len(arms), WORTH_IN_PART, looks=1, to_start=0)
+        rest = self._costs(variants).of(len(variants), WORTH_IN_PART, looks=1, to_start=0)
         if self._record.spent + rest > self._until:
             self.steps = 1
             self._record.append("turns", length=1)
@@ -343,10 +343,10 @@ class BudgetTracker:
         if not self._design.partial and not self._measured():
             raise InputError(
                 f"budget: {rounded_up(self._design.budget_seconds or 0.0)} is too short: it was "
-                "over before the first round, since the arms take so long to start on this job and "
+                "over before the first round, since the variants take so long to start on this job and "
                 "machine; give twice as much"
             )
-        turned = {e["arm"] for e in self._record.events if e["event"] == "turn"}
+        turned = {e["variant"] for e in self._record.events if e["event"] == "turn"}
         if self.every_variant:
             self._explain(base, lacking, turned)
             lacking = []
@@ -366,7 +366,7 @@ class BudgetTracker:
         builds = max((rounds.cohorts_of(name) for name in others), default=0)
         if max(builds, 1) < self.builds:
             text = "further builds: no time for them"
-            self._record.append("dropped", text=text, arms=[], builds=max(builds, 1))
+            self._record.append("dropped", text=text, variants=[], builds=max(builds, 1))
 
     def _explain(self, base: str, lacking: Sequence[str], turned: Set[str]) -> None:
         """Why rows have no figures: they stay, and the rounds of the others are complete."""
@@ -374,14 +374,14 @@ class BudgetTracker:
             for name in lacking:
                 if name not in turned:
                     why = "there was no time for a round of it"
-                    self._record.append("failed", arm=name, cohort=0, why=why)
+                    self._record.append("failed", variant=name, cohort=0, why=why)
         elif not self._hopeless:
             end = rounded_up((1 + GRACE) * (self._design.budget_seconds or 0.0))
             text = f"not a single round of all variants ended within {end}"
-            self._record.append("dropped", text=text, arms=[])
+            self._record.append("dropped", text=text, variants=[])
 
     def _drop(self, name: str) -> None:
-        self._record.append("dropped", text=f"{name}: no time for it", arms=[name])
+        self._record.append("dropped", text=f"{name}: no time for it", variants=[name])
         self.dropped.add(name)
 
     def _choose(self, names: Sequence[str], started: int, costs: Costs) -> int:
@@ -407,31 +407,31 @@ class BudgetTracker:
             left,
             self._worth,
         )
-        for text, arms in choice.dropped:
-            more = {} if arms else {"builds": 1}
-            self._record.append("dropped", text=text, arms=list(arms), **more)
+        for text, variants in choice.dropped:
+            more = {} if variants else {"builds": 1}
+            self._record.append("dropped", text=text, variants=list(variants), **more)
         self.builds = choice.builds
-        self.dropped |= {name for _, arms in choice.dropped for name in arms}
+        self.dropped |= {name for _, variants in choice.dropped for name in variants}
         return choice.rounds
 
     def _measured(self) -> set[str]:
-        """The arms that have complete rounds."""
+        """The variants that have complete rounds."""
         rounds = Rounds(self._record.events, "", self._design)  # which is the baseline is no matter
         names = {name for members in rounds.members.values() for name in members}
         return {name for name in names if rounds.complete(name)}
 
-    def _costs(self, arms: Sequence[ArmProcess], steps: int | None = None) -> Costs:
-        """As these arms have shown; ``steps``: of a turn, if not those of the rounds."""
-        paces = [arm.pace if self.every_variant else arm.step_seconds for arm in arms]
+    def _costs(self, variants: Sequence[ArmProcess], steps: int | None = None) -> Costs:
+        """As these variants have shown; ``steps``: of a turn, if not those of the rounds."""
+        paces = [variant.pace if self.every_variant else variant.step_seconds for variant in variants]
         turns = tuple((steps or self.steps) * pace for pace in paces)
         step = statistics.fmean(paces)
-        look = statistics.fmean(arm.evaluation_seconds for arm in arms)
+        look = statistics.fmean(variant.evaluation_seconds for variant in variants)
         if self.every_variant and not look and self._design.evaluations:
             look = step  # none was taken yet
-        start = statistics.fmean(arm.start_seconds for arm in arms)
+        start = statistics.fmean(variant.start_seconds for variant in variants)
         if self.every_variant:  # the first one waited for imports, which the others share
-            start = min(arm.ready_seconds for arm in arms) + self._design.warmup * step
-        # At its end an arm that is looked at writes samples, and runs a step to say where it goes.
+            start = min(variant.ready_seconds for variant in variants) + self._design.warmup * step
+        # At its end a variant that is looked at writes samples, and runs a step to say where it goes.
         finish = look + step if self._design.evaluations else 0.0
         if self.fresh:
             return Costs(0.0, tuple(start + turn for turn in turns), look, finish)

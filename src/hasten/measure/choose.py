@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from hasten.core.facts import Facts, RecordFacts
+from hasten.core.facts import Facts, ExampleStats
 from hasten.core.plan import Plan
 from hasten.core.setup import prepare
 from hasten.core.slot import Slot
@@ -35,7 +35,7 @@ from hasten.errors import InputError
 from hasten.formatting import duration
 from hasten.machine import cache
 from hasten.machine.locks import one_measurement
-from hasten.measure.ablation import Arm, Design, Kind
+from hasten.measure.ablation import Variant, Design, Kind
 from hasten.measure.budget import GRACE
 from hasten.measure.recipe_experiment import (
     ExperimentSubject,
@@ -181,7 +181,7 @@ class KeptChoice:
     choice: Choice
     date: str
     path: Path
-    records: RecordFacts
+    examples: ExampleStats
 
 
 def kept_choices(known: Facts, folder: Path | None = None) -> list[KeptChoice]:
@@ -190,17 +190,17 @@ def kept_choices(known: Facts, folder: Path | None = None) -> list[KeptChoice]:
     Their techniques keep the mathematics. A file that can't be read is left out with a warning.
 
     Args:
-        known: the model, the device and the machine; its records don't matter.
+        known: the model, the device and the machine; its examples don't matter.
         folder: where choices are kept; in the user's cache if left out.
     """
     about = _about_job(known)
 
     def build(path: Path, kept: Any) -> KeptChoice | None:
         told = kept["about"]
-        if kept["fidelity"] == "lossy" or {**told, "records": None} != {**about, "records": None}:
+        if kept["fidelity"] == "lossy" or {**told, "examples": None} != {**about, "examples": None}:
             return None
-        choice, records = Choice.from_dict(kept["choice"]), RecordFacts(**told["records"])
-        return KeptChoice(choice, str(kept["date"]), path, records)
+        choice, examples = Choice.from_dict(kept["choice"]), ExampleStats(**told["examples"])
+        return KeptChoice(choice, str(kept["date"]), path, examples)
 
     paths = sorted(cache.at_home(folder or FOLDER).glob("*.json"))
     read = [cache.read(path, partial(build, path), "it isn't used") for path in paths]
@@ -247,7 +247,7 @@ class _Chooser:
         self._slots = self._micro_batch(first)
         self._first, self._fitted = fitted_to_memory(first, self._recipe, self._known, self._slots)
         self._pool: WorkerPool | None = None
-        self._arms: list[Arm] = []  # of the first race
+        self._variants: list[Variant] = []  # of the first race
 
     def run(self) -> Choice:
         """Race, or say why there is none.
@@ -255,8 +255,8 @@ class _Chooser:
         The machine is this search's from its first race to its last: between two of them another
         measurement could begin, and end after the budget.
         """
-        arms = self._neighbours()
-        if not arms and self._first == self._plain:
+        variants = self._neighbours()
+        if not variants and self._first == self._plain:
             return self._forecast("no technique of the catalogue can serve speed here")
         longest = self._recipe.auto_budget or LONGEST_SECONDS
         with contextlib.ExitStack() as machine:
@@ -267,9 +267,9 @@ class _Chooser:
                     f"another measurement had this machine for more than {duration(longest)}"
                 )
             self._began = time.monotonic()  # waiting is no part of the search
-            return self._searched(arms)
+            return self._searched(variants)
 
-    def _searched(self, arms: Mapping[str, Plan]) -> Choice:
+    def _searched(self, variants: Mapping[str, Plan]) -> Choice:
         folder = Path(self._recipe.output) / "experiments" / "choice"
         path = folder / "recipe.yaml"
         folder.mkdir(parents=True, exist_ok=True)
@@ -282,10 +282,10 @@ class _Chooser:
                 if why:
                     return self._forecast(why)
             self._audience.tell(
-                f"plan: auto: racing {len(arms)} changes of {self._first} for {duration(budget)} "
+                f"plan: auto: racing {len(variants)} changes of {self._first} for {duration(budget)} "
                 "at most"
             )
-            return self._raced(arms, budget)
+            return self._raced(variants, budget)
 
     def _micro_batch(self, plan: Plan) -> int:
         """Slots of the largest micro-batch of the first steps."""
@@ -360,27 +360,27 @@ class _Chooser:
     def _fits(self, plan: Plan) -> bool:
         return fits_in_memory(plan, self._recipe, self._known, self._slots)
 
-    def _raced(self, arms: Mapping[str, Plan], budget: float) -> Choice:
+    def _raced(self, variants: Mapping[str, Plan], budget: float) -> Choice:
         """First every change by itself, then what they make together, and no technique at all."""
-        ratios = self._ratios({FIRST: self._first, **arms}, FIRST_RACE * budget) if arms else {}
+        ratios = self._ratios({FIRST: self._first, **variants}, FIRST_RACE * budget) if variants else {}
         founded = {t.name() for t in self._first if expected_gain(t, self._known) > FORECAST}
-        helped = {n for n, (_, said) in _verdicts(self._arms).items() if said.word == "helped"}
-        changes, best = _changes(ratios, arms, founded, helped), _best(ratios)
+        helped = {n for n, (_, said) in _verdicts(self._variants).items() if said.word == "helped"}
+        changes, best = _changes(ratios, variants, founded, helped), _best(ratios)
         if len(changes) == 1 and best == FIRST:
             best = changes[0]  # alike without a technique, or likely to help
-        plans = {FIRST: self._first, **arms, PLAIN: self._plain}
+        plans = {FIRST: self._first, **variants, PLAIN: self._plain}
         together = with_document_attention(
-            _together(self._first, {name: arms[name] for name in changes})
+            _together(self._first, {name: variants[name] for name in changes})
         )
         finals = [best, PLAIN]
-        if len(changes) > 1 and together not in arms.values() and self._fits(together):
+        if len(changes) > 1 and together not in variants.values() and self._fits(together):
             plans[TOGETHER] = together
             finals = [TOGETHER, *dict.fromkeys((best, FIRST)), PLAIN]
-        final: list[Arm] = []
+        final: list[Variant] = []
         left = budget - (time.monotonic() - self._began)
         if left > 0 and plans[best] != self._plain:
             final = self._race({name: plans[name] for name in dict.fromkeys(finals)}, left)
-        last = {arm.name: ratio for arm in final if (ratio := _ratio(arm)) is not None}
+        last = {variant.name: ratio for variant in final if (ratio := _ratio(variant)) is not None}
         if last:
             best = _best(last, own=finals[0])
         elif not ratios:
@@ -388,10 +388,10 @@ class _Chooser:
         return self._choice(plans, best, ratios, final)
 
     def _ratios(self, plans: Mapping[str, Plan], seconds: float) -> dict[str, Interval]:
-        self._arms = self._race(plans, seconds)
-        return {arm.name: ratio for arm in self._arms if (ratio := _ratio(arm)) is not None}
+        self._variants = self._race(plans, seconds)
+        return {variant.name: ratio for variant in self._variants if (ratio := _ratio(variant)) is not None}
 
-    def _race(self, plans: Mapping[str, Plan], seconds: float) -> list[Arm]:
+    def _race(self, plans: Mapping[str, Plan], seconds: float) -> list[Variant]:
         """Race plans against the first of them; it and the last one are never dropped."""
         kinds: dict[str, Kind] = dict.fromkeys(plans, "ladder")
         kinds |= {next(iter(plans)): "baseline", list(plans)[-1]: "all"}
@@ -407,28 +407,28 @@ class _Chooser:
             began=time.monotonic(),
             expected={name: float(-place) for place, name in enumerate(plans)},
         )
-        return found.arms
+        return found.variants
 
     def _choice(
         self,
         plans: Mapping[str, Plan],
         best: str,
         ratios: Mapping[str, Interval],
-        final: Sequence[Arm],
+        final: Sequence[Variant],
     ) -> Choice:
-        plan, arms = plans[best], {arm.name: arm.rounds for arm in final if arm.rounds}
-        chosen, plain = arms.get(best, []), arms.get(PLAIN, [])
+        plan, variants = plans[best], {variant.name: variant.rounds for variant in final if variant.rounds}
+        chosen, plain = variants.get(best, []), variants.get(PLAIN, [])
         gain = None
         if chosen and plain and best != PLAIN:  # one that is out has fewer rounds
             ratios_to_plain = [a / b for a, b in zip(chosen, plain, strict=False)]
             gain = ratio_of_rounds(ratios_to_plain, final[0].luck).summary()
-        speeds = chosen or next((arm.rounds for arm in self._arms if arm.name == best), [])
+        speeds = chosen or next((variant.rounds for variant in self._variants if variant.name == best), [])
         others = {name: r.low for name, r in ratios.items() if plans[name] != plan}
         if plan != self._first:
             others[FIRST] = 1.0
         nearest = max(others, key=others.__getitem__, default=None)
-        verdicts, seconds = _verdicts(self._arms), time.monotonic() - self._began
-        raced = len({*ratios, *arms, FIRST})
+        verdicts, seconds = _verdicts(self._variants), time.monotonic() - self._began
+        raced = len({*ratios, *variants, FIRST})
         words = self._found_words(plans, verdicts, plan, f"{raced} plans in {duration(seconds)}")
         return Choice(
             entries=_entries(Plan([*plan, *self._saving]), self._known),
@@ -500,7 +500,7 @@ class _Chooser:
 
 
 def _changes(
-    ratios: Mapping[str, Interval], arms: Mapping[str, Plan], founded: Set[str], helped: Set[str]
+    ratios: Mapping[str, Interval], variants: Mapping[str, Plan], founded: Set[str], helped: Set[str]
 ) -> list[str]:
     """The changes of the first plan that help, or that make it simpler at no loss.
 
@@ -508,9 +508,9 @@ def _changes(
     likely. A technique of which a forecast promises something (``founded``) stays until it is shown
     to gain nothing; of any other it is enough that no gain was seen.
     """
-    helping = [n for n in arms if n in helped or (n in ratios and is_likely(ratios[n]))]
+    helping = [n for n in variants if n in helped or (n in ratios and is_likely(ratios[n]))]
     alike = []
-    for name in arms:
+    for name in variants:
         ratio, technique = ratios.get(name), name.removeprefix("without ")
         if ratio is None or technique == name or name in helping or ratio.high < 1:
             continue
@@ -560,21 +560,21 @@ def _best(ratios: Mapping[str, Interval], own: str = FIRST) -> str:
     return max(bounds, key=bounds.__getitem__)
 
 
-def _ratio(arm: Arm) -> Interval | None:
+def _ratio(variant: Variant) -> Interval | None:
     """Its speed over the first plan's; None: it is that plan, or was never raced."""
-    if arm.kind == "baseline" or not arm.beside or arm.failed:
+    if variant.kind == "baseline" or not variant.beside or variant.failed:
         return None
-    return paired_ratio(arm.beside, arm.rounds)  # decisions allow for no luck of processes
+    return paired_ratio(variant.beside, variant.rounds)  # decisions allow for no luck of processes
 
 
-def _verdicts(arms: Sequence[Arm]) -> dict[str, tuple[Interval, EffectVerdict]]:
+def _verdicts(variants: Sequence[Variant]) -> dict[str, tuple[Interval, EffectVerdict]]:
     """Each measured change's ratio and verdict, as the report of the same rounds has them."""
-    luck = arms[0].luck if arms else None
+    luck = variants[0].luck if variants else None
     effects = {}
-    for arm in arms:
-        if _ratio(arm) is not None:
-            ratios = [ours / theirs for ours, theirs in zip(arm.rounds, arm.beside, strict=True)]
-            effects[arm.name] = ratio_of_rounds(ratios, luck), ratios
+    for variant in variants:
+        if _ratio(variant) is not None:
+            ratios = [ours / theirs for ours, theirs in zip(variant.rounds, variant.beside, strict=True)]
+            effects[variant.name] = ratio_of_rounds(ratios, luck), ratios
     judged = judge_effects(effects, luck=luck)
     return {name: (ratio, judged[name]) for name, (ratio, _) in effects.items()}
 
@@ -604,7 +604,7 @@ def _path(subject: ExperimentSubject, asked: AutoPlan, folder: Path) -> Path:
     parts = {
         "recipe": recipe.model_dump(mode="json", exclude={*about, "dataset", "resume"}),
         "asked": asked.model_dump(),
-        "records": asdict(known.records),
+        "examples": asdict(known.examples),
         "model": asdict(known.model),
         "hardware": {**asdict(known.hardware), "device": known.device},
         "ranks": known.world.size,
@@ -621,7 +621,7 @@ def _about_job(known: Facts) -> dict[str, Any]:
         del model[key]
     told = {
         "model": model,
-        "records": asdict(known.records),
+        "examples": asdict(known.examples),
         "hardware": {**asdict(known.hardware), "device": known.device},
         "ranks": known.world.size,
         "versions": dict(known.versions),

@@ -27,17 +27,17 @@ Logs = Mapping[Name, Sequence[float]]  # of each pass: the logarithm of a rate
 
 
 def eliminate(
-    arms: dict[Name, ArmProcess],
+    variants: dict[Name, ArmProcess],
     values: Mapping[Name, float],
     passes: Sequence[int],
     draw: random.Random,
     cores: int,
     rounds: int = MOST_ROUNDS,
 ) -> dict[Name, tuple[float, ...]]:
-    """The arms take turns until one is left, or time is up.
+    """The variants take turns until one is left, or time is up.
 
     Args:
-        arms: warmed up; those that leave are closed, and removed.
+        variants: warmed up; those that leave are closed, and removed.
         values: what is known of each beforehand, the logarithm of its rate over some reference's.
         passes: the steps of each pass of a round.
         draw: draws the order.
@@ -45,17 +45,17 @@ def eliminate(
         rounds: at most.
 
     Returns:
-        By arm such a logarithm for each pass that it was in, on the level of those values. A round
+        By variant such a logarithm for each pass that it was in, on the level of those values. A round
         in which somebody fails, or the deadline comes, is the last one, and doesn't count.
     """
-    found: dict[Name, list[float]] = {name: [] for name in arms}
+    found: dict[Name, list[float]] = {name: [] for name in variants}
     load = LoadMeter(cores)
     for _ in range(rounds):
-        if len(arms) < 2 and all(len(found[name]) >= FEWEST for name in arms):
+        if len(variants) < 2 and all(len(found[name]) >= FEWEST for name in variants):
             break
-        level = statistics.fmean(values[name] for name in arms)
-        rates: dict[Name, list[float]] = {name: [] for name in arms}
-        for name, turn in run_round(arms, passes, draw, load):
+        level = statistics.fmean(values[name] for name in variants)
+        rates: dict[Name, list[float]] = {name: [] for name in variants}
+        for name, turn in run_round(variants, passes, draw, load):
             if isinstance(turn, WorkerError):
                 return {name: tuple(logs) for name, logs in found.items()}
             rates[name].append(math.log(turn.rate))
@@ -63,13 +63,13 @@ def eliminate(
             middle = statistics.fmean(logs)
             for name, log in zip(rates, logs, strict=True):
                 found[name].append(level + log - middle)
-        for name in surely_slower({name: found[name] for name in arms}):
-            arms.pop(name).worker.close(kill=True)
+        for name in surely_slower({name: found[name] for name in variants}):
+            variants.pop(name).worker.close(kill=True)
     return {name: tuple(logs) for name, logs in found.items()}
 
 
 def surely_slower(logs: Logs[Name]) -> list[Name]:
-    """Of arms that were in the same passes those that are slower than the first beyond doubt."""
+    """Of variants that were in the same passes those that are slower than the first beyond doubt."""
     first, *others = leading(logs)
     count = len(logs[first])
     if count < FEWEST:
@@ -95,7 +95,7 @@ def ordered(logs: Logs[Name], expected: Callable[[Name], float]) -> list[Name]:
 
 
 def leading(logs: Logs[Name]) -> list[Name]:
-    """The arms, best first: who was in more passes, then by the passes that all of these share.
+    """The variants, best first: who was in more passes, then by the passes that all of these share.
 
     A pass's own speed is taken out: it is that of the machine at that time.
     """

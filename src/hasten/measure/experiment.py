@@ -1,22 +1,22 @@
-"""Arms against each other on one machine: built, warmed up, then taking turns, round by round.
+"""Variants against each other on one machine: built, warmed up, then taking turns, round by round.
 
-  1. every arm's process starts, builds, and warms up; one at a time, and only as many as memory
+  1. every variant's process starts, builds, and warms up; one at a time, and only as many as memory
      holds; all do as many steps before the first round as the slowest to settle
-  2. a round gives each arm some steps (`hasten.measure.schedule`)
-  3. in every arm step k sees the same records, so a round's ratio compares equal work minutes apart
-     at most, and a machine that slows down slows all arms of the round
-  4. at equal tokens every arm is asked for its held-out loss; at the end, for what its techniques
+  2. a round gives each variant some steps (`hasten.measure.schedule`)
+  3. in every variant step k sees the same examples, so a round's ratio compares equal work minutes apart
+     at most, and a machine that slows down slows all variants of the round
+  4. at equal tokens every variant is asked for its eval loss; at the end, for what its techniques
      did and what its model writes
 
 What is done and what is missing is read from the record before every decision. So a start after a
 kill, a second build, and a round that others disturbed are all the same case: rounds are missing,
-and the arms that lack them get fresh processes, which are a **cohort**. An arm that fails is noted
+and the variants that lack them get fresh processes, which are a **cohort**. A variant that fails is noted
 with its reason, its process is ended, and the others go on. One that fails only at the very end, in
 4, has been measured all the same: it keeps its numbers.
 
-An arm that waits for its turn sleeps, but keeps its memory. So the next one starts only if, going
+A variant that waits for its turn sleeps, but keeps its memory. So the next one starts only if, going
 by what those before it really took, it will fit as well. Those that don't fit are in a later
-cohort, with the baseline started afresh beside them. Where not even the baseline and one arm fit,
+cohort, with the baseline started afresh beside them. Where not even the baseline and one variant fit,
 every turn has a process of its own.
 """
 
@@ -33,17 +33,17 @@ from typing import Any
 from hasten.core.plan import Plan
 from hasten.machine import processes
 from hasten.machine.processes import LoadMeter
-from hasten.measure.ablation import Arm, Design, Kind
+from hasten.measure.ablation import Variant, Design, Kind
 from hasten.measure.budget import BudgetTracker
 from hasten.measure.energy import EnergyMeter
 from hasten.measure.record import Event, ExperimentRecord, seconds_of
-from hasten.measure.rounds import Rounds, arms_of
+from hasten.measure.rounds import Rounds, variants_of
 from hasten.measure.schedule import ArmProcess, OutOfTimeError, in_slices, run_round
 from hasten.measure.workers import WorkerError, WorkerPool, WorkerSpec
 
 SHARE = 0.92  # of the memory that is available: caches of the system want some, too
-GROUP = 3  # arms beside the baseline, where groups were asked for
-RACED_ROUNDS = 3  # of a race before an arm can be out of it: fewer say little of their own error
+GROUP = 3  # variants beside the baseline, where groups were asked for
+RACED_ROUNDS = 3  # of a race before a variant can be out of it: fewer say little of their own error
 ALIKE = 0.01  # an interval of this half-width around 1 is an answer, too
 Tell = Callable[[str, float], None]  # what happens now, and which share of the work is done
 
@@ -54,8 +54,8 @@ class ExperimentContext:
 
     Args:
         pool: starts the workers.
-        spec: the worker of an arm; its job allows ``design.steps_in_all`` steps.
-        memory: bytes the arms may use together.
+        spec: the worker of a variant; its job allows ``design.steps_in_all`` steps.
+        memory: bytes the variants may use together.
         cores: that they share.
         joules: a counter of the training device's energy; None where none can be read.
         patience: the longest wait for one reply; None: by the steps seen.
@@ -96,7 +96,7 @@ class Experiment:
         self._read = 0  # events of the record that `_rounds` knows
 
     def run(self) -> None:
-        """Measure until no arm lacks a round."""
+        """Measure until no variant lacks a round."""
         self.record.append("run")
         while not self.time.over and (waiting := self._waiting()):
             if self.fresh:
@@ -120,7 +120,7 @@ class Experiment:
         return self._known
 
     def _waiting(self) -> list[str]:
-        """Arms that lack rounds, the baseline first and the result next; the rest as listed."""
+        """Variants that lack rounds, the baseline first and the result next; the rest as listed."""
         rounds = self._rounds()
         lack = [n for n in self.plans if n not in self.time.dropped and rounds.missing(n)]
         others = [name for name in lack if name != self.base]
@@ -148,23 +148,23 @@ class Experiment:
             self.alive = {}
             names = self._start_all(waiting, number, stack)
             if self.fresh:
-                return  # two arms at a time are too many: nothing of this cohort counts
+                return  # two variants at a time are too many: nothing of this cohort counts
             if not self.time.over:
                 self._play(waiting, names, number)
             for name in [name for name in self.plans if name in self.alive]:
                 if self._rounds().complete(name):  # known even if no further build has its time
                     self._finish(name)
             if self.time.left() <= 0:
-                for arm in self.alive.values():
-                    arm.worker.close(kill=True)  # nobody waits until they have left
+                for variant in self.alive.values():
+                    variant.worker.close(kill=True)  # nobody waits until they have left
 
     def _play(self, waiting: Sequence[str], names: Sequence[str], number: int) -> None:
         """Catch up with the longest warm-up, then take turns as long as there is time."""
-        settled = max((len(arm.warm) for arm in self.alive.values()), default=0)
+        settled = max((len(variant.warm) for variant in self.alive.values()), default=0)
         settled = max(settled, self._rounds().warmup)
         settled = max(settled, self.time.warmup(waiting, list(self.alive.values())))
         for name in names:
-            self._attempt(name, lambda arm: arm.warm_up(settled))
+            self._attempt(name, lambda variant: variant.warm_up(settled))
         self.time.settle(waiting, list(self.alive.values()))
         names = self._without_dropped(names)
         done = len(self._rounds().complete(names[-1]))
@@ -209,10 +209,10 @@ class Experiment:
         at_the_end: bool = False,
     ) -> None:
         self._say(f"starting {name}")
-        name_of_log = f"arm-{list(self.plans).index(name)}"
+        name_of_log = f"variant-{list(self.plans).index(name)}"
         worker = self.context.pool.start(self.context.spec(name), name_of_log)
         stack.callback(worker.close)
-        note = partial(self.record.append, cohort=number, arm=name)
+        note = partial(self.record.append, cohort=number, variant=name)
         self.alive[name] = ArmProcess(
             worker, self.time.left, note, self.context.patience, self.context.clock
         )
@@ -220,7 +220,7 @@ class Experiment:
         most, look = self.design.longest_warmup, evaluate_first and self.design.evaluations > 0
         if self.time.every_variant:
             most, look = 0, False  # there may be no time for more
-        self._attempt(name, lambda arm: arm.begin(least, most, look=look), at_the_end)
+        self._attempt(name, lambda variant: variant.begin(least, most, look=look), at_the_end)
         if name in self.alive and (peak := self.alive[name].peak):
             self.peaks[name] = peak
 
@@ -234,7 +234,7 @@ class Experiment:
             count, done = count + 1, done + 1
             self._round(names, count, draw, load, self._round_words(done, names[-1]))
             for name in names if count in looks else ():
-                self._attempt(name, lambda arm: arm.evaluate())
+                self._attempt(name, lambda variant: variant.evaluate())
             if not self.alive:
                 return
             if self.design.eliminate and done >= RACED_ROUNDS:
@@ -244,7 +244,7 @@ class Experiment:
         ended_early = self.time.over or count < planned
         if ended_early and count and looks and count not in looks:
             for name in names:
-                self._attempt(name, lambda arm: arm.evaluate())
+                self._attempt(name, lambda variant: variant.evaluate())
 
     def _round(
         self,
@@ -254,12 +254,12 @@ class Experiment:
         load: LoadMeter,
         shown: str,
     ) -> None:
-        """The turns of these arms, each noted as soon as it has ended."""
-        arms = {name: self.alive[name] for name in names if name in self.alive}
-        if self.design.slices and in_slices(arms.values(), self.context.joules):
+        """The turns of these variants, each noted as soon as it has ended."""
+        variants = {name: self.alive[name] for name in names if name in self.alive}
+        if self.design.slices and in_slices(variants.values(), self.context.joules):
             self._say(shown)
         turns = run_round(
-            arms,
+            variants,
             [self.time.steps],
             draw,
             load,
@@ -274,17 +274,17 @@ class Experiment:
                 self.alive[name].note("turn", round=number, **found.to_dict())
 
     def _without_slower(self, names: Sequence[str], cohort: int, round_: int) -> list[str]:
-        """End the arms that are surely slower than the first one; the names of the others."""
+        """End the variants that are surely slower than the first one; the names of the others."""
         rounds = self._rounds()
         for name in names:
             ratio = rounds.ratio(name) if name in self.alive else None
             if name != self.base and ratio is not None and ratio.high < 1:
-                self.record.append("eliminated", arm=name, cohort=cohort, round=round_)
+                self.record.append("eliminated", variant=name, cohort=cohort, round=round_)
                 self.alive.pop(name).worker.close()
         return [name for name in names if name in self.alive]
 
     def _decided(self, names: Sequence[str]) -> bool:
-        """Whether further rounds would change nothing: every arm is faster, or surely alike."""
+        """Whether further rounds would change nothing: every variant is faster, or surely alike."""
         rounds = self._rounds()
         found = [rounds.ratio(name) for name in names if name != self.base]
         return all(
@@ -293,7 +293,7 @@ class Experiment:
         )
 
     def _fresh_round(self, waiting: Sequence[str]) -> None:
-        """A round in which every arm is started for its turn and ended after it."""
+        """A round in which every variant is started for its turn and ended after it."""
         number, events = self._next_cohort(), self.record.events
         first = not any(e["event"] == "cohort" and e.get("fresh") for e in events)
         names = list(waiting)
@@ -308,69 +308,69 @@ class Experiment:
             with contextlib.ExitStack() as stack:
                 unseen = self._unseen(name)
                 self._start(name, number, stack, evaluate_first=unseen)
-                self._attempt(name, lambda arm: arm.warm_up(self.design.most_warmup))
+                self._attempt(name, lambda variant: variant.warm_up(self.design.most_warmup))
                 seen += self.alive.values()
                 if first:
                     self.time.look(names, seen)
                 self._round([name], 1, draw, self.context.load(self.context.cores), shown)
                 if unseen:
-                    self._attempt(name, lambda arm: arm.evaluate())
+                    self._attempt(name, lambda variant: variant.evaluate())
                 self._finish(name)
         self.time.out(seen, done + 1)
 
     def _unseen(self, name: str) -> bool:
-        """Whether an arm's held-out loss after training is wanted, and isn't known yet."""
-        looks = [e for e in self.record.events if e["event"] == "evaluate" and e["arm"] == name]
+        """Whether a variant's eval loss after training is wanted, and isn't known yet."""
+        looks = [e for e in self.record.events if e["event"] == "evaluate" and e["variant"] == name]
         return self.design.evaluations > 0 and not any(e["tokens"] for e in looks)
 
     def _unproven(self) -> list[str]:
-        """Arms with all their rounds whose process was killed before it could finish."""
+        """Variants with all their rounds whose process was killed before it could finish."""
         rounds = self._rounds()
         if self.design.eliminate:
             return []
         told = ("finish", "unfinished", "failed")
-        done = {e["arm"] for e in self.record.events if e["event"] in told}
+        done = {e["variant"] for e in self.record.events if e["event"] in told}
         return [name for name in self.plans if name not in done and rounds.complete(name)]
 
     def _prove(self, name: str) -> None:
-        """What an arm's techniques do, seen in a process that trains no longer than a warm-up."""
+        """What a variant's techniques do, seen in a process that trains no longer than a warm-up."""
         self.alive = {}
         with contextlib.ExitStack() as stack:
             self._start(name, self._next_cohort(), stack, evaluate_first=False, at_the_end=True)
             self._finish(name)
 
     def _finish(self, name: str) -> None:
-        done = any(e["event"] == "finish" and e["arm"] == name for e in self.record.events)
+        done = any(e["event"] == "finish" and e["variant"] == name for e in self.record.events)
         if done or self.design.eliminate:
             return
         self._say(f"finishing {name}")
-        self._attempt(name, lambda arm: arm.finish(self.design.samples), at_the_end=True)
+        self._attempt(name, lambda variant: variant.finish(self.design.samples), at_the_end=True)
 
     def _attempt(
         self, name: str, act: Callable[[ArmProcess], None], at_the_end: bool = False
     ) -> None:
-        """What goes wrong in one arm is noted there; an arm that has failed gets no more orders.
+        """What goes wrong in one variant is noted there; a variant that has failed gets no more orders.
 
         Its process is ended at once: one that hangs would slow the others, its memory is theirs.
         One that is late for the deadline hasn't failed: its complete rounds count.
         """
-        if (arm := self.alive.get(name)) is None:
+        if (variant := self.alive.get(name)) is None:
             return
         try:
-            act(arm)
+            act(variant)
         except WorkerError as error:
             self._failed(name, error, at_the_end)
 
     def _failed(self, name: str, error: WorkerError, at_the_end: bool = False) -> None:
-        arm = self.alive.pop(name)
+        variant = self.alive.pop(name)
         if isinstance(error, OutOfTimeError):
             self.time.over = True
         else:
-            arm.note("unfinished" if at_the_end else "failed", why=str(error))
-        arm.worker.close(kill=True)
+            variant.note("unfinished" if at_the_end else "failed", why=str(error))
+        variant.worker.close(kill=True)
 
     def _without_dropped(self, names: Sequence[str]) -> list[str]:
-        """End the processes of arms for which there is no time; the names of the others."""
+        """End the processes of variants for which there is no time; the names of the others."""
         for name in self.time.dropped & set(self.alive):
             self.alive.pop(name).worker.close()
         return [name for name in names if name not in self.time.dropped]
@@ -384,7 +384,7 @@ class Experiment:
         )
 
     def _in_all(self, name: str) -> int:
-        """Rounds an arm will have had, those included that are done again."""
+        """Rounds a variant will have had, those included that are done again."""
         rounds = self._rounds()
         return len(rounds.complete(name)) + rounds.missing(name)
 
@@ -392,11 +392,11 @@ class Experiment:
         """Progress in steps, of those that are planned, or in time, of that which there is."""
         design, events = self.design, self.record.events
         done = sum(len(e.get("steps", ())) for e in events)
-        arms = len(self.plans) - len(self.time.dropped)
+        variants = len(self.plans) - len(self.time.dropped)
         rounds = max(map(self._in_all, self.plans), default=0)  # of those that haven't failed
         warmup = max(design.warmup, self._rounds().warmup)  # it goes on until steps take alike
         every = warmup * self.time.builds + rounds * design.steps
-        share = done / max(arms * every, 1)
+        share = done / max(variants * every, 1)
         if design.partial and design.budget_seconds is not None:
             share = max(share, self.record.spent / design.budget_seconds)
         self._tell(text, min(1.0, share))
@@ -404,9 +404,9 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Measured:
-    """An experiment's arms, and how it was run in the words of the report (``report.design``)."""
+    """An experiment's variants, and how it was run in the words of the report (``report.design``)."""
 
-    arms: list[Arm]
+    variants: list[Variant]
     design: dict[str, Any]
 
 
@@ -418,7 +418,7 @@ def experiment_context(
 ) -> ExperimentContext:
     """The table on this machine: its cores, and its free memory, or all of the accelerator's.
 
-    Arms tell how much their neediest rank uses. Ranks share a processor's memory, and have an
+    Variants tell how much their neediest rank uses. Ranks share a processor's memory, and have an
     accelerator each, of which the smallest counts.
     """
     from hasten.machine import host  # loads torch, which a comparison of loops may do without
@@ -431,7 +431,7 @@ def experiment_context(
     return ExperimentContext(pool, spec, memory, here.usable_cores, joules)
 
 
-def measure_arms(
+def measure_variants(
     context: ExperimentContext,
     plans: Mapping[str, Plan],
     design: Design,
@@ -441,15 +441,15 @@ def measure_arms(
     expected: Mapping[str, float] | None = None,
     record: ExperimentRecord | None = None,
 ) -> Measured:
-    """Measure every plan on the recipe's job; arms in the order of ``plans``.
+    """Measure every plan on the recipe's job; variants in the order of ``plans``.
 
     Args:
         context: the recipe and the machine.
-        plans: arms by name; the first is the baseline, the last the result.
+        plans: variants by name; the first is the baseline, the last the result.
         design: how.
         tell: is told what happens.
-        kinds: what each arm is.
-        expected: gains that are forecast, for a budget that has to leave arms out.
+        kinds: what each variant is.
+        expected: gains that are forecast, for a budget that has to leave variants out.
         record: of an earlier start; what it holds isn't measured again.
 
     Raises:
@@ -460,7 +460,7 @@ def measure_arms(
     if not record.done:
         Experiment(context, plans, known, design, tell, expected or {}, record).run()
     words = design_words(record.events, next(iter(plans)), design)
-    return Measured(arms_of(record.events, plans, known, design), words)
+    return Measured(variants_of(record.events, plans, known, design), words)
 
 
 def design_words(events: Sequence[Event], base: str, design: Design) -> dict[str, Any]:
@@ -483,8 +483,8 @@ def design_words(events: Sequence[Event], base: str, design: Design) -> dict[str
     }
 
 
-def arm_fits(alive: Sequence[str], peaks: Mapping[str, int], name: str, memory: int) -> bool:
-    """Whether one more arm can start; one never seen is taken for the largest seen."""
+def variant_fits(alive: Sequence[str], peaks: Mapping[str, int], name: str, memory: int) -> bool:
+    """Whether one more variant can start; one never seen is taken for the largest seen."""
     if not peaks:
         return True
     unknown = max(peaks.values())
@@ -494,21 +494,21 @@ def arm_fits(alive: Sequence[str], peaks: Mapping[str, int], name: str, memory: 
 def may_join(
     alive: Sequence[str], peaks: Mapping[str, int], name: str, memory: int, design: Design
 ) -> bool:
-    """Whether an arm starts beside those that are alive, in the grouping that was asked for."""
+    """Whether a variant starts beside those that are alive, in the grouping that was asked for."""
     if design.grouping == "together" or not alive:
         return True
-    holds = arm_fits(alive, peaks, name, memory)
+    holds = variant_fits(alive, peaks, name, memory)
     if design.grouping == "groups":  # the baseline and one more always start
         return len(alive) == 1 or (len(alive) <= GROUP and holds)
     return holds
 
 
 def grouping_words(events: Sequence[Event]) -> str:
-    """Which arms were alive together, for the report."""
+    """Which variants were alive together, for the report."""
     fresh = any(e["event"] == "cohort" and e.get("fresh") for e in events)
     if fresh:
         return (
-            "a fresh process for every turn: two arms didn't fit into memory, or it was asked for"
+            "a fresh process for every turn: two variants didn't fit into memory, or it was asked for"
         )
     groups: dict[tuple[str, ...], None] = {}
     for e in events:
@@ -516,7 +516,7 @@ def grouping_words(events: Sequence[Event]) -> str:
             groups[tuple(e["members"])] = None
     if len(groups) <= 1:
         count = len(next(iter(groups), ()))
-        return f"all {count} arms alive together"
+        return f"all {count} variants alive together"
     return "groups that share the baseline: " + "; ".join(", ".join(g) for g in groups)
 
 

@@ -31,8 +31,8 @@ from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.formatting import aligned, span, words
 from hasten.machine.locks import one_measurement
-from hasten.measure.ablation import Arm, Design
-from hasten.measure.experiment import ExperimentContext, measure_arms
+from hasten.measure.ablation import Variant, Design
+from hasten.measure.experiment import ExperimentContext, measure_variants
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.statistics import Effect, Interval, paired_ratio, spread, verdict
 from hasten.measure.workers import WorkerPool, WorkerSpec
@@ -152,13 +152,13 @@ def compare(
             """Before every start and turn: without one of them there is nothing to compare."""
             for event in record.events:
                 if event["event"] == "failed":
-                    name = called[PLACES.index(event["arm"])]
+                    name = called[PLACES.index(event["variant"])]
                     raise LoopFailedError(f"{name}: {event['why']}")
 
         plans = dict.fromkeys(PLACES, Plan())
-        found = measure_arms(at, plans, design, check, record=record).arms
+        found = measure_variants(at, plans, design, check, record=record).variants
         check()
-    first, second = (_loop(name, arm) for name, arm in zip(called, found, strict=True))
+    first, second = (_loop(name, variant) for name, variant in zip(called, found, strict=True))
     ratio = paired_ratio(first.rounds, second.rounds)
     return Comparison(first, second, ratio, verdict(ratio, noise_floor=noise_floor), unit)
 
@@ -196,10 +196,10 @@ def loop_spec(target: str, settings: Mapping[str, Any] | None = None) -> WorkerS
     return WorkerSpec("loop", given, slices=False)  # a loop may wait for what goes on meanwhile
 
 
-def _loop(name: str, arm: Arm) -> Loop:
-    losses = tuple(step["loss"] for step in arm.steps if step["loss"] is not None)
-    build = arm.startup_seconds.get("build")
-    return Loop(name, tuple(arm.rounds), losses, arm.peak_memory_bytes, build)
+def _loop(name: str, variant: Variant) -> Loop:
+    losses = tuple(step["loss"] for step in variant.steps if step["loss"] is not None)
+    build = variant.startup_seconds.get("build")
+    return Loop(name, tuple(variant.rounds), losses, variant.peak_memory_bytes, build)
 
 
 def _name(target: str) -> str:

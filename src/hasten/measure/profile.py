@@ -5,7 +5,7 @@
     3. memory by owner, in one pass of its own
     4. one step under torch.profiler: operators and trace; the profiler slows what it watches, so of
        this step only the operators' shares are used
-    5. several ranks: the measured records again, on all ranks without communication, then on one
+    5. several ranks: the measured examples again, on all ranks without communication, then on one
        rank alone while the others sleep
 
 The weights move, in 5 apart on each rank: the session is spent afterwards.
@@ -223,7 +223,7 @@ def memory_of(session: Session) -> dict[str, int | None]:
     micro_batches = step_outside(session)
     if micro_batches is None:
         return found
-    largest = max(micro_batches, key=lambda m: m.counts.slots)
+    largest = max(micro_batches, key=lambda m: m.counts.positions)
     try:
         found |= _one_pass(session, largest, weights)
     except (RuntimeError, MemoryError):
@@ -357,7 +357,7 @@ WARMUP = 2  # first steps: they compile, allocate and read what later ones find 
 
 
 def ledger_of(session: Session, warmup: int = WARMUP) -> dict[str, Any]:
-    """The keys of an arm's ``ledger`` in the report. All ranks call it together.
+    """The keys of a variant's ``ledger`` in the report. All ranks call it together.
 
     Args:
         warmup: steps to leave out at the beginning, as long as others remain.
@@ -452,7 +452,7 @@ def _take(run: Any, count: int) -> list[StepMetrics]:
     if len(found) < count:
         raise InputError(
             f"the data ends {count - len(found)} steps too early for a profile; give fewer "
-            "--steps, or more records"
+            "--steps, or more examples"
         )
     return found
 
@@ -464,7 +464,7 @@ def _figures(measured: Sequence[StepMetrics]) -> dict[str, Any]:
         "measured_steps": len(measured),
         "step_seconds": statistics.median(m.step_seconds for m in measured),
         "tokens_per_second": sum(m.tokens for m in measured) / seconds,
-        "padding_share": 1 - sum(m.tokens for m in measured) / sum(m.slots for m in measured),
+        "padding_share": 1 - sum(m.tokens for m in measured) / sum(m.positions for m in measured),
         "mfu": statistics.median(known) if known else None,
         "peak_memory_bytes": max(m.peak_memory_bytes for m in measured),
     }
@@ -511,7 +511,7 @@ def _parallel(
     ranks: Sequence[dict[str, Any]],
     tell: Tell,
 ) -> dict[str, Any] | None:
-    """Efficiency of several ranks against both denominators, over the measured records."""
+    """Efficiency of several ranks against both denominators, over the measured examples."""
     layout, engine, setup = session.setup.layout, session.engine, session.setup
     if layout.size == 1:
         return None
@@ -520,7 +520,7 @@ def _parallel(
     engine.module = layout.alone(session.module)
     setup.layout, setup.wire = OneProcess(), NoCompression()
     engine.sum_loads = setup.agreement.sum
-    tell("the same records without communication", 0.7)
+    tell("the same examples without communication", 0.7)
     dist.barrier()
     apart = _gather(_again(session, before, len(measured)))
     tell("one rank alone", 0.85)
@@ -539,7 +539,7 @@ def _parallel(
 def efficiency_once_more(
     session: Session, before: Progress, measured: Sequence[StepMetrics]
 ) -> float | None:
-    """Parallel efficiency against one rank, over the records of steps that were just measured.
+    """Parallel efficiency against one rank, over the examples of steps that were just measured.
 
     The session is afterwards what it was, but for the optimizer's moments: end its training. None
     on one rank, and where no rank can run its passes alone. All ranks call it together.
@@ -586,7 +586,7 @@ def efficiency(
 
 
 def _again(session: Session, before: Progress, steps: int) -> tuple[int, float]:
-    """(tokens, seconds) of this rank's own passes over the same records once more."""
+    """(tokens, seconds) of this rank's own passes over the same examples once more."""
     session.progress = replace(before)
     run: Any = training(session)
     found = _take(run, steps)

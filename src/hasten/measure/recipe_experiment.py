@@ -1,8 +1,8 @@
-"""An experiment on a recipe: its arms, where its record lies, and the report of it.
+"""An experiment on a recipe: its variants, where its record lies, and the report of it.
 
     output/experiments/KEY/
       record.jsonl   every finished turn; a second start goes on from it, or answers at once
-      recipe.yaml    the recipe as the arms' processes read it        arm-N.log   their own words
+      recipe.yaml    the recipe as the variants' processes read it        variant-N.log   their own words
 
 KEY stands for everything that decides the numbers: recipe, data, plans, design, hardware, versions,
 hasten's own sources. Whatever of these changes makes another experiment.
@@ -26,7 +26,7 @@ from hasten.machine.environment import World
 from hasten.machine.locks import alone_in, one_measurement
 from hasten.measure.ablation import Design, Kind, check_turns
 from hasten.measure.energy import EnergyMeter, meter_of_run
-from hasten.measure.experiment import Measured, experiment_context, measure_arms
+from hasten.measure.experiment import Measured, experiment_context, measure_variants
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.progress import Audience
@@ -56,7 +56,7 @@ class ExperimentSubject:
 
 
 def environment(plan: Plan, known: Facts, transport: Mapping[str, str]) -> Mapping[str, str]:
-    """What an arm's process starts with, as a training does: what the techniques wish, then the
+    """What a variant's process starts with, as a training does: what the techniques wish, then the
     recipe's settings of the transport."""
     found: dict[str, str] = {}
     for technique in plan:
@@ -86,7 +86,7 @@ def recipe_worker(
 def prepared(
     recipe: Recipe | str | Path, audience: Audience, ranks: bool = False
 ) -> ExperimentSubject:
-    """The recipe with its data ready, and what is known; ``ranks``: its arms may have several.
+    """The recipe with its data ready, and what is known; ``ranks``: its variants may have several.
 
     Raises:
         InputError: an unusable recipe, or several ranks where there may be one alone.
@@ -101,7 +101,7 @@ def prepared(
         )
 
     def tokenising(done: int, total: int) -> None:
-        audience.show(f"tokenising {done:,}/{total:,} records", done / max(total, 1))
+        audience.show(f"tokenising {done:,}/{total:,} examples", done / max(total, 1))
 
     found = prepare_run(recipe, audience.tell, tokenising, recipe.nproc)
     plan, data = found.plan, found.data
@@ -132,7 +132,7 @@ def measured(
 
     A budget counts from ``began`` (`time.monotonic`), or from the call: so the data's preparation
     and waiting for another measurement on this machine are within it. Where partial results count
-    arms are forked: on a busy machine imports alone may take longer than all steps. Of arms for
+    variants are forked: on a busy machine imports alone may take longer than all steps. Of variants for
     which there is no time, those go first of which least is ``expected``; by their forecasts, if
     left out.
     """
@@ -157,7 +157,7 @@ def measured(
             if record.done:
                 audience.tell(f"measured before: {folder} (--fresh measures anew)")
             elif record.events:
-                audience.tell(f"going on with {folder}; arms train again from their seed")
+                audience.tell(f"going on with {folder}; variants train again from their seed")
             audience.begin()
             path = folder / "recipe.yaml"
             own = pool or stack.enter_context(
@@ -167,7 +167,7 @@ def measured(
             def spec(name: str) -> WorkerSpec:
                 return recipe_worker(subject, path, plans[name])
 
-            return measure_arms(
+            return measure_variants(
                 experiment_context(own, spec, recipe.nproc, subject.meter),
                 plans,
                 design,

@@ -9,13 +9,13 @@ An event is an object with ``event``, its kind, and ``at``, the seconds since it
 record:
 
     run                       a process opened the record to measure
-    cohort   members          fresh processes for these arms, all its rounds at the same steps
-    start    arm seconds      an arm is ready
-    warmup   arm steps        its steps before the first round
-    evaluate arm tokens loss  its held-out loss
-    turn     arm round steps  one turn, with the machine's background load meanwhile
-    finish   arm acted        what its techniques did, and its samples
-    failed, unfinished        an arm, and why
+    cohort   members          fresh processes for these variants, all its rounds at the same steps
+    start    variant seconds      a variant is ready
+    warmup   variant steps        its steps before the first round
+    evaluate variant tokens loss  its eval loss
+    turn     variant round steps  one turn, with the machine's background load meanwhile
+    finish   variant acted        what its techniques did, and its samples
+    failed, unfinished        a variant, and why
     cohort_done               the cohort's rounds are complete
     turns    length           steps of each turn, where the budget allows fewer than asked for
     rounds, dropped           what the budget allows, and what it doesn't

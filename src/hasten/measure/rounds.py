@@ -1,12 +1,12 @@
-"""From an experiment's record to its arms: which rounds count, which are missing, what each showed.
+"""From an experiment's record to its variants: which rounds count, which are missing, what each showed.
 
-A **cohort** is a set of arms in fresh processes that take turns. A round is known by its cohort
-and its number, and is complete when every arm of the cohort that hadn't failed has had its turn.
+A **cohort** is a set of variants in fresh processes that take turns. A round is known by its cohort
+and its number, and is complete when every variant of the cohort that hadn't failed has had its turn.
 It counts unless others took more of the machine than the design allows. Where too few were calm,
 those with the least background load make up the number: chosen by the load, never by the speed.
 
-The steps of a round are unlike each other: one has long records, the next has short ones. All arms
-take the same ones, so what an arm's turn is worth is found step by step beside the others, see
+The steps of a round are unlike each other: one has long records, the next has short ones. All variants
+take the same ones, so what a variant's turn is worth is found step by step beside the others, see
 ``rates``.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from hasten.core.plan import Plan
-from hasten.measure.ablation import Arm, Design, Kind
+from hasten.measure.ablation import Variant, Design, Kind
 from hasten.measure.record import Event
 from hasten.measure.schedule import peak_of
 from hasten.measure.significance import with_luck
@@ -42,64 +42,64 @@ class Rounds:
         self.wanted: int = told[-1] if told else design.rounds
         self.most = self.wanted * (1 if design.foreign_load is None else 2)
         self.limit = math.inf if design.foreign_load is None else design.foreign_load
-        self.failed = {e["arm"]: e["why"] for e in events if e["event"] == "failed"}
+        self.failed = {e["variant"]: e["why"] for e in events if e["event"] == "failed"}
         self.members = {e["cohort"]: e["members"] for e in events if e["event"] == "cohort"}
         self.ended = {e["cohort"] for e in events if e["event"] == "cohort_done"}
         self.turns: dict[Key, dict[str, Event]] = {}
         for e in events:
             if e["event"] == "turn":
-                self.turns.setdefault((e["cohort"], e["round"]), {})[e["arm"]] = e
+                self.turns.setdefault((e["cohort"], e["round"]), {})[e["variant"]] = e
         self._rates: dict[Key, dict[str, float]] = {}
         warm: dict[tuple[int, str], int] = {}
         for e in events:
             if e["event"] == "warmup":
-                at = (e["cohort"], e["arm"])
+                at = (e["cohort"], e["variant"])
                 warm[at] = warm.get(at, 0) + len(e["steps"])
         self.warmup = max(warm.values(), default=0)  # steps before the first round of a cohort
         self.eliminated = {
-            e["arm"]: (e["cohort"], e["round"]) for e in events if e["event"] == "eliminated"
+            e["variant"]: (e["cohort"], e["round"]) for e in events if e["event"] == "eliminated"
         }
-        self._dropped = {n for e in events if e["event"] == "dropped" for n in e["arms"]}
-        self._failed_in = {e["arm"]: e["cohort"] for e in events if e["event"] == "failed"}
+        self._dropped = {n for e in events if e["event"] == "dropped" for n in e["variants"]}
+        self._failed_in = {e["variant"]: e["cohort"] for e in events if e["event"] == "failed"}
 
     def load(self, key: Key) -> float:
         """The heaviest background load of a round's turns."""
         return max(float(turn["background_load"]) for turn in self.turns[key].values())
 
-    def rate(self, key: Key, arm: str) -> float:
-        """What an arm's turn in a round is worth, in tokens per second."""
+    def rate(self, key: Key, variant: str) -> float:
+        """What a variant's turn in a round is worth, in tokens per second."""
         if key not in self._rates:
             self._rates[key] = rates(self.turns[key])
-        return self._rates[key][arm]
+        return self._rates[key][variant]
 
-    def ratio(self, arm: str) -> Interval | None:
-        """An arm's speed over the baseline's in the rounds that they share; None without any."""
-        keys = [key for key in self.counting(arm) if self.base in self.turns[key]]
+    def ratio(self, variant: str) -> Interval | None:
+        """A variant's speed over the baseline's in the rounds that they share; None without any."""
+        keys = [key for key in self.counting(variant) if self.base in self.turns[key]]
         if not keys:
             return None
         return paired_ratio(
-            [self.rate(key, self.base) for key in keys], [self.rate(key, arm) for key in keys]
+            [self.rate(key, self.base) for key in keys], [self.rate(key, variant) for key in keys]
         )
 
-    def complete(self, arm: str) -> list[Key]:
-        """An arm's rounds in which nobody's turn is missing, in their order."""
-        return [key for key, turns in self.turns.items() if arm in turns and self._whole(key)]
+    def complete(self, variant: str) -> list[Key]:
+        """A variant's rounds in which nobody's turn is missing, in their order."""
+        return [key for key, turns in self.turns.items() if variant in turns and self._whole(key)]
 
-    def counting(self, arm: str) -> list[Key]:
-        """The rounds from which an arm's numbers are taken."""
-        keys = self.complete(arm)
-        if arm == self.base:  # its rounds in other groups stand beside those groups' arms
+    def counting(self, variant: str) -> list[Key]:
+        """The rounds from which a variant's numbers are taken."""
+        keys = self.complete(variant)
+        if variant == self.base:  # its rounds in other groups stand beside those groups' variants
             first = self._companion()
             keys = [key for key in keys if first is None or first in self.members[key[0]]]
         calm = [key for key in keys if self.load(key) <= self.limit]
         rest = sorted((k for k in keys if self.load(k) > self.limit), key=self.load)
         return sorted((calm + rest)[: self.wanted])
 
-    def missing(self, arm: str, share: float = 1.0) -> int:
-        """Rounds that an arm still needs for a share of those wanted."""
-        if arm in self.failed or arm in self.eliminated:
+    def missing(self, variant: str, share: float = 1.0) -> int:
+        """Rounds that a variant still needs for a share of those wanted."""
+        if variant in self.failed or variant in self.eliminated:
             return 0
-        keys = self.complete(arm)
+        keys = self.complete(variant)
         calm = sum(self.load(key) <= self.limit for key in keys)
         lacking = math.ceil(self.wanted * share) - calm
         return max(0, min(lacking, math.ceil(self.most * share) - len(keys)))
@@ -110,7 +110,7 @@ class Rounds:
         return max(0, *(len(self.complete(n)) - self.wanted for n in names or {self.base}), 0)
 
     def seconds(self) -> float | None:
-        """What a round of all arms takes, by the median turn of each; None without any."""
+        """What a round of all variants takes, by the median turn of each; None without any."""
         found: dict[str, list[float]] = {}
         for turns in self.turns.values():
             for name, turn in turns.items():
@@ -118,9 +118,9 @@ class Rounds:
                 found.setdefault(name, []).append(turn.get("seconds", steps))
         return round(math.fsum(map(statistics.median, found.values())), 3) if found else None
 
-    def cohorts_of(self, arm: str) -> int:
-        """Cohorts that an arm has taken part in to their end."""
-        return sum(arm in self.members[cohort] for cohort in self.ended)
+    def cohorts_of(self, variant: str) -> int:
+        """Cohorts that a variant has taken part in to their end."""
+        return sum(variant in self.members[cohort] for cohort in self.ended)
 
     def _whole(self, key: Key) -> bool:
         turns = self.turns[key]
@@ -133,58 +133,58 @@ class Rounds:
         )
 
     def _companion(self) -> str | None:
-        """The arm in whose cohorts the baseline's own rounds are counted: the first measured."""
+        """The variant in whose cohorts the baseline's own rounds are counted: the first measured."""
         names = [n for members in self.members.values() for n in members if n != self.base]
         return next((n for n in names if self.complete(n)), None)
 
 
-def arms_of(
+def variants_of(
     events: Sequence[Event], plans: Mapping[str, Plan], kinds: Mapping[str, Kind], design: Design
-) -> list[Arm]:
-    """The arms as the record shows them, in the order of ``plans``; the first is the baseline."""
+) -> list[Variant]:
+    """The variants as the record shows them, in the order of ``plans``; the first is the baseline."""
     base = next(iter(plans))
     found = Rounds(events, base, design)
-    dropped = {name for e in events if e["event"] == "dropped" for name in e["arms"]}
+    dropped = {name for e in events if e["event"] == "dropped" for name in e["variants"]}
     names = [name for name in plans if name not in dropped]
-    arms = [_arm(Arm(n, plans[n], kind=kinds.get(n, "other")), found) for n in names]
-    return with_luck(_named_by_what_they_add(arms))
+    variants = [_variant(Variant(n, plans[n], kind=kinds.get(n, "other")), found) for n in names]
+    return with_luck(_named_by_what_they_add(variants))
 
 
-def _named_by_what_they_add(arms: list[Arm]) -> list[Arm]:
-    """The same arms; a row of a ladder that stands for dropped ones, too, is named so."""
-    rungs = [arm for arm in arms if arm.kind in ("ladder", "all")]
-    above = arms[0]
-    for arm in rungs:
-        new = [t.name() for t in arm.plan if t not in above.plan.techniques]
-        if arm.name.startswith("+ ") and len(new) > 1:
-            arm.name = f"+ {' + '.join(new)}"
-        above = arm
-    return arms
+def _named_by_what_they_add(variants: list[Variant]) -> list[Variant]:
+    """The same variants; a row of a ladder that stands for dropped ones, too, is named so."""
+    rungs = [variant for variant in variants if variant.kind in ("ladder", "all")]
+    above = variants[0]
+    for variant in rungs:
+        new = [t.name() for t in variant.plan if t not in above.plan.techniques]
+        if variant.name.startswith("+ ") and len(new) > 1:
+            variant.name = f"+ {' + '.join(new)}"
+        above = variant
+    return variants
 
 
-def _arm(arm: Arm, found: Rounds) -> Arm:
-    mine = [e for e in found.events if e.get("arm") == arm.name]
-    keys = found.counting(arm.name)
-    turns = [found.turns[key][arm.name] for key in keys]
-    arm.rounds = [found.rate(key, arm.name) for key in keys]
+def _variant(variant: Variant, found: Rounds) -> Variant:
+    mine = [e for e in found.events if e.get("variant") == variant.name]
+    keys = found.counting(variant.name)
+    turns = [found.turns[key][variant.name] for key in keys]
+    variant.rounds = [found.rate(key, variant.name) for key in keys]
     known = [found.rate(key, found.base) for key in keys if found.base in found.turns[key]]
-    arm.beside = known if len(known) == len(keys) else []
-    arm.steps = [step for turn in turns for step in turn["steps"]]
-    arm.foreign_load = [turn["background_load"] for turn in turns]
-    arm.joules_per_token = _joules(turns)
+    variant.beside = known if len(known) == len(keys) else []
+    variant.steps = [step for turn in turns for step in turn["steps"]]
+    variant.foreign_load = [turn["background_load"] for turn in turns]
+    variant.joules_per_token = _joules(turns)
     order = sorted({key[0] for key in keys})  # a cohort is a fresh build
-    arm.builds = [order.index(key[0]) for key in keys]
-    arm.failed = found.failed.get(arm.name)
-    _curves(arm, mine, found.ended)
-    arm.warmup = _warmup([e for e in mine if e["event"] == "warmup"])
+    variant.builds = [order.index(key[0]) for key in keys]
+    variant.failed = found.failed.get(variant.name)
+    _curves(variant, mine, found.ended)
+    variant.warmup = _warmup([e for e in mine if e["event"] == "warmup"])
     for e in mine:
-        if e["event"] == "start" and not arm.startup_seconds:
-            arm.startup_seconds = e["startup_seconds"]
+        if e["event"] == "start" and not variant.startup_seconds:
+            variant.startup_seconds = e["startup_seconds"]
         elif e["event"] == "finish":
-            arm.acted, arm.samples, arm.ledger = e["acted"], e["samples"], e.get("ledger")
+            variant.acted, variant.samples, variant.ledger = e["acted"], e["samples"], e.get("ledger")
         elif e["event"] == "unfinished":
-            arm.unfinished = e["why"]
-    return arm
+            variant.unfinished = e["why"]
+    return variant
 
 
 def _joules(turns: Sequence[Event]) -> float | None:
@@ -196,7 +196,7 @@ def _joules(turns: Sequence[Event]) -> float | None:
 
 
 def _warmup(pieces: Sequence[Event]) -> dict[str, float | None]:
-    """Of the arm's first cohort; it comes in pieces where other arms needed more steps."""
+    """Of the variant's first cohort; it comes in pieces where other variants needed more steps."""
     first = [e for e in pieces if e["cohort"] == pieces[0]["cohort"]]
     if not first:
         return {}
@@ -207,11 +207,11 @@ def _warmup(pieces: Sequence[Event]) -> dict[str, float | None]:
     }
 
 
-def _curves(arm: Arm, mine: Sequence[Event], ended: Set[int]) -> None:
-    """Losses of one cohort: in each the arm began again from its seed.
+def _curves(variant: Variant, mine: Sequence[Event], ended: Set[int]) -> None:
+    """Losses of one cohort: in each the variant began again from its seed.
 
     It is the one that trained longest, of those that came to their end, with a last look at the
-    held-out loss: one that was killed stopped at another point in every arm.
+    eval loss: one that was killed stopped at another point in every variant.
     """
     cohorts: dict[int, list[Event]] = {}
     for e in mine:
@@ -226,11 +226,11 @@ def _curves(arm: Arm, mine: Sequence[Event], ended: Set[int]) -> None:
         for step in e.get("steps", ()):
             before += step["tokens"]
             if step["loss"] is not None:
-                arm.losses.append((before, step["loss"]))
-        if e["event"] == "evaluate" and e["held_out_loss"] is not None:
-            arm.held_out.append((e["tokens"], e["held_out_loss"]))
+                variant.losses.append((before, step["loss"]))
+        if e["event"] == "evaluate" and e["eval_loss"] is not None:
+            variant.eval_data.append((e["tokens"], e["eval_loss"]))
     told = [e for e in mine if e["event"] == "finish"]  # a loop's
-    arm.peak_memory_bytes = peak_of([*told, *(step for e in mine for step in e.get("steps", ()))])
+    variant.peak_memory_bytes = peak_of([*told, *(step for e in mine for step in e.get("steps", ()))])
 
 
 def _tokens(events: Sequence[Event]) -> int:
@@ -238,13 +238,13 @@ def _tokens(events: Sequence[Event]) -> int:
 
 
 def rates(turns: Mapping[str, Event]) -> dict[str, float]:
-    """What the turns of one round are worth, by arm, in tokens per second of a middling step.
+    """What the turns of one round are worth, by variant, in tokens per second of a middling step.
 
     One pass of median polish (Tukey, Exploratory Data Analysis, 1977, chapter 11) over the
-    logarithms of the steps' rates: each step's own level is the median over the arms, an arm's
-    distance from it the median over the steps. Between two arms this is the median of the ratios
+    logarithms of the steps' rates: each step's own level is the median over the variants, a variant's
+    distance from it the median over the steps. Between two variants this is the median of the ratios
     of like steps, so one step that was disturbed does not count, and how unlike the steps are does
-    not either. An arm that took other tokens in some step has the median of its own steps.
+    not either. A variant that took other tokens in some step has the median of its own steps.
 
     A turn of ranks that train apart has seconds of its own: most of its steps cost nothing on the
     wire and one costs much, which a median would not see. Its distance is that of the whole turn.
@@ -271,7 +271,7 @@ def rates(turns: Mapping[str, Event]) -> dict[str, float]:
 
 
 def _columns(found: Mapping[str, Sequence[float]], names: Sequence[str]) -> list[list[float]]:
-    """For each step the logarithms of the rates of these arms."""
+    """For each step the logarithms of the rates of these variants."""
     rows = [[math.log(rate) for rate in found[name]] for name in names]
     return [list(column) for column in zip(*rows, strict=True)]
 

@@ -156,7 +156,7 @@ class ArmProcess:
         By slot, since padded batches differ in size. The first step never counts: it pays for
         memory, kernels and the optimizer's state.
         """
-        last = [s["step_seconds"] / max(s.get("slots", s["tokens"]), 1) for s in self.warm[1:]][-2:]
+        last = [s["step_seconds"] / max(s.get("positions", s["tokens"]), 1) for s in self.warm[1:]][-2:]
         alike = len(last) == 2 and max(last) <= STATIONARY * min(last)
         return alike and len(set(self._graphs[-2:])) == 1
 
@@ -178,20 +178,20 @@ class ArmProcess:
         return peak_of(self.warm)
 
     def again(self) -> None:
-        """Let the next steps begin with the data's first record, if the job can do that.
+        """Let the next steps begin with the data's first example, if the job can do that.
 
-        Steps differ by what is in their records: two workers are compared at the same ones.
+        Steps differ by what is in their examples: two workers are compared at the same ones.
         """
         self._from_start = True
 
     def evaluate(self) -> None:
-        """Its held-out loss as it is now."""
+        """Its eval loss as it is now."""
         began, timeout = self._clock(), BUILD_SECONDS
         if self.evaluation_seconds:
             timeout = max(TIMEOUT_FACTOR * self.evaluation_seconds, LEAST_TIMEOUT)
         found = self.ask("evaluate", timeout)
         self.evaluation_seconds = max(self.evaluation_seconds, self._clock() - began)
-        self.note("evaluate", tokens=found["tokens"], held_out_loss=found["held_out_loss"])
+        self.note("evaluate", tokens=found["tokens"], eval_loss=found["eval_loss"])
 
     def finish(self, samples: bool = True) -> None:
         """What its techniques did, and what its model writes; it trains no more."""
@@ -252,7 +252,7 @@ class ArmProcess:
 
 
 def run_round(
-    arms: Mapping[Name, ArmProcess],
+    variants: Mapping[Name, ArmProcess],
     passes: Sequence[int],
     draw: random.Random,
     load: LoadMeter,
@@ -261,25 +261,25 @@ def run_round(
     joules: Callable[[], float | None] = lambda: None,
     before: Callable[[Name], None] = lambda name: None,
 ) -> Iterator[tuple[Name, Turn | WorkerError]]:
-    """One round: every arm does the same steps.
+    """One round: every variant does the same steps.
 
     Args:
-        arms: who takes part.
+        variants: who takes part.
         passes: the steps of each pass.
         draw: draws the order.
-        load: notes what others take of the machine in each arm's turns.
-        slices: cut passes into slices, where all arms can be stopped and no energy is counted.
+        load: notes what others take of the machine in each variant's turns.
+        slices: cut passes into slices, where all variants can be stopped and no energy is counted.
         joules: a counter of the energy used; None where none can be read.
         before: is told whose whole turn begins.
 
     Yields:
-        Each arm's turns as they end, pass by pass, or its failure, after which it has no more.
+        Each variant's turns as they end, pass by pass, or its failure, after which it has no more.
     """
     load.begin()
-    order = draw.sample(list(arms), len(arms))
-    sliced = slices and in_slices(arms.values(), joules)
+    order = draw.sample(list(variants), len(variants))
+    sliced = slices and in_slices(variants.values(), joules)
     for count in passes:
-        going = {name: arms[name] for name in order}
+        going = {name: variants[name] for name in order}
         if sliced:
             turns = _in_slices(going, count, load)
         else:
@@ -291,27 +291,27 @@ def run_round(
         order.reverse()
 
 
-def in_slices(arms: Collection[ArmProcess], joules: Callable[[], float | None]) -> bool:
+def in_slices(variants: Collection[ArmProcess], joules: Callable[[], float | None]) -> bool:
     """Whether their turns are cut into slices: then no counter tells whose energy was used."""
-    return len(arms) > 1 and all(arm.worker.can_slice for arm in arms) and joules() is None
+    return len(variants) > 1 and all(variant.worker.can_slice for variant in variants) and joules() is None
 
 
 def _in_slices(
-    arms: Mapping[Name, ArmProcess], count: int, load: LoadMeter
+    variants: Mapping[Name, ArmProcess], count: int, load: LoadMeter
 ) -> Iterator[tuple[Name, Turn | WorkerError]]:
     """All turns of a pass, once the last one has ended: so nobody's reply is still to come."""
-    share = SLICE_SECONDS / min((arm.pace for arm in arms.values()), default=1.0)
-    seconds = {name: share * arm.pace for name, arm in arms.items()}
+    share = SLICE_SECONDS / min((variant.pace for variant in variants.values()), default=1.0)
+    seconds = {name: share * variant.pace for name, variant in variants.items()}
     found: dict[Name, Reply | WorkerError] = {}
-    left, begun = list(arms), set[Name]()
+    left, begun = list(variants), set[Name]()
     load.lap(None)
     while left:
         for name in left:
             try:
                 if name not in begun:
                     begun.add(name)
-                    arms[name].begin_slices(count)
-                reply = arms[name].go_on(seconds[name])
+                    variants[name].begin_slices(count)
+                reply = variants[name].go_on(seconds[name])
                 if reply is not None:
                     found[name] = reply
             except WorkerError as error:
@@ -327,19 +327,19 @@ def _in_slices(
 
 
 def _one_by_one(
-    arms: Mapping[Name, ArmProcess],
+    variants: Mapping[Name, ArmProcess],
     count: int,
     load: LoadMeter,
     joules: Callable[[], float | None],
     before: Callable[[Name], None],
 ) -> Iterator[tuple[Name, Turn | WorkerError]]:
-    for name, arm in arms.items():
+    for name, variant in variants.items():
         before(name)
         joules()  # a gap since the last turn, in which others started, ends here
         energy = joules()
         load.lap(None)
         try:
-            reply = arm.whole_turn(count)
+            reply = variant.whole_turn(count)
         except WorkerError as error:
             yield name, error
             if isinstance(error, OutOfTimeError):

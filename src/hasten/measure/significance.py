@@ -1,10 +1,10 @@
 """Which measured ratios are beyond doubt: p-values, luck of processes, losses that aren't worse.
 
-An interval judges one ratio. An experiment has many arms, and of twenty that do nothing one has a
-95 % interval without 1 in it. So each arm's ratio is tested against the noise floor, and the
-p-values of all arms go through Holm's correction (1979, "A simple sequentially rejective multiple
+An interval judges one ratio. An experiment has many variants, and of twenty that do nothing one has a
+95 % interval without 1 in it. So each variant's ratio is tested against the noise floor, and the
+p-values of all variants go through Holm's correction (1979, "A simple sequentially rejective multiple
 test procedure"), which bounds the chance of even one false word and needs no independence: the
-arms share their baseline, so they have none.
+variants share their baseline, so they have none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hasten.errors import InputError
-from hasten.measure.ablation import Arm
+from hasten.measure.ablation import Variant
 from hasten.measure.statistics import (
     DOUBT,
     Effect,
@@ -81,7 +81,7 @@ def noise_floor(again: Sequence[float], luck: ProcessVariance | None = None) -> 
     """The share that nobody should act on, from ratios of the baseline to a second copy of itself.
 
     Twice the error of their mean, at least `LEAST_FLOOR`. Two copies that differ beyond doubt are
-    a bias and no noise: then the floor reaches to what was found, too, for an arm can be favoured
+    a bias and no noise: then the floor reaches to what was found, too, for a variant can be favoured
     as the copy was. By what processes of one program differ anyway is in every interval already.
     """
     mean, error = _mean_and_error(again)
@@ -112,7 +112,7 @@ class EffectVerdict:
 
 
 def ratio_of_rounds(ratios: Sequence[float], luck: ProcessVariance | None = None) -> Interval:
-    """The interval of ratios to another arm, one for each round; at least as wide as processes."""
+    """The interval of ratios to another variant, one for each round; at least as wide as processes."""
     found = paired_ratio([1.0] * len(ratios), ratios)
     return found if luck is None else luck.widened(found)
 
@@ -126,7 +126,7 @@ def judge_effects(
 
     Args:
         effects: by name the interval (`ratio_of_rounds`) and the ratio of each round; without
-            rounds, since two arms never ran side by side, the interval decides alone.
+            rounds, since two variants never ran side by side, the interval decides alone.
         floor: the change that nobody should act on.
         luck: how far processes of the experiment lie apart.
     """
@@ -148,13 +148,13 @@ def _with_reason(word: Effect, ratio: Interval, floor: float, p: float | None) -
         return word
     if ratio.low <= 1 + floor and ratio.high >= 1 - floor:
         return f"{word}: within the noise of {100 * floor:.1f} %"
-    return f"{word}: not beyond doubt among several arms (p = {p:.3g}, at most {DOUBT:g} wanted)"
+    return f"{word}: not beyond doubt among several variants (p = {p:.3g}, at most {DOUBT:g} wanted)"
 
 
 def rounds_needed(
     ratio: Interval,
     floor: float = LEAST_FLOOR,
-    arms: int = 1,
+    variants: int = 1,
     luck: ProcessVariance | None = None,
 ) -> int | str | None:
     """How many more rounds turn "undecided" into a word, as a median.
@@ -166,7 +166,7 @@ def rounds_needed(
     Args:
         ratio: by rounds alone, not widened by processes.
         floor: of the noise; one above `LEAST_FLOOR` came from noise and shrinks with its root.
-        arms: how many p-values Holm's correction still counts when it comes to this one.
+        variants: how many p-values Holm's correction still counts when it comes to this one.
         luck: of processes, which no further round makes smaller.
 
     Returns:
@@ -178,7 +178,7 @@ def rounds_needed(
     mean = math.log(ratio.estimate)
     half = (math.log(ratio.high) - math.log(ratio.low)) / 2
     deviation = half / student_quantile(HALF, ratio.rounds - 1) * math.sqrt(ratio.rounds)
-    strict = 1 - DOUBT / 2 / max(arms, 1)
+    strict = 1 - DOUBT / 2 / max(variants, 1)
     within = math.log1p(LEAST_FLOOR) - abs(mean)
 
     def tells(rounds: int) -> bool:
@@ -219,28 +219,28 @@ def _chance(mean: float, error: float, edge: float, rounds: int) -> float:
 # All rounds of a process share its luck: where its memory lies, what was loaded before it. Copies
 # of one program differ by a per cent or two for as long as they live, so an interval over the
 # rounds of two processes, however many, is one about these two and not about their programs. What
-# tells the difference are fresh builds, and since an experiment has few of each arm, all arms say
-# it together: each build's log ratio, less what its arm has in all builds and what its cohort has
-# in all arms (the baseline's own luck), varies as processes do (a two-way layout: Scheffé, The
+# tells the difference are fresh builds, and since an experiment has few of each variant, all variants say
+# it together: each build's log ratio, less what its variant has in all builds and what its cohort has
+# in all variants (the baseline's own luck), varies as processes do (a two-way layout: Scheffé, The
 # Analysis of Variance, 1959, chapter 4). Where there are few builds, `USUAL` counts like `BELIEF`
 # degrees of freedom (the conjugate prior of a variance: Gelman et al., Bayesian Data Analysis,
 # section 2.6).
 
 USUAL = 0.01  # standard deviation of a process's speed, before anything is seen
 BELIEF = 4.0  # degrees of freedom that this counts for
-Row = list[float]  # an arm's mean log ratio in each build
+Row = list[float]  # a variant's mean log ratio in each build
 
 
-def luck_of(arms: Sequence[Arm]) -> ProcessVariance | None:
-    """Of all arms of an experiment together; None where no arm has rounds beside the baseline's.
+def luck_of(variants: Sequence[Variant]) -> ProcessVariance | None:
+    """Of all variants of an experiment together; None where no variant has rounds beside the baseline's.
 
-    Arms of one group had the same processes of the baseline beside them, those of another others.
+    Variants of one group had the same processes of the baseline beside them, those of another others.
     """
     groups: dict[tuple[float, ...], list[Row]] = {}
-    for arm in arms[1:]:
-        row = [] if arm.failed is not None else _by_build(arm, arms[0])
+    for variant in variants[1:]:
+        row = [] if variant.failed is not None else _by_build(variant, variants[0])
         if row:
-            groups.setdefault(tuple(arm.beside), []).append(row)
+            groups.setdefault(tuple(variant.beside), []).append(row)
     if not groups:
         return None
     builds = min(len(row) for rows in groups.values() for row in rows)
@@ -248,25 +248,25 @@ def luck_of(arms: Sequence[Arm]) -> ProcessVariance | None:
     for rows in groups.values():
         found, degrees = _residual([row[:builds] for row in rows])
         squares, freedom = squares + found, freedom + degrees
-    copies = (arm for arm in arms[1:] if arm.kind == "again" and arm.failed is None)
-    if builds == 1 and (pair := [_by_build(arm, arms[0]) for arm in copies]) and pair[0]:
+    copies = (variant for variant in variants[1:] if variant.kind == "again" and variant.failed is None)
+    if builds == 1 and (pair := [_by_build(variant, variants[0]) for variant in copies]) and pair[0]:
         squares, freedom = squares + pair[0][0] ** 2 / 2, freedom + 1
     return ProcessVariance(math.sqrt(squares / freedom / builds), freedom, builds)
 
 
-def with_luck(arms: Sequence[Arm]) -> list[Arm]:
-    """The same arms, each knowing how far apart processes of this experiment were."""
-    found = luck_of(arms)
-    for arm in arms:
-        arm.luck = found
-    return list(arms)
+def with_luck(variants: Sequence[Variant]) -> list[Variant]:
+    """The same variants, each knowing how far apart processes of this experiment were."""
+    found = luck_of(variants)
+    for variant in variants:
+        variant.luck = found
+    return list(variants)
 
 
-def _by_build(arm: Arm, base: Arm) -> Row:
-    """The arm's mean log ratio to the baseline in each of its builds."""
-    beside = arm.beside or base.rounds
-    pairs = list(zip(arm.rounds, beside, strict=False))
-    builds = arm.builds or [0] * len(pairs)
+def _by_build(variant: Variant, base: Variant) -> Row:
+    """The variant's mean log ratio to the baseline in each of its builds."""
+    beside = variant.beside or base.rounds
+    pairs = list(zip(variant.rounds, beside, strict=False))
+    builds = variant.builds or [0] * len(pairs)
     logs: dict[int, list[float]] = {}
     for (ours, theirs), build in zip(pairs, builds, strict=False):
         logs.setdefault(build, []).append(math.log(ours) - math.log(theirs))
@@ -274,9 +274,9 @@ def _by_build(arm: Arm, base: Arm) -> Row:
 
 
 def _residual(rows: Sequence[Row]) -> tuple[float, float]:
-    """Sum of squares of what neither arm nor build explains, and its degrees of freedom.
+    """Sum of squares of what neither variant nor build explains, and its degrees of freedom.
 
-    A single arm is set against nothing: then both processes of a ratio are in it, half for each.
+    A single variant is set against nothing: then both processes of a ratio are in it, half for each.
     """
     builds = len(rows[0])
     if builds < 2:
@@ -284,21 +284,21 @@ def _residual(rows: Sequence[Row]) -> tuple[float, float]:
     if len(rows) == 1:
         middle = statistics.fmean(rows[0])
         return sum((value - middle) ** 2 for value in rows[0]) / 2, builds - 1.0
-    of_arm = [statistics.fmean(row) for row in rows]
+    of_variant = [statistics.fmean(row) for row in rows]
     of_build = [statistics.fmean(column) for column in zip(*rows, strict=True)]
-    whole = statistics.fmean(of_arm)
+    whole = statistics.fmean(of_variant)
     left: Iterable[float] = (
-        value - of_arm[i] - of_build[k] + whole
+        value - of_variant[i] - of_build[k] + whole
         for i, row in enumerate(rows)
         for k, value in enumerate(row)
     )
     return sum(x * x for x in left), float((len(rows) - 1) * (builds - 1))
 
 
-# Whether a held-out loss is not worse by more than a margin that was fixed before the runs.
+# Whether an eval loss is not worse by more than a margin that was fixed before the runs.
 #
 # Seeds are paired: with and without the technique start from the same weights and see the same
-# records as far as the technique leaves them. Of each pair the logarithm of the losses' ratio is
+# examples as far as the technique leaves them. Of each pair the logarithm of the losses' ratio is
 # taken, and the one-sided upper end of its Student interval has to lie below log(1 + margin)
 # (Piaggio et al., JAMA 308:2594, 2012, on what non-inferiority has to report).
 

@@ -1,11 +1,11 @@
 """Intervals for interleaved measurements: how much faster, and how sure.
 
-Speed varies by a factor, not by an amount: a busy neighbour or a warm processor slows every arm by
-some per cent. So all arithmetic is done on logarithms. The arms of a trial take turns, and what
-slows one round slows all arms of that round; dividing within a round (pairing) removes it.
+Speed varies by a factor, not by an amount: a busy neighbour or a warm processor slows every variant by
+some per cent. So all arithmetic is done on logarithms. The variants of a trial take turns, and what
+slows one round slows all variants of that round; dividing within a round (pairing) removes it.
 
-1. `spread` gives one arm's tokens per second with its interval over rounds.
-2. `paired_ratio` gives the ratio of two arms with its interval, `unpaired_ratio` that of two sets
+1. `spread` gives one variant's tokens per second with its interval over rounds.
+2. `paired_ratio` gives the ratio of two variants with its interval, `unpaired_ratio` that of two sets
    of rounds that ran at different times.
 3. `joint_ratio` gives what techniques do together over what their single gains multiply to.
 4. `verdict` turns a ratio into one word, `claim_verdict` what was promised of it; whether a ratio
@@ -94,11 +94,11 @@ def paired_ratio(
     """
     if len(baseline) != len(other):
         raise InputError(
-            f"A paired ratio needs as many rounds of each arm, but the baseline has "
-            f"{len(baseline)} and the other arm {len(other)}: give only complete rounds."
+            f"A paired ratio needs as many rounds of each variant, but the baseline has "
+            f"{len(baseline)} and the other variant {len(other)}: give only complete rounds."
         )
     require_positive(baseline, "baseline")
-    require_positive(other, "other arm")
+    require_positive(other, "other variant")
     pairs = list(zip(baseline, other, strict=True))
     # Differences of logarithms, not logarithms of quotients: quotients can overflow.
     return _interval(
@@ -107,12 +107,12 @@ def paired_ratio(
 
 
 def spread(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """One arm's value (tokens per second, say) over its rounds, in the unit of `values`.
+    """One variant's value (tokens per second, say) over its rounds, in the unit of `values`.
 
     `estimate` is the geometric mean, `low` and `high` its Student interval, `median` the median of
     `values`. Raises InputError for no rounds or values that aren't positive and finite.
     """
-    require_positive(values, "arm")
+    require_positive(values, "variant")
     return _interval(values, [math.log(value) for value in values], confidence)
 
 
@@ -154,12 +154,12 @@ def joint_ratio(
     Below 1 they take from each other, above 1 they help each other. Element i of every sequence is
     from the same round, so what slows a round leaves the ratio alone.
     """
-    for arm in (baseline, together, *singles):
-        require_positive(arm, "arm")
-        if len(arm) != len(baseline):
+    for variant in (baseline, together, *singles):
+        require_positive(variant, "variant")
+        if len(variant) != len(baseline):
             raise InputError(
-                "Arms can be multiplied only over the same rounds, but they have "
-                f"{len(baseline)} and {len(arm)}: give only complete rounds."
+                "Variants can be multiplied only over the same rounds, but they have "
+                f"{len(baseline)} and {len(variant)}: give only complete rounds."
             )
     logs = []
     for number, base in enumerate(baseline):
@@ -267,14 +267,14 @@ def _interval(values: Sequence[float], logs: Sequence[float], confidence: float)
     return Interval(estimate, statistics.median(values), low, high, rounds)
 
 
-def require_positive(values: Sequence[float], arm: str) -> None:
+def require_positive(values: Sequence[float], variant: str) -> None:
     if not values:
-        raise InputError(f"The {arm} has no rounds: measure at least one, better five.")
+        raise InputError(f"The {variant} has no rounds: measure at least one, better five.")
     for turn, value in enumerate(values, start=1):
         if not (math.isfinite(value) and value > 0):
             raise InputError(
-                f"Round {turn} of the {arm} is {value}, but a measured speed is positive and "
-                "finite: leave the failed round out of both arms."
+                f"Round {turn} of the {variant} is {value}, but a measured speed is positive and "
+                "finite: leave the failed round out of both variants."
             )
 
 
@@ -284,12 +284,12 @@ def _exp(x: float) -> float:
 
 @dataclass(frozen=True)
 class ProcessVariance:
-    """The standard error of an arm's mean log speed that its processes bring, and how well known.
+    """The standard error of a variant's mean log speed that its processes bring, and how well known.
 
     Args:
-        error: of one arm, over all of its builds.
+        error: of one variant, over all of its builds.
         freedom: degrees of freedom behind it.
-        builds: fresh builds of each arm.
+        builds: fresh builds of each variant.
     """
 
     error: float
@@ -301,20 +301,20 @@ class ProcessVariance:
         """Standard deviation of one process."""
         return self.error * math.sqrt(self.builds)
 
-    def half(self, confidence: float = 0.95, arms: float = 2.0) -> float:
-        """Half the width of an interval of log speeds; ``arms``: squared weights of those in it."""
+    def half(self, confidence: float = 0.95, variants: float = 2.0) -> float:
+        """Half the width of an interval of log speeds; ``variants``: squared weights of those in it."""
         quantile = student_quantile((1 + confidence) / 2, self.freedom)
-        return quantile * self.error * math.sqrt(arms)
+        return quantile * self.error * math.sqrt(variants)
 
     def chance(self, distance: float) -> float:
-        """Of two arms that far apart in log speed, either way, by their processes alone."""
+        """Of two variants that far apart in log speed, either way, by their processes alone."""
         return 2 * student_tail(abs(distance) / (self.error * math.sqrt(2)), self.freedom)
 
-    def widened(self, found: Interval, confidence: float = 0.95, arms: float = 2.0) -> Interval:
+    def widened(self, found: Interval, confidence: float = 0.95, variants: float = 2.0) -> Interval:
         """The interval, at least as wide as processes make it."""
         if not (found.low > 0 and math.isfinite(found.high)):
             return found
-        factor = math.exp(self.half(confidence, arms))
+        factor = math.exp(self.half(confidence, variants))
         low, high = (
             min(found.low, found.estimate / factor),
             max(found.high, found.estimate * factor),

@@ -150,7 +150,7 @@ def own_folder(within: Path) -> Iterator[Path]:
     here = environment.world()
     meeting = environment.variable(RENDEZVOUS) if here.size > 1 else None
     mark = f"{zlib.crc32(meeting.encode()):08x}" if meeting else str(os.getpid())
-    place = within / f"arm-{mark}"
+    place = within / f"variant-{mark}"
     try:
         yield place
     finally:
@@ -167,7 +167,7 @@ def recipe_job(
     """Serve the training of ``recipe`` (a path) under ``plan``, with ``changes`` of its keys.
 
     Changes hold for weights, order and optimizer. The data and its split stay those of the recipe,
-    so that losses of different changes are of the same records.
+    so that losses of different changes are of the same examples.
 
     Args:
         arguments: see above.
@@ -186,7 +186,7 @@ def recipe_job(
 class RecipeJob:
     """A training in pieces; what its plan writes goes to ``place``.
 
-    Requests: ``steps`` with ``count`` (and ``from_start``: they begin with the first record of the
+    Requests: ``steps`` with ``count`` (and ``from_start``: they begin with the first example of the
     data), ``evaluate``, ``finish``.
     """
 
@@ -282,7 +282,7 @@ class RecipeJob:
         with setup.layout.gather(self.session.model):
             if not setup.facts.world.is_main:
                 return []
-            return write_samples(self.session, self.data.tokenizer, self.data.held_out)
+            return write_samples(self.session, self.data.tokenizer, self.data.eval_data)
 
 
 def compiled() -> tuple[int, float]:

@@ -614,7 +614,7 @@ def _slowest(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found = dict(ranks[0])
     for name in ("step_seconds", "peak_memory_bytes"):
         found[name] = max(step[name] for step in ranks)
-    for name in ("tokens", "slots"):
+    for name in ("tokens", "positions"):
         found[name] = round(sum(step[name] for step in ranks) / len(ranks))
     found["tokens_per_second"] = found["tokens"] / found["step_seconds"]
     return found

@@ -117,22 +117,22 @@ def routed_weights(
 
 def activation_bytes(
     size: ModelSize,
-    slots: int,
+    positions: int,
     number_bytes: float = 4.0,
     recomputed: float = 0.0,
     form: BlockForm = BlockForm(),  # frozen
 ) -> float:
-    """What a micro-batch of so many slots keeps; ``recomputed`` of its blocks, only the inputs.
+    """What a micro-batch of so many positions keeps; ``recomputed`` of its blocks, only the inputs.
 
     Blocks that are computed again need one at a time whole.
     """
-    block = block_bytes(size, slots, number_bytes, form)
-    inputs = slots * number_bytes * size.hidden
+    block = block_bytes(size, positions, number_bytes, form)
+    inputs = positions * number_bytes * size.hidden
     kept = size.layers * ((1 - recomputed) * block + recomputed * min(inputs, block))
     return kept + (block if recomputed else 0.0)
 
 
-def block_bytes(size: ModelSize, slots: int, number_bytes: float, form: BlockForm) -> float:
+def block_bytes(size: ModelSize, positions: int, number_bytes: float, form: BlockForm) -> float:
     """What one block keeps of a micro-batch."""
     if not size.layers or not size.hidden:
         return 0.0
@@ -147,12 +147,12 @@ def block_bytes(size: ModelSize, slots: int, number_bytes: float, form: BlockFor
     if not form.fused and not form.frozen:  # the gate's activation is a tensor of its own
         count += max(widths - 4 * size.hidden + size.repeated, 0.0) / 3
     count += size.score_heads * form.score_length
-    return slots * number_bytes * count
+    return positions * number_bytes * count
 
 
-def logits_bytes(size: ModelSize, slots: int) -> float:
-    """Scores of all slots in float32 and what their backward pass holds with them."""
-    return LOGITS_COPIES * 4.0 * size.vocabulary * slots
+def logits_bytes(size: ModelSize, positions: int) -> float:
+    """Scores of all positions in float32 and what their backward pass holds with them."""
+    return LOGITS_COPIES * 4.0 * size.vocabulary * positions
 
 
 def chunk_logits_bytes(

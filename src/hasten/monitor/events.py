@@ -67,8 +67,8 @@ def of_spike(line: Line) -> Event:
 
 
 def of_quarantine(line: Line) -> Event:
-    records = line.get("records")
-    count = f"{len(records)} records" if isinstance(records, list) else "its records"
+    examples = line.get("examples")
+    count = f"{len(examples)} examples" if isinstance(examples, list) else "its examples"
     text = f"rank {short(line.get('rank'))}: not finite, {count} written down"
     return Event("quarantined", number(line.get("step")), text, True)
 

@@ -61,7 +61,7 @@ def run_numbers(run: Run, now: float) -> dict[str, Any]:
         "eta_seconds": left * mean if left is not None and mean else None,
         "last_sign": sign,
         "loss": number(last.get("loss")),
-        "held_out_loss": run.held_out,
+        "eval_loss": run.eval_data,
         "tokens_per_second": number(last.get("tokens_per_second")),
         "tokens_per_second_median": statistics.median(rates) if rates else None,
         "tokens_per_second_low": _quantile(rates, 0.1),
@@ -328,7 +328,7 @@ class Run:
         self.answered = time.time()  # when the folder last did, or refused
         self.last_sign: float | None = None  # when a step's line was last written
         self.steps = Series(STEP_COLUMNS)
-        self.evaluations = Series(("held_out_loss",))
+        self.evaluations = Series(("eval_loss",))
         self.machine = Series(MACHINE_COLUMNS)
         self.events = Events()
         self.start: Line = {}
@@ -360,7 +360,7 @@ class Run:
 
     def _evaluations_anew(self) -> None:
         self.evaluations.clear()
-        self.held_out: float | None = None
+        self.eval_data: float | None = None
 
     def _machine_anew(self) -> None:
         self.machine.clear()
@@ -429,7 +429,7 @@ class Run:
 
     def _evaluation(self, line: Line) -> None:
         self.evaluations.add(number(line.get("step")) or 0, line)
-        self.held_out = number(line.get("held_out_loss"))
+        self.eval_data = number(line.get("eval_loss"))
 
     def _machine(self, line: Line) -> None:
         self.machine.add(number(line.get("step")) or 0, line)

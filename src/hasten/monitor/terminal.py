@@ -46,7 +46,7 @@ def rows(s: Standing) -> list[tuple[str, str]]:
         slow = f"rank {s['slowest_rank']}, {s['slowest_rank_ratio']:.2f} times the others"
     return [
         ("loss", _number(s["loss"], ".4f")),
-        ("held-out loss", _number(s["held_out_loss"], ".4f")),
+        ("eval loss", _number(s["eval_loss"], ".4f")),
         ("tokens/s", band),
         ("MFU", _number(s["mfu"], ".1%")),
         ("peak memory", UNKNOWN if memory is None else size(memory)),

@@ -177,8 +177,8 @@ def own_run(folder: Path, cluster: Cluster) -> OwnRun:
         model = dataclasses.replace(model, vocabulary=int(recipe["vocabulary"]))
     ranks = _ranks(folder, recipe)
     sequence = int(recipe.get("cutoff_len") or 2048)
-    slots = statistics.median(float(row.get("slots") or 0) for row in rows)
-    share = max(1, round(slots / sequence / ranks))
+    positions = statistics.median(float(row.get("positions") or 0) for row in rows)
+    share = max(1, round(positions / sequence / ranks))
     names = set(map(name_of, recipe.get("plan") or ()))
     split = sorted(names & set(SPLIT))
     if split:

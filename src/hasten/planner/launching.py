@@ -171,7 +171,7 @@ def tiny_recipe(recipe: Recipe, ranks: int, output: Path, dataset: Path) -> Reci
         "columns": {},
         "chat_template": "auto",
         "held_out": 4,
-        "max_records": 64 + 8 * ranks,
+        "max_examples": 64 + 8 * ranks,
         "cutoff_len": 128,
         "vocabulary": 512,
         "max_steps": 3,

@@ -56,7 +56,7 @@ class ModelNumbers:
     expert_parameters: Value
     embedding_parameters: Value  # of input and output, tied ones once
     training_flops: Value  # per token
-    inputs: Value  # (slots,) or (slots, rows)
+    inputs: Value  # (positions,) or (positions, rows)
     outputs: Value
     counts: Value  # layers that have it
 

@@ -255,7 +255,7 @@ def terms_of_run(predicted: PlanCandidate, run: Path) -> list[CalibratedTerm]:
     """
     rows = measured_steps(run)
     step = _median(rows, "step_seconds")
-    tokens = _median(rows, "slots")
+    tokens = _median(rows, "positions")
     rate = tokens / step / predicted.devices if step and tokens else None
     memory = max(
         (float(r["peak_memory_bytes"]) for r in rows if r.get("peak_memory_bytes")), default=None

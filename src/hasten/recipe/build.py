@@ -162,7 +162,7 @@ def check_batch_of_ranks(recipe: Recipe, ranks: int, tokens_of_example: float = 
     """
     copies = model_copies(requested_plan(recipe), ranks)
     batch = batch_of(recipe)
-    key, size, unit = "global_batch_size", batch.records or 0, "examples"
+    key, size, unit = "global_batch_size", batch.examples or 0, "examples"
     examples = float(size)
     if batch.tokens:
         key, size, unit = "global_batch_tokens", batch.tokens, "tokens"
@@ -192,11 +192,11 @@ def model_copies(plan: Plan, ranks: int) -> int:
 # Facts, plan and job.
 
 METRICS = {"token_accuracy": token_accuracy}
-DEFAULT_BATCH = 32  # records of a step where the recipe says nothing
+DEFAULT_BATCH = 32  # examples of a step where the recipe says nothing
 
 
 def facts_of(recipe: Recipe, data: PreparedData | None = None) -> Facts:
-    """What is known of machine, model and records before anything is built."""
+    """What is known of machine, model and examples before anything is built."""
     here = facts.seen_at_start()
     device = here.device if recipe.device == "auto" else recipe.device
     if device.startswith("cuda") and not here.hardware.accelerators:
@@ -204,7 +204,7 @@ def facts_of(recipe: Recipe, data: PreparedData | None = None) -> Facts:
     if recipe.device == "cuda":
         device = here.device
     known = replace(here, device=device, model=model_facts(recipe, data))
-    return replace(known, records=data.record_facts) if data else known
+    return replace(known, examples=data.example_stats) if data else known
 
 
 def model_facts(recipe: Recipe, data: PreparedData | None) -> ModelFacts:
@@ -285,20 +285,20 @@ def job_of(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> Job:
     """
     # The run's adapter may have to see weights, which a skeleton doesn't have.
     sees = recipe.finetuning_type != "full" and (recipe.lora_base or recipe.lora_dora)
-    measures = recipe.metrics if recipe.held_out else []
+    measures = recipe.metrics if recipe.eval_data else []
     job = Job(
         model=partial(build_model, recipe, data) if sees else Building(recipe, data),
         loss=partial(WholeLogitsLoss, terms=LossTerms(recipe.label_smoothing, recipe.z_loss)),
         optimizer=partial(adamw, recipe),
         stop=Stop(recipe.max_steps, recipe.epochs, recipe.max_tokens),
-        records=data.train,
+        examples=data.train,
         lengths=data.train.lengths.tolist(),
         collate=with_language_counts(partial(padded, pad_id=data.tokenizer.pad_token_id or 0)),
         batch=batch_of(recipe),
         adapter=_adapter(recipe),
         routing=RealTokens if known.model.router_loss else None,
-        held_out=data.held_out,
-        metrics={name: partial(METRICS[name], records=data.held_out) for name in measures},
+        eval_data=data.eval_data,
+        metrics={name: partial(METRICS[name], examples=data.eval_data) for name in measures},
         max_grad_norm=recipe.max_grad_norm,
         seed=recipe.seed,
         device=known.device,
@@ -352,8 +352,8 @@ def adamw(recipe: Recipe, named: NamedParameters) -> torch.optim.Optimizer:
 def batch_of(recipe: Recipe) -> GlobalBatch:
     """The global batch in the unit the recipe uses."""
     if recipe.global_batch_tokens:
-        return GlobalBatch(records=None, tokens=recipe.global_batch_tokens)
-    return GlobalBatch(records=recipe.global_batch_size or DEFAULT_BATCH)
+        return GlobalBatch(examples=None, tokens=recipe.global_batch_tokens)
+    return GlobalBatch(examples=recipe.global_batch_size or DEFAULT_BATCH)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from hasten.techniques.compile import COMPILE_SECONDS, Compiled
 from hasten.techniques.recompute import Recompute
 
 MICRO_BATCH_TOKENS = 8192  # a step with more tokens is cut
-FEWER_SLOTS = 0.95  # packing that saves less isn't in the first plan
+FEWER_POSITIONS = 0.95  # packing that saves less isn't in the first plan
 COMPILED_FROM = 600.0  # seconds for choosing, from which there is time to compile
 ALLOWED = {
     "exact": (Fidelity.EXACT,),
@@ -66,7 +66,7 @@ def candidates(
     found = [_judged(kind(), recipe, known, fidelity) for kind in kinds]
     step_tokens = _step_tokens(recipe, known)
     if step_tokens > MICRO_BATCH_TOKENS:
-        limit = max(MICRO_BATCH_TOKENS, known.records.longest)
+        limit = max(MICRO_BATCH_TOKENS, known.examples.longest)
         cut = _judged(Accumulate(micro_batch_tokens=limit), recipe, known, fidelity)
         why = cut.why if cut.refused else f"a step has {step_tokens:,.0f} tokens"
         found.append(replace(cut, usual=not cut.refused, why=why))
@@ -112,29 +112,29 @@ def expected_gain(technique: Technique, known: Facts) -> float:
     if (gain := technique.gain(known)) is not None:
         return math.log(gain.ratio)
     cast = technique.forecast(known)
-    return -math.log(max(cast.slots * cast.flops * cast.bytes * cast.wire_bytes, 1e-9))
+    return -math.log(max(cast.positions * cast.flops * cast.bytes * cast.wire_bytes, 1e-9))
 
 
-def fitted_to_memory(plan: Plan, recipe: Recipe, known: Facts, slots: int) -> tuple[Plan, str]:
+def fitted_to_memory(plan: Plan, recipe: Recipe, known: Facts, positions: int) -> tuple[Plan, str]:
     """The plan, with what it takes to fit into memory, and why; as it is where nothing helps."""
     size, room = size_of(recipe, known), room_of(known)
-    if needs_of(size, known, plan, slots).total <= room:
+    if needs_of(size, known, plan, positions).total <= room:
         return plan, ""
     fuller = plan
     for technique in FOR_MEMORY:
         if technique.slot in fuller or technique.obstacles(known):
             continue
         fuller = fuller.with_(technique)
-        slots = min(slots, known.records.longest) if technique.slot is Slot.BATCH else slots
-        if needs_of(size, known, fuller, slots).total <= room:
+        positions = min(positions, known.examples.longest) if technique.slot is Slot.BATCH else positions
+        if needs_of(size, known, fuller, positions).total <= room:
             added = ", ".join(str(t) for t in fuller if t not in plan.techniques)
             return fuller, f"{added}: else memory would run out"
     return plan, ""
 
 
-def fits_in_memory(plan: Plan, recipe: Recipe, known: Facts, slots: int) -> bool:
+def fits_in_memory(plan: Plan, recipe: Recipe, known: Facts, positions: int) -> bool:
     """Whether the predicted memory of the fullest rank is there."""
-    return needs_of(size_of(recipe, known), known, plan, slots).total <= room_of(known)
+    return needs_of(size_of(recipe, known), known, plan, positions).total <= room_of(known)
 
 
 def _judged(  # noqa: C901  # a clause for each reason
@@ -166,9 +166,9 @@ def _judged(  # noqa: C901  # a clause for each reason
     if technique.slot is Slot.PRECISION and gain is not None:
         usual = usual and gain.sure  # it costs memory for certain
     if isinstance(technique, Packed):
-        usual = cast.slots < FEWER_SLOTS
+        usual = cast.positions < FEWER_POSITIONS
         return TechniqueCandidate(
-            technique, usual, f"{1 - cast.slots:.0%} of the slots are padding"
+            technique, usual, f"{1 - cast.positions:.0%} of the positions are padding"
         )
     return TechniqueCandidate(technique, usual, _words(technique, known))
 
@@ -179,7 +179,7 @@ def _words(technique: Technique, known: Facts) -> str:
     said += [
         f"{name} {factor:.2f} times"
         for name, factor in (
-            ("slots", cast.slots),
+            ("positions", cast.positions),
             ("operations", cast.flops),
             ("bytes moved", cast.bytes),
             ("bytes sent", cast.wire_bytes),
@@ -191,5 +191,5 @@ def _words(technique: Technique, known: Facts) -> str:
 
 def _step_tokens(recipe: Recipe, known: Facts) -> float:
     batch = batch_of(recipe)
-    mean = known.records.tokens / max(known.records.count, 1)
-    return (batch.tokens or mean * (batch.records or 1)) / known.world.size
+    mean = known.examples.tokens / max(known.examples.count, 1)
+    return (batch.tokens or mean * (batch.examples or 1)) / known.world.size

@@ -102,11 +102,11 @@ def memory_words(recipe: Recipe, setup: Setup, resident: int = 0) -> tuple[str, 
         InputError: weights, gradients and optimizer alone don't fit; with what would.
     """
     known, room = setup.facts, room_of(setup.facts)
-    size, slots, adapter = size_of(recipe, known), largest_micro_batch(setup), _adapter(recipe)
-    needs = needs_of(size, known, setup.plan.with_(*adapter), slots, one_pass(setup))
+    size, positions, adapter = size_of(recipe, known), largest_micro_batch(setup), _adapter(recipe)
+    needs = needs_of(size, known, setup.plan.with_(*adapter), positions, one_pass(setup))
     if not known.on_gpu:
         needs = replace(needs, overhead=max(needs.overhead, resident + FIRST_STEP))
-    helps = help_for(size, known, setup.plan.with_(*adapter), slots, room)
+    helps = help_for(size, known, setup.plan.with_(*adapter), positions, room)
     if needs.state + needs.overhead > room:
         raise InputError(
             f"memory: weights, gradients and optimizer of {recipe.model} take "
@@ -161,9 +161,9 @@ def keeps_scores(config: Any, on_gpu: bool) -> bool:
 
 
 def needs_of(
-    size: ModelSize, known: Facts, plan: Plan, slots: int, single: bool = False
+    size: ModelSize, known: Facts, plan: Plan, positions: int, single: bool = False
 ) -> BytesNeeded:
-    """What the fullest rank needs under a plan, with micro-batches of so many slots.
+    """What the fullest rank needs under a plan, with micro-batches of so many positions.
 
     Args:
         single: a step is one micro-batch, so its gradients come after its activations.
@@ -182,23 +182,23 @@ def needs_of(
         quantised = any(isinstance(t, LoRA) and t.base for t in plan)
         more -= (2.0 if quantised else 4.0) * size.parameters
     dealt = -min(told.get(Slot.LAYOUT, none).resident_bytes, 0.0)
-    slots = round(slots * min(told.get(Slot.COLLATE, none).slots, 1.0))
+    positions = round(positions * min(told.get(Slot.COLLATE, none).positions, 1.0))
     by_document = Slot.ATTENTION in told
-    records = known.records
-    mean = records.tokens / max(records.count, 1)
+    examples = known.examples
+    mean = examples.tokens / max(examples.count, 1)
     form = BlockForm(
         fused=Slot.LAYERS in told,
         frozen=adapts,
         repeats=not by_document,
-        score_length=mean if by_document else records.longest,
+        score_length=mean if by_document else examples.longest,
     )
-    logits = _logits(size, known, plan, slots, number_bytes)
+    logits = _logits(size, known, plan, positions, number_bytes)
     recomputed = min(3 * max(told.get(Slot.RECOMPUTE, none).flops - 1, 0.0), 1.0)
-    activations = activation_bytes(size, slots, number_bytes, recomputed, form)
+    activations = activation_bytes(size, positions, number_bytes, recomputed, form)
     if recomputed:  # a block is computed again once the logits are gone, and then run backward
-        block = block_bytes(size, slots, number_bytes, form)
+        block = block_bytes(size, positions, number_bytes, form)
         activations += max(BLOCK_BACKWARD * block - logits, 0.0) - block
-    if not known.on_gpu and 4.0 * slots * size.hidden < HEAP_BLOCK:
+    if not known.on_gpu and 4.0 * positions * size.hidden < HEAP_BLOCK:
         activations *= HEAP_SPARE
     state = state_bytes(size.parameters, more, dealt)
     later = 0.0
@@ -211,13 +211,13 @@ def needs_of(
     return BytesNeeded(state, activations, logits, OVERHEAD, later)
 
 
-def _logits(size: ModelSize, known: Facts, plan: Plan, slots: int, number_bytes: float) -> float:
+def _logits(size: ModelSize, known: Facts, plan: Plan, positions: int, number_bytes: float) -> float:
     for technique in plan:
         if isinstance(technique, LabelledTokenLoss):
-            labelled = slots if known.on_gpu else round(slots * known.records.trained_share)
+            labelled = positions if known.on_gpu else round(positions * known.examples.trained_share)
             rows = min(technique.rows(known), labelled)
             return chunk_logits_bytes(size, rows, number_bytes, Slot.ADAPTER in plan)
-    return logits_bytes(size, slots)
+    return logits_bytes(size, positions)
 
 
 def one_pass(setup: Setup) -> bool:
@@ -229,18 +229,18 @@ def one_pass(setup: Setup) -> bool:
 
 
 def _first_steps(setup: Setup) -> Iterator[list[list[Any]]]:
-    """This rank's records of the first steps, in the pieces that BATCH cuts one by one."""
+    """This rank's examples of the first steps, in the pieces that BATCH cuts one by one."""
     assert setup.sampler is not None
-    layout, records = setup.layout, setup.job.records
+    layout, examples = setup.layout, setup.job.examples
     steps = setup.sampler.local_steps(0, layout.data_rank, layout.data_size)
     for pieces in itertools.islice(steps, FIRST_STEPS):
-        yield [[records[i] for i in piece] for piece in pieces]
+        yield [[examples[i] for i in piece] for piece in pieces]
 
 
 def largest_micro_batch(setup: Setup) -> int:
     """Slots of the largest micro-batch of this rank's first steps, padded; 0: it can't be known.
 
-    Laid out as the job does without a technique, as one would count these records as its own.
+    Laid out as the job does without a technique, as one would count these examples as its own.
     """
     if setup.sampler is None:
         return 0
@@ -248,7 +248,7 @@ def largest_micro_batch(setup: Setup) -> int:
     found = 0
     for pieces in _first_steps(setup):
         parts = [part for piece in pieces if piece for part in setup.cut(piece)]
-        found = max([found, *(collate(part).counts.slots for part in parts)])
+        found = max([found, *(collate(part).counts.positions for part in parts)])
     return found
 
 
@@ -260,7 +260,7 @@ def room_of(known: Facts) -> float:
     return hardware.memory_limit_bytes / ranks_here(known.world)
 
 
-def help_for(size: ModelSize, known: Facts, plan: Plan, slots: int, room: float) -> str:  # noqa: C901  # techniques, then adapters
+def help_for(size: ModelSize, known: Facts, plan: Plan, positions: int, room: float) -> str:  # noqa: C901  # techniques, then adapters
     """The nearest job that would fit, and its peak: more techniques, then LoRA; as advice."""
 
     def adapts(adapter: LoRA) -> bool:
@@ -272,19 +272,19 @@ def help_for(size: ModelSize, known: Facts, plan: Plan, slots: int, room: float)
             continue
         if technique.slot is Slot.LAYOUT and known.world.size == 1:
             continue
-        before = needs_of(size, known, plan, slots)
-        fewer = min(slots, known.records.longest) if technique.slot is Slot.BATCH else slots
+        before = needs_of(size, known, plan, positions)
+        fewer = min(positions, known.examples.longest) if technique.slot is Slot.BATCH else positions
         needs = needs_of(size, known, plan.with_(technique), fewer)
         if needs.total > 0.98 * before.total:
             continue
-        plan, slots = plan.with_(technique), fewer
+        plan, positions = plan.with_(technique), fewer
         added.append(str(technique))
         if needs.total <= room:
             return f"with {', '.join(added)} in the plan it would be about {gigabytes(needs.total)}"
     for keys, adapter in ADAPTERS.items():
         if not adapts(adapter):
             continue
-        needs = needs_of(size, known, plan.with_(adapter), slots)
+        needs = needs_of(size, known, plan.with_(adapter), positions)
         if needs.total <= room:
             with_them = f", with {', '.join(added)} in the plan," if added else ""
             return f"{keys}{with_them} would need about {gigabytes(needs.total)}"
@@ -293,7 +293,7 @@ def help_for(size: ModelSize, known: Facts, plan: Plan, slots: int, room: float)
         others += ", or more ranks with fsdp2"
     if not added:
         return others
-    last = needs_of(size, known, plan, slots)
+    last = needs_of(size, known, plan, positions)
     return f"even with {', '.join(added)} it would be about {gigabytes(last.total)}: {others}"
 
 

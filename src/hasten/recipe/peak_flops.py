@@ -2,7 +2,7 @@
 
 ``auto`` takes the makers' figure for a GPU that is known by name and nothing on a processor, of
 which no datasheet tells a matrix rate. ``measure`` takes two seconds before the first step and
-keeps the result in the run's folder, where ranks, arms and later runs find it. Anything else is a
+keeps the result in the run's folder, where ranks, variants and later runs find it. Anything else is a
 file that ``hasten bench --json`` wrote on this machine.
 """
 

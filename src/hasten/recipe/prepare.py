@@ -31,7 +31,7 @@ from hasten.recipe.prepared_data import PreparedData
 from hasten.recipe.schema import Recipe
 from hasten.techniques.checkpoint import Checkpoints
 
-SHOWN_CHARACTERS = 500  # of a record, at the start
+SHOWN_CHARACTERS = 500  # of an example, at the start
 Tell = Callable[[str], None]
 OWN = ("nproc", "output", "min_nproc")  # a rank may have its own
 
@@ -42,7 +42,7 @@ def terms_of_all_ranks(recipe: Recipe, known: Facts) -> dict[str, dict[str, Any]
     return {
         "recipe": {key: value for key, value in keys.items() if key not in OWN},
         "version": dict(known.versions),
-        "set of records": asdict(known.records),
+        "set of examples": asdict(known.examples),
         "model": asdict(known.model),
     }
 
@@ -88,7 +88,7 @@ def newest_checkpoint(recipe: Recipe, plan: Plan) -> Path | None:
 
 
 def tell_what_trains(session: Session, data: PreparedData, tell: Callable[[str], None]) -> None:
-    """Model, machine and plan in a line, what was adapted, and the first record as it is seen."""
+    """Model, machine and plan in a line, what was adapted, and the first example as it is seen."""
     learns, total = parameter_counts(session.model)
     setup = session.setup
     tell(
@@ -97,14 +97,14 @@ def tell_what_trains(session: Session, data: PreparedData, tell: Callable[[str],
     )
     for row in adapted_table(session.model):
         tell(f"  adapted {row.modules} x {row.count}, rank {row.rank}, {row.parameters:,} weights")
-    tell(first_record(data))
+    tell(first_example(data))
 
 
-def first_record(data: PreparedData) -> str:
-    """The first record decoded, for a look at template and loss mask before hours are spent."""
+def first_example(data: PreparedData) -> str:
+    """The first example decoded, for a look at template and loss mask before hours are spent."""
     text = inspect(data.tokenizer, data.train[0])
     shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
-    return f"the first record, trained parts in [[ ]]:\n{shown}"
+    return f"the first example, trained parts in [[ ]]:\n{shown}"
 
 
 def evaluations_before(session: Session, file: Path) -> list[Evaluation]:
@@ -123,13 +123,13 @@ def evaluations_before(session: Session, file: Path) -> list[Evaluation]:
 
 
 def _rows(file: Path, last: int) -> list[list[float]]:
-    """Step, tokens and held-out loss of each whole line with a loss."""
+    """Step, tokens and eval loss of each whole line with a loss."""
     rows: list[list[float]] = []
     with contextlib.suppress(OSError):
         for line in file.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 said = json.loads(line)
-                row = [float(said[key]) for key in ("step", "tokens", "held_out_loss")]
+                row = [float(said[key]) for key in ("step", "tokens", "eval_loss")]
                 rows += [row] if row[0] <= last else []
     return rows
 

@@ -1,8 +1,8 @@
 """The data of a recipe: read, split, tokenised once into the run's folder, mapped ever after.
 
-Reading spools the records to disk, so memory doesn't grow with their number; one process prepares
+Reading spools the examples to disk, so memory doesn't grow with their number; one process prepares
 at a time, and others wait for it. What was prepared is noted in ``data/index.json`` under a key of
-everything that decides it, so that other processes of the run (ranks, arms of an experiment) and
+everything that decides it, so that other processes of the run (ranks, variants of an experiment) and
 later runs open it at once.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hasten.core.facts import RecordFacts
+from hasten.core.facts import ExampleStats
 from hasten.data.chat_template import AnswerEnd, answer_end
 from hasten.data.conversation import Conversation, columns_of
 from hasten.data.corpus import stdlib_corpus
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
 # The conversations of a recipe, read and drawn, before anything is tokenised.
 #
 # (1) sources are read, each with its columns, or the embedded corpus is taken
-# (2) of a source with `max_records` of its own, the first so many are kept
-# (3) with weights, the held-out records leave first, each once: no copy of one is trained on
+# (2) of a source with `max_examples` of its own, the first so many are kept
+# (3) with weights, the eval examples leave first, each once: no copy of one is trained on
 # (4) what is left is repeated or thinned by its source's weight
-# (5) `max_records` of it are drawn
+# (5) `max_examples` of it are drawn
 #
-# Records may lie on disk meanwhile (`data/spool.py`): everything after (1) moves rows, not records.
+# Examples may lie on disk meanwhile (`data/spool.py`): everything after (1) moves rows, not examples.
 
 EMBEDDED = ("stdlib", "stdlib-text")
 Tell = Callable[[str], None]
@@ -64,7 +64,7 @@ class Conversations:
     """Conversations before tokenising."""
 
     train: Sequence[Conversation]
-    held_out: Sequence[Conversation] | None  # None: to be split off the training records
+    eval_data: Sequence[Conversation] | None  # None: to be split off the training examples
     shapes: dict[str, str]
     corpus_sha256: str | None = None
     rejected: list[list[Any]] = field(default_factory=list)
@@ -77,10 +77,10 @@ def read_source(
 ) -> Conversations:
     """Everything that the recipe's words on data mean; tells what was found.
 
-    ``gathered`` makes what the records of a file are put into: lists, or spools on disk.
+    ``gathered`` makes what the examples of a file are put into: lists, or spools on disk.
 
     Raises:
-        InputError: a missing or unusable file, too many rejected records.
+        InputError: a missing or unusable file, too many rejected examples.
     """
     embedded = [data.path for data in recipe.datasets if data.path in EMBEDDED]
     if embedded and len(recipe.datasets) > 1:
@@ -92,22 +92,22 @@ def read_source(
         tell(f"embedded corpus, sha256 {source.corpus_sha256[:16]}")
     for file, shape in source.shapes.items():
         unread = unread_words(source.unread.get(file, set()))
-        tell(f"{file} ({source.containers[file]}): {shape} records{unread}")
-    return replace(source, train=_draw(source.train, recipe.max_records, recipe.seed))
+        tell(f"{file} ({source.containers[file]}): {shape} examples{unread}")
+    return replace(source, train=_draw(source.train, recipe.max_examples, recipe.seed))
 
 
 def _embedded(recipe: Recipe, name: str, gathered: Callable[[], ConversationSink]) -> Conversations:
     corpus = stdlib_corpus()
     kind = "texts" if name == "stdlib-text" else "pairs"
     data = recipe.datasets[0]
-    first = _first(getattr(corpus.train, kind), data.max_records)
+    first = _first(getattr(corpus.train, kind), data.max_examples)
     train = weighted([first], [data.weight], recipe.seed)
-    held_out = _held_out_file(recipe, gathered)
-    if held_out is None and not isinstance(recipe.held_out, str):
-        theirs = getattr(corpus.held_out, kind)
-        share = recipe.held_out
-        held_out = _draw(theirs, int(share) if share >= 1 else None, recipe.seed) if share else ()
-    return Conversations(train, held_out, {}, corpus.sha256)
+    eval_data = _eval_file(recipe, gathered)
+    if eval_data is None and not isinstance(recipe.eval_data, str):
+        theirs = getattr(corpus.eval_data, kind)
+        share = recipe.eval_data
+        eval_data = _draw(theirs, int(share) if share >= 1 else None, recipe.seed) if share else ()
+    return Conversations(train, eval_data, {}, corpus.sha256)
 
 
 def _files(recipe: Recipe, tell: Tell, gathered: Callable[[], ConversationSink]) -> Conversations:
@@ -120,22 +120,22 @@ def _files(recipe: Recipe, tell: Tell, gathered: Callable[[], ConversationSink])
         gathered,
     )
     groups = [
-        _first(reading.conversations, data.max_records)
+        _first(reading.conversations, data.max_examples)
         for reading, data in zip(readings, recipe.datasets, strict=True)
     ]
     weights = [data.weight for data in recipe.datasets]
-    held_out = _held_out_file(recipe, gathered)
+    eval_data = _eval_file(recipe, gathered)
     if any(weight != 1 for weight in weights):
-        if held_out is None and not isinstance(recipe.held_out, str):
-            groups, held_out = _apart(groups, recipe.held_out, recipe.seed)
+        if eval_data is None and not isinstance(recipe.eval_data, str):
+            groups, eval_data = _apart(groups, recipe.eval_data, recipe.seed)
         train = weighted(groups, weights, recipe.seed)
         for data, group in zip(recipe.datasets, groups, strict=True):
-            tell(f"{data.path}: {len(group):,} records to train on, weight {data.weight:g}")
+            tell(f"{data.path}: {len(group):,} examples to train on, weight {data.weight:g}")
     else:
         train = Selection(groups)
     return Conversations(
         train,
-        held_out,
+        eval_data,
         _merged(readings, "shapes"),
         rejected=[[*row] for reading in readings for row in reading.rejected],
         containers=_merged(readings, "containers"),
@@ -143,22 +143,22 @@ def _files(recipe: Recipe, tell: Tell, gathered: Callable[[], ConversationSink])
     )
 
 
-def _held_out_file(
+def _eval_file(
     recipe: Recipe, gathered: Callable[[], ConversationSink]
 ) -> Sequence[Conversation] | None:
-    """The records of the held-out file, with the recipe's columns; None where it names none."""
-    if not isinstance(recipe.held_out, str):
+    """The examples of the eval file, with the recipe's columns; None where it names none."""
+    if not isinstance(recipe.eval_data, str):
         return None
-    source = source_of(recipe.held_out, columns_of(recipe.columns))
+    source = source_of(recipe.eval_data, columns_of(recipe.columns))
     return Selection([read_sources([source], recipe.max_rejected, gathered)[0].conversations])
 
 
 def _apart(
-    groups: Sequence[Selection], held_out: float, seed: int
+    groups: Sequence[Selection], eval_data: float, seed: int
 ) -> tuple[list[Selection], Sequence[Conversation]]:
-    """The groups without the held-out records, and these."""
+    """The groups without the eval examples, and these."""
     whole = Selection(groups)
-    ours, theirs = split(whole, held_out, seed)
+    ours, theirs = split(whole, eval_data, seed)
     firsts = np.cumsum([0, *map(len, groups)])
     borders = np.searchsorted(ours, firsts)
     kept = [whole.take(ours[a:b]) for a, b in itertools.pairwise(borders)]
@@ -235,7 +235,7 @@ def _stamp(path: Path) -> list[Any]:
 # The prepared data, and its note.
 
 OnProgress = Callable[[int, int], None]
-SHOWN_REASONS = 3  # for which records were left out; rejected.jsonl has all
+SHOWN_REASONS = 3  # for which examples were left out; rejected.jsonl has all
 _FATE = {
     "truncate": "dialogues are cut, plain texts go on in further pieces",
     "split": "they go on in further pieces, as far as those have a part of an answer",
@@ -249,27 +249,27 @@ class PreparedData:
 
     tokenizer: PreTrainedTokenizerBase
     train: StoredRecords
-    held_out: StoredRecords | tuple[()]
+    eval_data: StoredRecords | tuple[()]
     note: PreparedDataIndex
-    record_facts: RecordFacts = field(init=False)
+    example_stats: ExampleStats = field(init=False)
     # Which tokens are trained on, whatever files they came from; for checkpoints.
     identity: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         train = self.train
         count, tokens = len(train), int(train.lengths.sum())
-        facts = RecordFacts(
+        facts = ExampleStats(
             count=count,
             tokens=tokens,
             longest=int(train.lengths.max(initial=0)),
             trained_share=float(train.trained_counts.sum()) / max(tokens, 1),
         )
-        whole = train.records if isinstance(train, Subset) else train
+        whole = train.examples if isinstance(train, Subset) else train
         digest = xxhash.xxh3_128(whole.digest if isinstance(whole, TokenStore) else b"")
         if isinstance(train, Subset):
             digest.update(train.indices.tobytes())
-        identity = {"records": count, "tokens": tokens, "hash": digest.hexdigest()[:16]}
-        object.__setattr__(self, "record_facts", facts)
+        identity = {"examples": count, "tokens": tokens, "hash": digest.hexdigest()[:16]}
+        object.__setattr__(self, "example_stats", facts)
         object.__setattr__(self, "identity", identity)
 
 
@@ -280,13 +280,13 @@ class PreparedDataIndex:
     key: str
     tokenizer: str
     train: str
-    held_out: str | None
+    eval_data: str | None
     split: float | None  # share or number held out of ``train`` itself
     shapes: dict[str, str] = field(default_factory=dict)
     corpus_sha256: str | None = None
     rejected: list[list[Any]] = field(default_factory=list)
     containers: dict[str, str] = field(default_factory=dict)
-    long: int = 0  # training records that are longer than cutoff_len
+    long: int = 0  # training examples that are longer than cutoff_len
     thoughts: int = 0  # of answers, which the chat template leaves out
     end_text: str | None = None  # what the chat template writes after an answer; None: no dialogues
     stop_token: int | None = None  # the end token that it begins with
@@ -301,7 +301,7 @@ def prepare_data(
     """Open the recipe's prepared data in ``folder``, or prepare it there first.
 
     Raises:
-        InputError: a missing or unusable file, too many rejected records, nothing to train on.
+        InputError: a missing or unusable file, too many rejected examples, nothing to train on.
     """
     key = _key(recipe)
     ready = _opened(recipe, folder, key)
@@ -333,7 +333,7 @@ def _prepared(
     """Tokenise what was read, and note it."""
     tokenizer = _tokenizer(recipe, source, tell)
     end = answer_end(tokenizer) if {*source.shapes.values()} != {"text"} else None
-    tell(f"tokenising {len(source.train):,} records")
+    tell(f"tokenising {len(source.train):,} examples")
 
     def store(conversations: Sequence[Conversation]) -> TokenStore:
         return tokenize(
@@ -352,20 +352,20 @@ def _prepared(
     train = store(source.train)
     if train.long:
         tell(
-            f"{train.long:,} of {len(source.train):,} records are longer than "
+            f"{train.long:,} of {len(source.train):,} examples are longer than "
             f"cutoff_len={recipe.cutoff_len}, the most tokens that one may have: "
             f"{_FATE[recipe.too_long]} (too_long: {recipe.too_long})"
         )
-    held_out = store(source.held_out) if source.held_out else None
+    eval_data = store(source.eval_data) if source.eval_data else None
     tokenizer.save_pretrained(folder / "tokenizer")
     rejected = [*source.rejected, *([*r] for r in train.rejected)]
-    own = source.held_out is not None
+    own = source.eval_data is not None
     note = PreparedDataIndex(
         key=key,
         tokenizer="tokenizer",
         train=train.path.name,
-        held_out=held_out.path.name if held_out is not None else None,
-        split=None if own or isinstance(recipe.held_out, str) else recipe.held_out,
+        eval_data=eval_data.path.name if eval_data is not None else None,
+        split=None if own or isinstance(recipe.eval_data, str) else recipe.eval_data,
         shapes=source.shapes,
         corpus_sha256=source.corpus_sha256,
         rejected=rejected,
@@ -377,21 +377,21 @@ def _prepared(
     )
     write_atomic(folder / "index.json", json.dumps(asdict(note), indent=1))
     sweep(folder)
-    return _fitted(recipe, note, tokenizer, train, held_out)
+    return _fitted(recipe, note, tokenizer, train, eval_data)
 
 
 def rejected_words(note: PreparedDataIndex) -> str:
-    """How many records were left out, and why: the most frequent reasons with their counts."""
+    """How many examples were left out, and why: the most frequent reasons with their counts."""
     reasons = Counter(str(reason) for _, _, reason in note.rejected)
     common = reasons.most_common(SHOWN_REASONS)
     words = [f"{why} ({count:,})" if len(reasons) > 1 else why for why, count in common]
     if len(reasons) > len(common):
         words.append(f"{len(reasons) - len(common)} more reasons")
-    return f"{len(note.rejected):,} records left out: {', '.join(words)}"
+    return f"{len(note.rejected):,} examples left out: {', '.join(words)}"
 
 
 def write_rejected(note: PreparedDataIndex, path: Path) -> None:
-    """One line of JSON for each record that was left out: file, line, reason."""
+    """One line of JSON for each example that was left out: file, line, reason."""
     lines = [json.dumps({"file": f, "line": n, "reason": r}) for f, n, r in note.rejected]
     write_atomic(path, "\n".join(lines) + "\n")
 
@@ -401,10 +401,10 @@ def _fitted(
     note: PreparedDataIndex,
     tokenizer: PreTrainedTokenizerBase,
     train: TokenStore,
-    held_out: TokenStore | None,
+    eval_data: TokenStore | None,
 ) -> PreparedData:
     if note.split is None:
-        return PreparedData(tokenizer, train, held_out if held_out is not None else (), note)
+        return PreparedData(tokenizer, train, eval_data if eval_data is not None else (), note)
     if not note.split:
         return PreparedData(tokenizer, train, (), note)
     ours, theirs = split(train, note.split, recipe.seed)
@@ -417,11 +417,11 @@ def _opened(recipe: Recipe, folder: Path, key: str) -> PreparedData | None:
         if note.key != key:
             return None
         train = TokenStore(folder / note.train)
-        held_out = TokenStore(folder / note.held_out) if note.held_out else None
+        eval_data = TokenStore(folder / note.eval_data) if note.eval_data else None
         tokenizer = load_tokenizer(str(folder / note.tokenizer))
     except (OSError, ValueError, TypeError):
         return None  # absent, damaged or of another version: prepared anew
-    return _fitted(recipe, note, tokenizer, train, held_out)
+    return _fitted(recipe, note, tokenizer, train, eval_data)
 
 
 def _tokenizer(recipe: Recipe, source: Conversations, tell: Tell) -> PreTrainedTokenizerBase:
@@ -459,12 +459,12 @@ def _key(recipe: Recipe) -> str:
     # Whatever of the recipe's words may be a file, and of a listed data set the list and the file.
     paths = [source.path for source in recipe.datasets]
     paths += [recipe.tokenizer or recipe.model, recipe.chat_template]
-    paths += [recipe.held_out] if isinstance(recipe.held_out, str) else []
+    paths += [recipe.eval_data] if isinstance(recipe.eval_data, str) else []
     for name, entry in [(name, entry_of(name)) for name in paths]:
         paths += [name.rpartition(":")[0], str(entry[0])] if entry else []
     fields = recipe.model_dump(
         include={
-            *("model", "tokenizer", "dataset", "held_out", "max_records", "max_rejected"),
+            *("model", "tokenizer", "dataset", "eval_data", "max_examples", "max_rejected"),
             *(
                 "cutoff_len",
                 "vocabulary",
@@ -480,19 +480,19 @@ def _key(recipe: Recipe) -> str:
     return str(xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode()))
 
 
-# Held-out records that stand in the training data too: a held-out loss that flatters.
+# Eval examples that stand in the training data too: an eval loss that flatters.
 #
-# Records are compared by their tokens, all of them; near-duplicates aren't looked for. Only
-# training records that agree with a held-out one in length and in the number of trained tokens are
+# Examples are compared by their tokens, all of them; near-duplicates aren't looked for. Only
+# training examples that agree with a held-out one in length and in the number of trained tokens are
 # read.
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """How many of the held-out records occur in the training data, word for word."""
+    """How many of the eval examples occur in the training data, word for word."""
 
     count: int
-    held_out: int
+    eval_data: int
 
     @property
     def advice(self) -> str:
@@ -501,21 +501,21 @@ class Overlap:
             return ""
         verb = "stands" if self.count == 1 else "stand"
         return (
-            f"{self.count:,} of {self.held_out:,} held-out records {verb} in the training data "
-            "too, token for token, so the held-out loss flatters: take duplicates out of the data, "
-            "or give held_out a file of its own"
+            f"{self.count:,} of {self.eval_data:,} eval examples {verb} in the training data "
+            "too, token for token, so the eval loss flatters: take duplicates out of the data, "
+            "or give eval_data a file of its own"
         )
 
 
 def overlap(data: PreparedData) -> Overlap:
-    """Count the held-out records whose tokens are those of a training record."""
-    held_out, train = data.held_out, data.train
-    if isinstance(held_out, tuple) or not len(held_out):
+    """Count the eval examples whose tokens are those of a training example."""
+    eval_data, train = data.eval_data, data.train
+    if isinstance(eval_data, tuple) or not len(eval_data):
         return Overlap(0, 0)
-    wanted = [_digest(held_out[i]) for i in range(len(held_out))]
-    alike = np.isin(_shapes(train), _shapes(held_out)).nonzero()[0]
+    wanted = [_digest(eval_data[i]) for i in range(len(eval_data))]
+    alike = np.isin(_shapes(train), _shapes(eval_data)).nonzero()[0]
     found = set(wanted) & {_digest(train[i]) for i in alike.tolist()}
-    return Overlap(sum(digest in found for digest in wanted), len(held_out))
+    return Overlap(sum(digest in found for digest in wanted), len(eval_data))
 
 
 # What the chat template does that a user would find out only once the model writes.
@@ -561,24 +561,24 @@ def advice_on(recipe: Recipe, data: PreparedData) -> list[str]:
     return [flattered, *warnings] if flattered else warnings
 
 
-def _shapes(records: Any) -> NDArray[np.int64]:
-    """Length and trained tokens of each record as one number."""
-    counts = records.trained_counts.astype(np.int64)
-    found: NDArray[np.int64] = (records.lengths.astype(np.int64) << 32) + counts
+def _shapes(examples: Any) -> NDArray[np.int64]:
+    """Length and trained tokens of each example as one number."""
+    counts = examples.trained_counts.astype(np.int64)
+    found: NDArray[np.int64] = (examples.lengths.astype(np.int64) << 32) + counts
     return found
 
 
-def _digest(record: Any) -> int:
-    return int(xxhash.xxh3_128_intdigest(np.ascontiguousarray(record.input_ids).tobytes()))
+def _digest(example: Any) -> int:
+    return int(xxhash.xxh3_128_intdigest(np.ascontiguousarray(example.input_ids).tobytes()))
 
 
-# The files of records that a recipe names.
+# The files of examples that a recipe names.
 
 
 def data_files(recipe: Recipe) -> list[Path]:
     """Files and folders, in the recipe's order; embedded corpora and names on a hub have none."""
     names = [source.path for source in recipe.datasets]
-    names += [recipe.held_out] if isinstance(recipe.held_out, str) else []
+    names += [recipe.eval_data] if isinstance(recipe.eval_data, str) else []
     paths = []
     for name in names:
         entry = entry_of(name)

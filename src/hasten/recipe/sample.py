@@ -1,4 +1,4 @@
-"""What the trained model writes: greedy answers to the prompts of held-out records."""
+"""What the trained model writes: greedy answers to the prompts of eval examples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hasten.core.job import Indexed
 from hasten.core.loop import evaluation_mode
 from hasten.core.session import Session
 from hasten.models.load import take_own_attention
-from hasten.parts.data.collate import TokenRecord
+from hasten.parts.data.collate import TokenizedExample
 from hasten.parts.nn.causal_lm import causal_lm
 
 LONGEST_PROMPT = 200  # tokens; a sample is to be read
@@ -27,15 +27,15 @@ class Sample:
 
 
 def write_samples(
-    session: Session, tokenizer: Any, held_out: Indexed, count: int = 1
+    session: Session, tokenizer: Any, eval_data: Indexed, count: int = 1
 ) -> list[Sample]:
-    """Answers to the first held-out prompts that are short enough; [] without held-out records.
+    """Answers to the first held-out prompts that are short enough; [] without eval examples.
 
     The model gets its own attention back, so call this when training is over.
     """
     model = causal_lm(session.model)
     take_own_attention(model)
-    prompts = (prompt_of(held_out[i]) for i in range(len(held_out)))
+    prompts = (prompt_of(eval_data[i]) for i in range(len(eval_data)))
     short = [ids for ids in prompts if 0 < len(ids) <= LONGEST_PROMPT][:count]
     found = []
     with evaluation_mode(session.model):
@@ -53,9 +53,9 @@ def write_samples(
     return found
 
 
-def prompt_of(record: TokenRecord) -> list[int]:
+def prompt_of(example: TokenizedExample) -> list[int]:
     """The tokens before the first trained one; the first quarter where all are trained."""
-    untrained = (~record.trained).astype(int)
-    first = int(record.trained.argmax()) if untrained.any() else record.length // 4
-    prompt: list[int] = record.input_ids[: max(first, 1)].tolist()
+    untrained = (~example.trained).astype(int)
+    first = int(example.trained.argmax()) if untrained.any() else example.length // 4
+    prompt: list[int] = example.input_ids[: max(first, 1)].tolist()
     return prompt

@@ -33,18 +33,18 @@ from hasten.recipe.yaml_reader import (
 
 
 class DataSource(BaseModel):
-    """A source of records with more to say than where it lies."""
+    """A source of examples with more to say than where it lies."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str = Field(min_length=1, description="a file, a folder, or dataset_info.json:NAME")
     weight: float = Field(
-        1.0, gt=0, le=1000, description="how many times one epoch sees each of its records"
+        1.0, gt=0, le=1000, description="how many times one epoch sees each of its examples"
     )
     columns: dict[str, str] | None = Field(
         None, description="as the recipe's columns, for this source alone"
     )
-    max_records: int | None = Field(None, ge=1, description="use its first so many records")
+    max_examples: int | None = Field(None, ge=1, description="use its first so many examples")
 
 
 FIDELITIES = ("exact", "rounding", "lossy")
@@ -81,16 +81,16 @@ class Recipe(BaseModel):
     columns: dict[str, str] = Field(
         default_factory=dict, description="a shape's column: your name for it"
     )
-    held_out: float | str = Field(
-        0.05, description="a share below 1, a number of records, or a file of its own"
+    eval_data: float | str = Field(
+        0.05, description="a share below 1, a number of examples, or a file of its own"
     )
-    max_records: int | None = Field(None, ge=1, description="use so many records at most")
+    max_examples: int | None = Field(None, ge=1, description="use so many examples at most")
     max_rejected: float = Field(
-        0.001, ge=0, description="unusable records allowed: a share below 1, or a number"
+        0.001, ge=0, description="unusable examples allowed: a share below 1, or a number"
     )
-    cutoff_len: int = Field(2048, ge=2, description="longest record in tokens")
+    cutoff_len: int = Field(2048, ge=2, description="longest example in tokens")
     too_long: Literal["truncate", "split", "drop"] = Field(
-        "truncate", description="what becomes of a record longer than cutoff_len"
+        "truncate", description="what becomes of an example longer than cutoff_len"
     )
     chat_template: str = Field(
         "auto", description="auto, the name of a published format, or a .jinja file"
@@ -124,7 +124,7 @@ class Recipe(BaseModel):
     max_tokens: int | None = Field(None, ge=1, description="stop after so many tokens")
 
     # Optimization
-    global_batch_size: int | None = Field(None, ge=1, description="records of one step, all ranks")
+    global_batch_size: int | None = Field(None, ge=1, description="examples of one step, all ranks")
     global_batch_tokens: int | None = Field(None, ge=1, description="tokens of one step, all ranks")
     learning_rate: float = Field(2e-4, gt=0, description="peak learning rate")
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
@@ -152,7 +152,7 @@ class Recipe(BaseModel):
         0, ge=0, description="steps between evaluations; below 1: a share of all; 0: at the end"
     )
     metrics: list[Literal["token_accuracy"]] = Field(
-        default_factory=list, description="of held-out records, beside the loss: token_accuracy"
+        default_factory=list, description="of eval examples, beside the loss: token_accuracy"
     )
     patience: int = Field(0, ge=0, description="evaluations without gain before stopping; 0: off")
     log_to: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(

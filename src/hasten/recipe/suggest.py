@@ -29,8 +29,8 @@ from hasten.recipe.prepared_data import PreparedData, prepare_data
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.recipe.yaml_reader import check_keys, one_line
 
-SAMPLE = 2000  # records that are looked at
-BATCH = 32  # records of a step
+SAMPLE = 2000  # examples that are looked at
+BATCH = 32  # examples of a step
 BYTES_PER_WEIGHT = 16  # float32 weight, gradient and two moments
 ROOM = 0.6  # of the memory, for these; the rest is for activations
 
@@ -66,8 +66,8 @@ def suggest(model: str, dataset: str, output: str) -> str:
             {
                 "model": model,
                 "dataset": dataset,
-                "held_out": 0,
-                "max_records": SAMPLE,
+                "eval_data": 0,
+                "max_examples": SAMPLE,
                 "cutoff_len": 1 << 20,
                 "max_steps": 1,
                 "output": folder,
@@ -102,11 +102,11 @@ def _lines(look: Recipe, data: PreparedData, known: Facts, output: str) -> list[
     return [
         Line("model", look.model, "random weights: a preset" if fresh else ""),
         Line("dataset", look.dataset),
-        Line("held_out", 0.05, "of the records, for the held-out loss"),
+        Line("eval_data", 0.05, "of the examples, for the eval loss"),
         Line("cutoff_len", cutoff, why_cut),
         Line("finetuning_type", "lora" if lora else "full", why_lora),
         Line("epochs", 1),
-        Line("global_batch_size", BATCH, "records of a step, over all ranks and micro-batches"),
+        Line("global_batch_size", BATCH, "examples of a step, over all ranks and micro-batches"),
         Line("learning_rate", rate, f"usual for {whose}"),
         Line("warmup_steps", warmup, of_all),
         Line("eval_every", every, of_all),
@@ -118,9 +118,9 @@ def _lines(look: Recipe, data: PreparedData, known: Facts, output: str) -> list[
 def _seen(data: PreparedData) -> str:
     lengths = data.train.lengths
     low, middle, high = (int(np.percentile(lengths, q)) for q in (10, 50, 99))
-    known = data.record_facts
+    known = data.example_stats
     return (
-        f"{known.count:,} records, tokens at 10/50/99 %: {low}/{middle}/{high}, "
+        f"{known.count:,} examples, tokens at 10/50/99 %: {low}/{middle}/{high}, "
         f"{known.trained_share:.0%} of the tokens carry loss"
     )
 
@@ -129,7 +129,7 @@ def _cutoff(lengths: NDArray[np.int32]) -> tuple[int, str]:
     """The 99th percentile, rounded up to 64 tokens."""
     cut = -(-int(np.percentile(lengths, 99)) // 64) * 64
     longer = float((lengths > cut).mean())
-    return cut, f"holds all but {longer:.1%} of the records whole"
+    return cut, f"holds all but {longer:.1%} of the examples whole"
 
 
 def _lora(known: Facts, fresh: bool) -> tuple[bool, str]:

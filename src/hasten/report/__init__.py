@@ -1,4 +1,4 @@
-"""From records to verdicts: what each switch gains on the user's own job, as JSON, table and page.
+"""From examples to verdicts: what each switch gains on the user's own job, as JSON, table and page.
 
 `ablate` measures a recipe's techniques, `climb_recipe` one after the other; `compare` measures two
 training loops of anybody's against each other. All are imported on first use: a trial's process

@@ -1,4 +1,4 @@
-"""The report as a dictionary: measured arms, and what guard, ledger and prices found.
+"""The report as a dictionary: measured variants, and what guard, ledger and prices found.
 
 Verdicts and ratios come from ``judgement``, promises from ``claims``; here they are laid out under
 the keys that docs/report-schema.md describes. `experiment_report` adds the cost, the claims of a
@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hasten.measure.ablation import Arm, Design
+from hasten.measure.ablation import Variant, Design
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject
 from hasten.measure.statistics import spread
@@ -30,7 +30,7 @@ from hasten.report.judgement import (
     Judgement,
     fastest_of_equal_quality,
     interaction_of,
-    judge_arms,
+    judge_variants,
     last_loss,
     noise_of,
     quality,
@@ -43,7 +43,7 @@ FEWEST_STEPS = 8  # whose 5th and 95th percentile say anything
 
 
 def report_of(
-    arms: Sequence[Arm],
+    variants: Sequence[Variant],
     *,
     title: str,
     command: str,
@@ -56,34 +56,34 @@ def report_of(
     guard: Guard | None = None,
     cost: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The report as ``docs/report-schema.md`` describes it; the first arm is the baseline.
+    """The report as ``docs/report-schema.md`` describes it; the first variant is the baseline.
 
     Args:
-        arms: as measured; the last one is the result that the head of the page names.
-        mfu: what the arms' MFU refers to and counts.
+        variants: as measured; the last one is the result that the head of the page names.
+        mfu: what the variants' MFU refers to and counts.
         design: how the experiment was run, as ``report.design``.
         invariance: what the self-test before the run found, as ``report.invariance``.
-        guard: the proofs of equal quality, as ``report.guard``; the arms of a technique that is
+        guard: the proofs of equal quality, as ``report.guard``; the variants of a technique that is
             worse there are worse, however fast they are.
         cost: ``report.cost``.
     """
-    base, final = arms[0], arms[-1]
-    judgements = judge_arms(arms, guard or ())
-    rows = [_arm(arm, base, said) for arm, said in zip(arms, judgements, strict=True)]
+    base, final = variants[0], variants[-1]
+    judgements = judge_variants(variants, guard or ())
+    rows = [_variant(variant, base, said) for variant, said in zip(variants, judgements, strict=True)]
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "title": title,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
-        "arms": rows,
+        "variants": rows,
         "claims": claims_of(final.plan, rows),
         "quality": quality(final, base, guard or ()),
-        "noise": noise_of(arms),
-        "interaction": interaction_of(arms),
+        "noise": noise_of(variants),
+        "interaction": interaction_of(variants),
         "design": None if design is None else dict(design),
         "invariance": None if invariance is None else [dict(entry) for entry in invariance],
         "guard": None if guard is None else [dict(entry) for entry in guard],
-        "samples": [{**s, "arm": arm.name} for arm in (base, final) for s in arm.samples],
+        "samples": [{**s, "variant": variant.name} for variant in (base, final) for s in variant.samples],
         "hardware": dict(hardware),
         "versions": dict(versions),
         "recipe": dict(recipe),
@@ -95,16 +95,16 @@ def report_of(
     return report | {"fastest": None if best is None else best["name"]}
 
 
-def _arm(arm: Arm, base: Arm, said: Judgement) -> dict[str, Any]:
-    seconds = [s["step_seconds"] for s in arm.steps]
-    slots, tokens = (sum(s[k] for s in arm.steps) for k in ("slots", "tokens"))
-    measured = arm.failed is None and arm.rounds
+def _variant(variant: Variant, base: Variant, said: Judgement) -> dict[str, Any]:
+    seconds = [s["step_seconds"] for s in variant.steps]
+    positions, tokens = (sum(s[k] for s in variant.steps) for k in ("positions", "tokens"))
+    measured = variant.failed is None and variant.rounds
     found: dict[str, Any] = {
-        "name": arm.name,
-        "kind": arm.kind,
-        "techniques": [str(t) for t in arm.plan],
-        "tokens_per_second": spread(arm.rounds).summary() if measured else NOT_MEASURED,
-        "ratio": _ratio(arm, base),
+        "name": variant.name,
+        "kind": variant.kind,
+        "techniques": [str(t) for t in variant.plan],
+        "tokens_per_second": spread(variant.rounds).summary() if measured else NOT_MEASURED,
+        "ratio": _ratio(variant, base),
         "against": said.against,
         "effect": NOT_MEASURED if said.effect is None else said.effect.summary(),
         "verdict": said.verdict,
@@ -112,48 +112,48 @@ def _arm(arm: Arm, base: Arm, said: Judgement) -> dict[str, Any]:
         "p_value": said.p_value,
         "corrected": said.corrected,
         "rounds_needed": said.rounds_needed,
-        "rebuilt": rebuilt_of(arm, base),
-        "luck": None if arm.luck is None else asdict(arm.luck),
-        # What a failed arm had used by then says nothing of what it needs.
-        "peak_memory_bytes": arm.peak_memory_bytes if arm.failed is None else None,
-        "held_out_loss": last_loss(arm),
-        "held_out_curve": [list(point) for point in arm.held_out],
-        "loss_curve": [list(point) for point in arm.losses],
-        "rounds": arm.rounds,
-        "beside": arm.beside or None,
-        "foreign_load": arm.foreign_load or None,
-        "warmup": arm.warmup or None,
-        "padding_share": 1 - tokens / slots if slots else None,
-        "mfu": _mfu(arm),
-        "ledger": arm.ledger,
-        "startup_seconds": {k: arm.startup_seconds.get(k) for k in ("imports", "data", "model")},
-        "acted": arm.acted
+        "rebuilt": rebuilt_of(variant, base),
+        "luck": None if variant.luck is None else asdict(variant.luck),
+        # What a failed variant had used by then says nothing of what it needs.
+        "peak_memory_bytes": variant.peak_memory_bytes if variant.failed is None else None,
+        "eval_loss": last_loss(variant),
+        "eval_curve": [list(point) for point in variant.eval_data],
+        "loss_curve": [list(point) for point in variant.losses],
+        "rounds": variant.rounds,
+        "beside": variant.beside or None,
+        "foreign_load": variant.foreign_load or None,
+        "warmup": variant.warmup or None,
+        "padding_share": 1 - tokens / positions if positions else None,
+        "mfu": _mfu(variant),
+        "ledger": variant.ledger,
+        "startup_seconds": {k: variant.startup_seconds.get(k) for k in ("imports", "data", "model")},
+        "acted": variant.acted
         or [
-            {"technique": t.name(), "acted": None, "evidence": arm.unfinished}
-            for t in (arm.plan if arm.unfinished is not None else ())
+            {"technique": t.name(), "acted": None, "evidence": variant.unfinished}
+            for t in (variant.plan if variant.unfinished is not None else ())
         ],
     }
     if len(seconds) > 1:
         cuts = statistics.quantiles(seconds, n=100, method="inclusive")
         found["step_seconds"] = {"p50": cuts[49], "p99": cuts[98]}
     if measured and len(seconds) >= FEWEST_STEPS:
-        rates = [s["tokens"] / s["step_seconds"] for s in arm.steps if s["step_seconds"]]
+        rates = [s["tokens"] / s["step_seconds"] for s in variant.steps if s["step_seconds"]]
         cuts = statistics.quantiles(rates, n=20, method="inclusive")
         found["throughput_spread"] = (cuts[18] - cuts[0]) / 2 / statistics.median(rates)
     return found
 
 
-def _ratio(arm: Arm, base: Arm) -> dict[str, float | None]:
-    ratio = ratio_to(arm, base)
+def _ratio(variant: Variant, base: Variant) -> dict[str, float | None]:
+    ratio = ratio_to(variant, base)
     if ratio is None:
         return NOT_MEASURED
-    return {"median": 1.0, "low": 1.0, "high": 1.0} if arm is base else ratio.summary()
+    return {"median": 1.0, "low": 1.0, "high": 1.0} if variant is base else ratio.summary()
 
 
-def _mfu(arm: Arm) -> float | None:
+def _mfu(variant: Variant) -> float | None:
     """Over all measured steps, each weighed by its time; None if any step's isn't known."""
-    known = [(s.get("mfu"), s["step_seconds"]) for s in arm.steps]
-    if not known or arm.failed is not None or any(share is None for share, _ in known):
+    known = [(s.get("mfu"), s["step_seconds"]) for s in variant.steps]
+    if not known or variant.failed is not None or any(share is None for share, _ in known):
         return None
     return float(sum(share * taken for share, taken in known) / sum(taken for _, taken in known))
 
@@ -173,10 +173,10 @@ def experiment_report(
     the experiments that led to this one: their cost is a part of its own.
     """
     recipe, known = subject.recipe, subject.known
-    records = subject.data.record_facts if subject.data else known.records
-    epoch = {"epoch_tokens": records.tokens, "epoch_records": records.count}
+    examples = subject.data.example_stats if subject.data else known.examples
+    epoch = {"epoch_tokens": examples.tokens, "epoch_examples": examples.count}
     report = report_of(
-        found.arms,
+        found.variants,
         title=title,
         command=command,
         hardware={**asdict(known.hardware), "device": known.device},
@@ -186,7 +186,7 @@ def experiment_report(
         design=found.design | epoch | ({"ranks": recipe.nproc} if recipe.nproc > 1 else {}),
         **further,
     )
-    joules = {arm.name: arm.joules_per_token for arm in found.arms if arm.failed is None}
+    joules = {variant.name: variant.joules_per_token for variant in found.variants if variant.failed is None}
     cost = cost_of_experiment(
         report,
         recipe.price,
@@ -200,5 +200,5 @@ def experiment_report(
     if (preset := preset_of(recipe.plan, recipe.nproc)) is not None:
         report["claims"] = [*report["claims"], *preset_claims(preset, report)]
     stamps = [stamp(path) for path in data_files(recipe)]
-    write_bundle(bundle_of(found.arms, design, report, stamps), Path(recipe.output))
+    write_bundle(bundle_of(found.variants, design, report, stamps), Path(recipe.output))
     return report

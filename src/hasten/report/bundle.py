@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from hasten.errors import InputError
 from hasten.machine.files import write_atomic
-from hasten.measure.ablation import Arm, Design
+from hasten.measure.ablation import Variant, Design
 from hasten.measure.statistics import Effect, Interval, paired_ratio, unpaired_ratio, verdict
 from hasten.report.runs import number
 
@@ -28,7 +28,7 @@ LARGEST = 64 << 20  # bytes of the file
 
 @dataclass(frozen=True)
 class BundledMeasurement:
-    """One arm's raw rounds: its own tokens per second, and the baseline's in the same rounds."""
+    """One variant's raw rounds: its own tokens per second, and the baseline's in the same rounds."""
 
     rounds: tuple[float, ...] = ()
     beside: tuple[float, ...] = ()
@@ -70,23 +70,23 @@ class Bundle:
             raise InputError(f"the bundle's design can't be used: {error}") from error
 
 
-def measurements(arms: Iterable[Arm]) -> dict[str, BundledMeasurement]:
-    """The raw rounds of measured arms; the first is the baseline."""
-    listed = list(arms)
+def measurements(variants: Iterable[Variant]) -> dict[str, BundledMeasurement]:
+    """The raw rounds of measured variants; the first is the baseline."""
+    listed = list(variants)
     base = listed[0]
     return {
-        arm.name: BundledMeasurement(
-            rounds=tuple(arm.rounds),
-            beside=tuple(() if base.failed else arm.beside or base.rounds[: len(arm.rounds)]),
-            idle=tuple(str(a["technique"]) for a in arm.acted if a["acted"] is False),
-            failed=arm.failed,
+        variant.name: BundledMeasurement(
+            rounds=tuple(variant.rounds),
+            beside=tuple(() if base.failed else variant.beside or base.rounds[: len(variant.rounds)]),
+            idle=tuple(str(a["technique"]) for a in variant.acted if a["acted"] is False),
+            failed=variant.failed,
         )
-        for arm in listed
+        for variant in listed
     }
 
 
 def bundle_of(
-    arms: Sequence[Arm],
+    variants: Sequence[Variant],
     design: Design,
     report: Mapping[str, Any],
     data: Sequence[Mapping[str, Any]],
@@ -94,10 +94,10 @@ def bundle_of(
     """The bundle of an experiment that has been measured."""
     return Bundle(
         recipe=report["recipe"],
-        plans={arm.name: arm.plan.to_list() for arm in arms},
-        kinds={arm.name: arm.kind for arm in arms},
+        plans={variant.name: variant.plan.to_list() for variant in variants},
+        kinds={variant.name: variant.kind for variant in variants},
         design=asdict(design),
-        measured=measurements(arms),
+        measured=measurements(variants),
         versions=report["versions"],
         hardware=report["hardware"],
         data=data,
@@ -214,7 +214,7 @@ WORDS: Mapping[Effect, Word] = {
 
 @dataclass(frozen=True)
 class ArmChange:
-    """What became of one arm: its ratio to the baseline before and now, and now over before."""
+    """What became of one variant: its ratio to the baseline before and now, and now over before."""
 
     name: str
     verdict: Word
@@ -229,10 +229,10 @@ def changes(
     now: Mapping[str, BundledMeasurement],
     margin: float = MARGIN,
 ) -> list[ArmChange]:
-    """Every arm but the baseline, the first.
+    """Every variant but the baseline, the first.
 
     Args:
-        before: the stored rounds by arm.
+        before: the stored rounds by variant.
         now: those of today.
         margin: the share of a gain that may go without being called lost.
 
@@ -247,12 +247,12 @@ def changes(
     without = now[base].failed if base in now else None
     if without is None:
         return found
-    reason = f"the baseline failed: {without}"  # whatever became of the arm itself
+    reason = f"the baseline failed: {without}"  # whatever became of the variant itself
     return [replace(c, reason=reason) if c.verdict == "lost" else c for c in found]
 
 
 def lost(found: Sequence[ArmChange]) -> list[str]:
-    """The names of the arms that lost."""
+    """The names of the variants that lost."""
     return [change.name for change in found if change.verdict == "lost"]
 
 

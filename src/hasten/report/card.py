@@ -21,7 +21,7 @@ from hasten.report.schema import read_report
 
 CARD = "README.md"
 MARK = "<!-- written by hasten from the run's own files; delete this line to keep your changes -->"
-SHOWN = ("name", "effect", "verdict", "quality")  # of the table of arms
+SHOWN = ("name", "effect", "verdict", "quality")  # of the table of variants
 Facts = Mapping[str, Any]
 
 
@@ -97,8 +97,8 @@ def _training(recipe: Facts, summary: Facts) -> Iterable[tuple[str, str]]:
     yield "time", f"{summary['seconds']:,.0f} s{told}"
     yield "processes", f"{summary['world_size']} on {where}"
     yield "peak memory of one", f"{summary['peak_memory_bytes'] / 1e9:,.2f} GB"
-    loss = summary["held_out_loss"]
-    yield "held-out loss", "nothing was held out" if loss is None else f"{loss:.4f} nats a token"
+    loss = summary["eval_loss"]
+    yield "eval loss", "nothing was held out" if loss is None else f"{loss:.4f} nats a token"
     for name, value in summary["metrics"].items():
         yield name.replace("_", " "), f"{value:.4f}"
     yield "learning rate", f"{recipe['learning_rate']:g}, {recipe['lr_schedule']}"

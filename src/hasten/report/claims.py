@@ -1,6 +1,6 @@
 """What was promised of each technique, or of a published plan, beside what was measured here.
 
-A claim belongs to one technique, so it is judged by two arms that differ by this technique alone,
+A claim belongs to one technique, so it is judged by two variants that differ by this technique alone,
 one of which has its effect against the other: its interval and its word decide.
 """
 
@@ -17,15 +17,15 @@ from hasten.report.judgement import NOT_MEASURED, on_the_whole, verdict_word
 SPEED, MEMORY = "tokens_per_second", "peak_memory_bytes"
 UNKNOWN = "not comparable"
 _INVERSE: dict[str, Effect] = {"helped": "hurt", "hurt": "helped"}
-Arm = Mapping[str, Any]  # as the report has it
+Variant = Mapping[str, Any]  # as the report has it
 Row = dict[str, str]
 
 
-def claims_of(techniques: Iterable[Technique], arms: Sequence[Arm]) -> list[Row]:
+def claims_of(techniques: Iterable[Technique], variants: Sequence[Variant]) -> list[Row]:
     """Every claim of these techniques with its measurement and its verdict."""
     found = []
     for technique in techniques:
-        pair = pair_of(str(technique), arms)
+        pair = pair_of(str(technique), variants)
         for claim in technique.claims:
             measured, word = "not measured apart", UNKNOWN
             if pair is not None:
@@ -35,27 +35,27 @@ def claims_of(techniques: Iterable[Technique], arms: Sequence[Arm]) -> list[Row]
     return found
 
 
-def pair_of(technique: str, arms: Sequence[Arm]) -> tuple[Arm, Arm] | None:
-    """The first arm without a technique and with it, of which one is judged against the other."""
-    by_name = {arm["name"]: arm for arm in arms}
-    for arm in arms:
-        other = by_name.get(arm.get("against"))
+def pair_of(technique: str, variants: Sequence[Variant]) -> tuple[Variant, Variant] | None:
+    """The first variant without a technique and with it, of which one is judged against the other."""
+    by_name = {variant["name"]: variant for variant in variants}
+    for variant in variants:
+        other = by_name.get(variant.get("against"))
         if other is not None:
-            pair = (other, arm) if technique in arm["techniques"] else (arm, other)
+            pair = (other, variant) if technique in variant["techniques"] else (variant, other)
             if set(pair[1]["techniques"]) - set(pair[0]["techniques"]) == {technique}:
                 return pair
     return None
 
 
 def without_quality(word: str) -> str:
-    """The verdict on a claim of an arm whose model is worse: no claim is held by that."""
+    """The verdict on a claim of a variant whose model is worse: no claim is held by that."""
     return "fell short: the model is worse" if word == "held" else word
 
 
-def _checked(metric: str, claimed: float, name: str, without: Arm, with_: Arm) -> tuple[str, str]:
-    """What two arms show of a claim, and the verdict on it."""
+def _checked(metric: str, claimed: float, name: str, without: Variant, with_: Variant) -> tuple[str, str]:
+    """What two variants show of a claim, and the verdict on it."""
     ratio, effect = with_["effect"] or NOT_MEASURED, verdict_word(with_["verdict"])
-    if without["against"] == with_["name"]:  # the arm leaves out what the other has
+    if without["against"] == with_["name"]:  # the variant leaves out what the other has
         low, high = (without["effect"][end] for end in ("high", "low"))
         ratio = {"median": 1 / without["effect"]["median"]}
         ratio |= {"low": low and 1 / low, "high": high and 1 / high}
@@ -68,16 +68,16 @@ def _judged(
     claimed: float,
     ratio: Mapping[str, float | None],
     effect: str,
-    before: Arm,
-    after: Arm,
+    before: Variant,
+    after: Variant,
     names: Iterable[str],
 ) -> tuple[str, str]:
-    """The verdict on a claim from a ratio with its word, or from the peak memory of two arms.
+    """The verdict on a claim from a ratio with its word, or from the peak memory of two variants.
 
-    Peak memory of a fixed shape repeats itself, so one value per arm is enough.
+    Peak memory of a fixed shape repeats itself, so one value per variant is enough.
     """
     measured, word, memory = "not measured", UNKNOWN, (before[MEMORY], after[MEMORY])
-    if any(verdict_word(arm["verdict"]) == "failed" for arm in (before, after)):
+    if any(verdict_word(variant["verdict"]) == "failed" for variant in (before, after)):
         return measured, word
     if metric == MEMORY and all(memory):
         share = memory[1] / memory[0]
@@ -97,14 +97,14 @@ def _judged(
 #
 # The plan is data (``recipe/plans``), and so is what can't be compared: a row of it says why.
 
-QUALITY = "quality"  # a claim of any measure of it: here it is the held-out loss
+QUALITY = "quality"  # a claim of any measure of it: here it is the eval loss
 
 
 def preset_claims(preset: Mapping[str, Any], report: Mapping[str, Any]) -> list[Row]:
     """Rows for the report's ``claims``: switches without a technique, the whole, what isn't fit.
 
-    A claim that a technique carries itself stands in the report already, beside the two arms that
-    differ by it alone; one that only the published plan makes is checked on the arm that has the
+    A claim that a technique carries itself stands in the report already, beside the two variants that
+    differ by it alone; one that only the published plan makes is checked on the variant that has the
     technique and no other, against the baseline.
     """
     source = preset["source"]
@@ -118,7 +118,7 @@ def preset_claims(preset: Mapping[str, Any], report: Mapping[str, Any]) -> list[
     missing = [switch["name"] for switch in preset["switches"] if "missing" in switch]
     name = "the whole plan" + (f" without {', '.join(missing)}" if missing else "")
     rows += [
-        _row(name, claim, claim.get("source", source), *_total(claim, report["arms"][-1], report))
+        _row(name, claim, claim.get("source", source), *_total(claim, report["variants"][-1], report))
         for claim in preset["totals"]
     ]
     for entry in preset.get("not_comparable", ()):
@@ -147,18 +147,18 @@ def _base(technique: str) -> str:
 def _alone(
     switch: Mapping[str, Any], claim: Mapping[str, Any], report: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """What the arm of one technique showed against the baseline, as far as there is one."""
+    """What the variant of one technique showed against the baseline, as far as there is one."""
     if "missing" in switch:
         return "not measured", f"{UNKNOWN}: {switch['missing']}"
     name = switch["technique"]
-    single = (arm for arm in report["arms"] if [_base(t) for t in arm["techniques"]] == [name])
-    arm = next(single, None)
-    if arm is None:
+    single = (variant for variant in report["variants"] if [_base(t) for t in variant["techniques"]] == [name])
+    variant = next(single, None)
+    if variant is None:
         return "not measured apart", UNKNOWN
-    return _against_baseline(claim, arm, report, [name])
+    return _against_baseline(claim, variant, report, [name])
 
 
-def _total(claim: Mapping[str, Any], final: Arm, report: Mapping[str, Any]) -> tuple[str, str]:
+def _total(claim: Mapping[str, Any], final: Variant, report: Mapping[str, Any]) -> tuple[str, str]:
     """A claim on the whole plan: by its kind of metric."""
     metric = claim["metric"]
     if metric == QUALITY:
@@ -171,7 +171,7 @@ def _total(claim: Mapping[str, Any], final: Arm, report: Mapping[str, Any]) -> t
     return measured, without_quality(word) if verdict_word(final["quality"]) == "worse" else word
 
 
-# Claims on a figure itself, by name: how it is read off an arm, and whether more of it is better.
+# Claims on a figure itself, by name: how it is read off a variant, and whether more of it is better.
 ABSOLUTE = {
     "parallel_efficiency": True,
     "utilisation": True,
@@ -181,10 +181,10 @@ ABSOLUTE = {
 PER_RUN = ("samples_per_second", "cost")  # figures of one job on one machine, comparable to none
 
 
-def _absolute(claim: Mapping[str, Any], final: Arm, report: Mapping[str, Any]) -> tuple[str, str]:
-    """A claim on a share: the baseline's, the arm's, and whether it reaches what was said."""
+def _absolute(claim: Mapping[str, Any], final: Variant, report: Mapping[str, Any]) -> tuple[str, str]:
+    """A claim on a share: the baseline's, the variant's, and whether it reaches what was said."""
     metric = claim["metric"]
-    shares = [_share(metric, arm) for arm in (report["arms"][0], final)]
+    shares = [_share(metric, variant) for variant in (report["variants"][0], final)]
     alone = ((report.get("design") or {}).get("ranks") or 1) < 2
     if metric in ("parallel_efficiency", "communication_share") and alone:
         return "not measured", f"{UNKNOWN}: needs several ranks (nproc 2 or more)"
@@ -197,11 +197,11 @@ def _absolute(claim: Mapping[str, Any], final: Arm, report: Mapping[str, Any]) -
     return said, "held" if reached else "fell short"
 
 
-def _share(metric: str, arm: Mapping[str, Any]) -> Any:
-    """A share of an arm, or None where it wasn't measured."""
-    ledger = arm.get("ledger") or {}
+def _share(metric: str, variant: Mapping[str, Any]) -> Any:
+    """A share of a variant, or None where it wasn't measured."""
+    ledger = variant.get("ledger") or {}
     if metric == "throughput_spread":
-        return arm.get(metric)
+        return variant.get(metric)
     if metric != "communication_share":
         return ledger.get(metric)
     known = {k: v for k, v in (ledger.get("step") or {}).items() if v is not None}
@@ -210,16 +210,16 @@ def _share(metric: str, arm: Mapping[str, Any]) -> Any:
 
 
 def _per_run(metric: str, final: Mapping[str, Any], report: Mapping[str, Any]) -> str:
-    """Records a second, or the price of a pass over the data: of the baseline and of the arm."""
+    """Examples a second, or the price of a pass over the data: of the baseline and of the variant."""
     design, cost = report.get("design") or {}, report.get("cost") or {}
-    tokens, records = design.get("epoch_tokens"), design.get("epoch_records")
-    rates = [arm["tokens_per_second"]["median"] for arm in (report["arms"][0], final)]
+    tokens, examples = design.get("epoch_tokens"), design.get("epoch_examples")
+    rates = [variant["tokens_per_second"]["median"] for variant in (report["variants"][0], final)]
     if None in rates or not tokens:
         return "not measured"
     if metric == "samples_per_second":
-        return " → ".join(words(r * records / tokens, "amount") for r in rates) + " records/s"
+        return " → ".join(words(r * examples / tokens, "amount") for r in rates) + " examples/s"
     prices = cost.get("per_million_tokens") or {}
-    paid = [prices.get(arm["name"]) for arm in (report["arms"][0], final)]
+    paid = [prices.get(variant["name"]) for variant in (report["variants"][0], final)]
     if None in paid:
         return "not measured: the recipe has no price"
     said = " → ".join(words(p * tokens / 1e6, "amount") for p in paid)
@@ -227,43 +227,43 @@ def _per_run(metric: str, final: Mapping[str, Any], report: Mapping[str, Any]) -
 
 
 def _quality(report: Mapping[str, Any]) -> tuple[str, str]:
-    """The held-out loss of the last arm and the first, by the margin that was fixed before."""
+    """The eval loss of the last variant and the first, by the margin that was fixed before."""
     found = report.get("quality") or {}
-    losses = [arm.get("held_out_loss") for arm in (report["arms"][0], report["arms"][-1])]
+    losses = [variant.get("eval_loss") for variant in (report["variants"][0], report["variants"][-1])]
     if None in losses or not found:
         return "not measured", UNKNOWN
     said = " → ".join(words(loss, "loss") for loss in losses)
     word = {"not worse": "held", "worse": "fell short"}.get(found["verdict"], UNKNOWN)
-    return f"held-out loss {said}, one seed", word
+    return f"eval loss {said}, one seed", word
 
 
-SECONDS = ("epoch_seconds", "total_seconds")  # of the same records: tokens per second, inverted
+SECONDS = ("epoch_seconds", "total_seconds")  # of the same examples: tokens per second, inverted
 
 
 def _against_baseline(
-    claim: Mapping[str, Any], arm: Arm, report: Mapping[str, Any], names: Iterable[str] = ()
+    claim: Mapping[str, Any], variant: Variant, report: Mapping[str, Any], names: Iterable[str] = ()
 ) -> tuple[str, str]:
-    """What an arm showed of a claim against the baseline, and the verdict on it."""
+    """What a variant showed of a claim against the baseline, and the verdict on it."""
     if claim["metric"] in SECONDS:
-        return _seconds(claim, arm, report, names)
-    ratio, effect = arm["ratio"], on_the_whole(arm, report)
+        return _seconds(claim, variant, report, names)
+    ratio, effect = variant["ratio"], on_the_whole(variant, report)
     claimed = claim.get("ratio", 1.0)  # of a metric that isn't judged there is none
-    return _judged(claim["metric"], claimed, ratio, effect, report["arms"][0], arm, names)
+    return _judged(claim["metric"], claimed, ratio, effect, report["variants"][0], variant, names)
 
 
 def _seconds(
-    claim: Mapping[str, Any], arm: Arm, report: Mapping[str, Any], names: Iterable[str]
+    claim: Mapping[str, Any], variant: Variant, report: Mapping[str, Any], names: Iterable[str]
 ) -> tuple[str, str]:
-    """The time for the same records, judged as the speed is."""
+    """The time for the same examples, judged as the speed is."""
     faster = {**claim, "metric": SPEED, "ratio": 1 / claim["ratio"]}
-    measured, word = _against_baseline(faster, arm, report, names)
-    ratio = arm["ratio"]
+    measured, word = _against_baseline(faster, variant, report, names)
+    ratio = variant["ratio"]
     if measured == "not measured" or None in ratio.values():
         return measured, word
     inverse = {"median": ratio["median"], "low": ratio["high"], "high": ratio["low"]}
     measured = span({key: 1 / value for key, value in inverse.items()}, "times")
     tokens = (report.get("design") or {}).get("epoch_tokens")
-    rates = [one["tokens_per_second"]["median"] for one in (report["arms"][0], arm)]
+    rates = [one["tokens_per_second"]["median"] for one in (report["variants"][0], variant)]
     if claim["metric"] == "epoch_seconds" and tokens and None not in rates:
         measured += f", {' → '.join(words(tokens / rate, 'seconds') for rate in rates)}"
     return measured, word

@@ -78,26 +78,26 @@ def cost_of_experiment(
     """A report's ``cost``, as docs/report-schema.md has it; None without a price.
 
     Args:
-        report: with ``arms``, and as far as they're known ``design.seconds`` and ``quality``.
+        report: with ``variants``, and as far as they're known ``design.seconds`` and ``quality``.
         price: of an hour, in the user's currency.
         devices: that trained.
-        joules_per_token: of each arm, as far as they were counted.
+        joules_per_token: of each variant, as far as they were counted.
         joules: of the whole experiment.
         source: which counter gave them, or why there is none.
         earlier_seconds: of the experiments that led to this one, which are a part of its cost.
     """
     if price is None:
         return None
-    arms: Sequence[Mapping[str, Any]] = report["arms"]
+    variants: Sequence[Mapping[str, Any]] = report["variants"]
     seconds = (report.get("design") or {}).get("seconds")
     quality = (report.get("quality") or {}).get("verdict")
     used = joules_per_token or {}
     paid = price.paid(devices)
     energy = {name: each * 1e6 / JOULES_PER_KWH for name, each in used.items() if each}
     per_million = {
-        arm["name"]: price.money(1e6 / rate, paid, energy.get(arm["name"]))
-        for arm in arms
-        if (rate := arm["tokens_per_second"]["median"]) and verdict_word(arm["verdict"]) != "failed"
+        variant["name"]: price.money(1e6 / rate, paid, energy.get(variant["name"]))
+        for variant in variants
+        if (rate := variant["tokens_per_second"]["median"]) and verdict_word(variant["verdict"]) != "failed"
     }
     cost: dict[str, Any] = {
         "currency": price.currency,
@@ -108,7 +108,7 @@ def cost_of_experiment(
     if seconds is None:
         return cost
     seconds += earlier_seconds
-    final = arms[-1]
+    final = variants[-1]
     good = on_the_whole(final, report) not in ("failed", "no effect") and quality != "worse"
     kwh = None if joules is None else joules / JOULES_PER_KWH
     spent = price.money(seconds, paid, kwh)

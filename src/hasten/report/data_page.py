@@ -64,8 +64,8 @@ def write_page(
 def page(title: str, found: DataStatistics, ways: Sequence[BatchLayout], advice: str) -> str:
     """The page's HTML; every text is escaped, the drawings escape their own."""
     drawn = (
-        ("Records by length in tokens", _histogram(found), lambda value: f"{value:,.0f}"),
-        ("How full the slots are", _fullness(ways), lambda value: f"{value:.0%}"),
+        ("Examples by length in tokens", _histogram(found), lambda value: f"{value:,.0f}"),
+        ("How full the positions are", _fullness(ways), lambda value: f"{value:.0%}"),
     )
     drawings = [
         (heading, *(bar_chart(heading, bars, width, 0.0, words) for width in WIDTHS))
@@ -81,9 +81,9 @@ def _facts(found: DataStatistics) -> list[tuple[str, str]]:
     share = found.trained_tokens / found.tokens
     quantiles = ", ".join(f"{q} %: {n:,}" for q, n in found.quantiles.items())
     return [
-        ("records", f"{found.records:,}, {found.duplicates:,} of them duplicates"),
+        ("examples", f"{found.examples:,}, {found.duplicates:,} of them duplicates"),
         ("tokens", f"{found.tokens:,}, {share:.1%} of them trained"),
-        ("tokens per record", f"{found.shortest:,} to {found.longest:,}; {quantiles}"),
+        ("tokens per example", f"{found.shortest:,} to {found.longest:,}; {quantiles}"),
     ]
 
 
@@ -91,8 +91,8 @@ def _histogram(found: DataStatistics) -> list[Bar]:
     bars = []
     for one in found.bins:
         name = f"{one.low:,}-{one.high - 1:,}" if one.high - one.low > 1 else f"{one.low:,}"
-        text = f"{one.records:,} ({one.tokens / found.tokens:.1%} of tokens)"
-        bars.append(Bar(name, text, float(one.records)))
+        text = f"{one.examples:,} ({one.tokens / found.tokens:.1%} of tokens)"
+        bars.append(Bar(name, text, float(one.examples)))
     return bars
 
 

@@ -1,8 +1,8 @@
 """All judgements of a report: ratios over common rounds, the noise, what gained, what did not pay.
 
-A ratio is taken only between rounds that ran in the same turn. Arms of one experiment may have been
+A ratio is taken only between rounds that ran in the same turn. Variants of one experiment may have been
 measured in groups, because memory holds only so many at once; then each carries the baseline's
-values of its own rounds (``Arm.beside``), and two arms of different groups never ran side by side.
+values of its own rounds (``Variant.beside``), and two variants of different groups never ran side by side.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from hasten import formatting
 from hasten.core.plan import Plan
 from hasten.formatting import signed, span, words
-from hasten.measure.ablation import Arm
+from hasten.measure.ablation import Variant
 from hasten.measure.quality.requirements import FAILED
 from hasten.measure.significance import (
     LEAST_FLOOR,
@@ -40,50 +40,50 @@ SAME_LOSS = 1e-5  # relative: what the order of float32 sums changes, and no mor
 NOT_MEASURED: dict[str, float | None] = {"median": None, "low": None, "high": None}
 
 
-def ratios_of(arm: Arm, base: Arm) -> list[float]:
-    """The arm's tokens per second over the baseline's, round by round; empty if one has none."""
-    if arm.failed is not None or base.failed is not None:
+def ratios_of(variant: Variant, base: Variant) -> list[float]:
+    """The variant's tokens per second over the baseline's, round by round; empty if one has none."""
+    if variant.failed is not None or base.failed is not None:
         return []
-    beside = arm.beside or base.rounds
-    return [ours / theirs for ours, theirs in zip(arm.rounds, beside, strict=False)]
+    beside = variant.beside or base.rounds
+    return [ours / theirs for ours, theirs in zip(variant.rounds, beside, strict=False)]
 
 
-def ratio_to(arm: Arm, base: Arm) -> Interval | None:
-    """Tokens per second of an arm over the baseline's, paired by round; None if one has none.
+def ratio_to(variant: Variant, base: Variant) -> Interval | None:
+    """Tokens per second of a variant over the baseline's, paired by round; None if one has none.
 
     Rounds are complete from the first on, so those with the same number ran in the same turn.
     """
-    found = ratios_of(arm, base)
-    return ratio_of_rounds(found, arm.luck) if found else None
+    found = ratios_of(variant, base)
+    return ratio_of_rounds(found, variant.luck) if found else None
 
 
-def ratio_between(arm: Arm, other: Arm, base: Arm) -> tuple[Interval, list[float]] | None:
-    """One arm over another, and its value in each round; of different groups without the latter.
+def ratio_between(variant: Variant, other: Variant, base: Variant) -> tuple[Interval, list[float]] | None:
+    """One variant over another, and its value in each round; of different groups without the latter.
 
-    Arms of different groups are compared by their ratios to the baseline, each of its own rounds.
+    Variants of different groups are compared by their ratios to the baseline, each of its own rounds.
     """
-    if other is base or arm is base or _side_by_side([arm, other]):
-        theirs = arm.beside if other is base and arm.beside else other.rounds
-        ours = other.beside if arm is base and other.beside else arm.rounds
+    if other is base or variant is base or _side_by_side([variant, other]):
+        theirs = variant.beside if other is base and variant.beside else other.rounds
+        ours = other.beside if variant is base and other.beside else variant.rounds
         found = [a / b for a, b in zip(ours, theirs, strict=False)]
-        return (ratio_of_rounds(found, arm.luck), found) if found else None
-    sides = ratios_of(other, base), ratios_of(arm, base)
-    return (_widened(unpaired_ratio(*sides), arm), []) if all(sides) else None
+        return (ratio_of_rounds(found, variant.luck), found) if found else None
+    sides = ratios_of(other, base), ratios_of(variant, base)
+    return (_widened(unpaired_ratio(*sides), variant), []) if all(sides) else None
 
 
-def floor_of(arms: Sequence[Arm]) -> float:
+def floor_of(variants: Sequence[Variant]) -> float:
     """The share that nobody should act on in this experiment."""
-    ratios = _again(arms)
-    return noise_floor(ratios, arms[0].luck) if ratios else LEAST_FLOOR
+    ratios = _again(variants)
+    return noise_floor(ratios, variants[0].luck) if ratios else LEAST_FLOOR
 
 
-def noise_of(arms: Sequence[Arm]) -> dict[str, Any] | None:
+def noise_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
     """What a second copy of the baseline showed; None where there was none."""
-    ratios = _again(arms)
+    ratios = _again(variants)
     if not ratios:
         return None
-    luck, floor = arms[0].luck, floor_of(arms)
-    ratio = ratio_of_rounds(ratios, arms[0].luck)
+    luck, floor = variants[0].luck, floor_of(variants)
+    ratio = ratio_of_rounds(ratios, variants[0].luck)
     said = span(ratio.summary(), "times")
     rounds = "1 round" if len(ratios) == 1 else f"{len(ratios)} rounds"
     text = f"A second copy of the baseline ran at {said} of the first over {rounds}."
@@ -98,41 +98,41 @@ def noise_of(arms: Sequence[Arm]) -> dict[str, Any] | None:
     if luck is not None:
         text += (
             f" Processes of one program lie {100 * luck.spread:.1f} % apart here (standard "
-            "deviation, from all arms' builds); intervals allow for it."
+            "deviation, from all variants' builds); intervals allow for it."
         )
-    text += _losses_apart(arms)
+    text += _losses_apart(variants)
     return {"ratio": ratio.summary(), "floor": floor, "text": text}
 
 
-def _losses_apart(arms: Sequence[Arm]) -> str:
+def _losses_apart(variants: Sequence[Variant]) -> str:
     """A sentence on two copies of one program that computed other losses; empty where none did.
 
     Sums whose order isn't fixed differ in the last bit; a router's near tie makes more of it.
     """
-    copy = next((arm for arm in arms if arm.kind == "again"), None)
+    copy = next((variant for variant in variants if variant.kind == "again"), None)
     if copy is None:
         return ""
-    pairs = list(zip(arms[0].losses, copy.losses, strict=False))
+    pairs = list(zip(variants[0].losses, copy.losses, strict=False))
     apart = [abs(a - b) / abs(a) if a else abs(b) for (_, a), (_, b) in pairs]
     step = next((i for i, share in enumerate(apart, start=1) if not share <= SAME_LOSS), None)
     if step is None:
         return ""
     return (
         f" The copies' training losses differ from step {step} on, by {100 * max(apart):.2g} % at "
-        "most: this program doesn't compute the same twice, and no held-out loss of a single "
+        "most: this program doesn't compute the same twice, and no eval loss of a single "
         "process says more than that."
     )
 
 
-def interaction_of(arms: Sequence[Arm]) -> dict[str, Any] | None:
+def interaction_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
     """All techniques together against the product of their single gains; None where not asked."""
-    base = arms[0]
-    together = next((arm for arm in arms if arm.kind == "all" and len(arm.plan) > 1), None)
-    if together is None or not any(arm.kind == "alone" for arm in arms):
+    base = variants[0]
+    together = next((variant for variant in variants if variant.kind == "all" and len(variant.plan) > 1), None)
+    if together is None or not any(variant.kind == "alone" for variant in variants):
         return None
     singles = []
     for technique in together.plan:
-        alone = [arm for arm in arms if arm.plan.techniques == (technique,)]
+        alone = [variant for variant in variants if variant.plan.techniques == (technique,)]
         if not alone or not ratios_of(alone[0], base):
             text = f"Not measured: {technique.name()} has no result of its own."
             return {"ratio": NOT_MEASURED, "text": text}
@@ -141,21 +141,21 @@ def interaction_of(arms: Sequence[Arm]) -> dict[str, Any] | None:
         text = "Not measured: the techniques together have no result."
         return {"ratio": NOT_MEASURED, "text": text}
     if not _side_by_side([together, *singles]):
-        text = "Not measured: not all of these arms were alive together."
+        text = "Not measured: not all of these variants were alive together."
         return {"ratio": NOT_MEASURED, "text": text}
     ratio = _joint(together, singles, base)
     return {"ratio": ratio.summary(), "text": _interaction_words(ratio)}
 
 
-def rebuilt_of(arm: Arm, base: Arm) -> dict[str, Any] | None:
-    """A second fresh build of the arm against its first, both as ratios to the baseline.
+def rebuilt_of(variant: Variant, base: Variant) -> dict[str, Any] | None:
+    """A second fresh build of the variant against its first, both as ratios to the baseline.
 
     The baseline itself has its speed alone. None where a build has fewer than two rounds.
     """
-    values = arm.rounds if arm is base else ratios_of(arm, base)
-    pairs = list(zip(values, arm.builds, strict=False))
+    values = variant.rounds if variant is base else ratios_of(variant, base)
+    pairs = list(zip(values, variant.builds, strict=False))
     first, second = ([value for value, build in pairs if build == n] for n in (0, 1))
-    if arm.failed is not None or min(len(first), len(second)) < 2:
+    if variant.failed is not None or min(len(first), len(second)) < 2:
         return None
     ratio = unpaired_ratio(first, second)
     text = f"The second build ran at {span(ratio.summary(), 'times')} of the first"
@@ -164,24 +164,24 @@ def rebuilt_of(arm: Arm, base: Arm) -> dict[str, Any] | None:
     return {"ratio": ratio.summary(), "text": f"{text}."}
 
 
-def _widened(ratio: Interval, arm: Arm, arms: float = 2.0) -> Interval:
+def _widened(ratio: Interval, variant: Variant, variants: float = 2.0) -> Interval:
     """At least as wide as the luck of the processes makes it, where that is known."""
-    return ratio if arm.luck is None else arm.luck.widened(ratio, arms=arms)
+    return ratio if variant.luck is None else variant.luck.widened(ratio, variants=variants)
 
 
-def _again(arms: Sequence[Arm]) -> list[float]:
-    copies = [ratios_of(arm, arms[0]) for arm in arms if arm.kind == "again"]
+def _again(variants: Sequence[Variant]) -> list[float]:
+    copies = [ratios_of(variant, variants[0]) for variant in variants if variant.kind == "again"]
     return copies[0] if copies else []
 
 
-def _side_by_side(arms: Sequence[Arm]) -> bool:
-    """Whether round i of all these arms ran in the same turn."""
-    return all(arm.beside == arms[0].beside for arm in arms)
+def _side_by_side(variants: Sequence[Variant]) -> bool:
+    """Whether round i of all these variants ran in the same turn."""
+    return all(variant.beside == variants[0].beside for variant in variants)
 
 
-def _joint(together: Arm, singles: Sequence[Arm], base: Arm) -> Interval:
+def _joint(together: Variant, singles: Sequence[Variant], base: Variant) -> Interval:
     beside = together.beside or base.rounds
-    every = [beside, together.rounds, *(arm.rounds for arm in singles)]
+    every = [beside, together.rounds, *(variant.rounds for variant in singles)]
     rounds = min(len(values) for values in every)
     first, second, *rest = (values[:rounds] for values in every)
     # The baseline's luck is in every single gain and once in that of all together.
@@ -200,28 +200,28 @@ def _interaction_words(ratio: Interval) -> str:
     return f"{start}: no interaction was found."
 
 
-# One judgement per arm: its effect against the arm that it belongs beside, and its quality.
+# One judgement per variant: its effect against the variant that it belongs beside, and its quality.
 #
-# An arm's effect is its speed against another arm: on a ladder the row above, for a plan without
+# A variant's effect is its speed against another variant: on a ladder the row above, for a plan without
 # one technique the whole plan, else the baseline. Whether the model is as good is judged apart,
 # against the baseline. The effect's word is the first that applies: it failed; it is a row of a
 # ladder that adds several techniques at once, so that its effect is that of none of them; nobody
-# knows what its techniques did; none of those that the other arm hasn't acted. Only then does the
+# knows what its techniques did; none of those that the other variant hasn't acted. Only then does the
 # ratio decide, by the rules of `significance.judge_effects`: beyond the noise floor of the
-# experiment and after Holm's correction for the number of its arms.
+# experiment and after Holm's correction for the number of its variants.
 
-MARGIN = 0.01  # of the held-out loss: fixed before any run, for the whole plan; wide for one seed
+MARGIN = 0.01  # of the eval loss: fixed before any run, for the whole plan; wide for one seed
 GUILTY = FAILED
 Guard = Sequence[Mapping[str, Any]]  # report.guard: one entry per technique that was tested
-Row = Mapping[str, Any]  # an arm as the report has it
-Plans = Mapping[str, Sequence[str]]  # each arm's techniques as texts, by the arm's name
+Row = Mapping[str, Any]  # a variant as the report has it
+Plans = Mapping[str, Sequence[str]]  # each variant's techniques as texts, by the variant's name
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What is said of one arm.
+    """What is said of one variant.
 
-    ``verdict`` is about ``effect``, its speed over that of the arm ``against``; ``p_value`` is the
+    ``verdict`` is about ``effect``, its speed over that of the variant ``against``; ``p_value`` is the
     one after the correction. ``quality`` is about its model against the baseline's.
     """
 
@@ -239,50 +239,50 @@ def verdict_word(text: str | None) -> str:
     return (text or "").partition(":")[0]
 
 
-def judge_arms(
-    arms: Sequence[Arm],
+def judge_variants(
+    variants: Sequence[Variant],
     guard: Guard = (),
     *,
     plans: Plans | None = None,
     floor: float | None = None,
 ) -> list[Judgement]:
-    """The judgement of every arm, in their order; the first is the baseline.
+    """The judgement of every variant, in their order; the first is the baseline.
 
     Args:
-        arms: with their rounds.
+        variants: with their rounds.
         guard: the proofs of equal quality.
-        plans: of arms that were read, and have none of their own.
+        plans: of variants that were read, and have none of their own.
         floor: of the experiment's noise; by its second baseline if left out.
     """
-    base = arms[0]
-    plans = plans or {arm.name: [str(t) for t in arm.plan] for arm in arms}
-    floor = floor_of(arms) if floor is None else floor
-    others = references(arms, plans)
+    base = variants[0]
+    plans = plans or {variant.name: [str(t) for t in variant.plan] for variant in variants}
+    floor = floor_of(variants) if floor is None else floor
+    others = references(variants, plans)
     usable = others if _has_result(base) else {}
-    effects = {n: ratio_between(a, usable[n], base) for a in arms if (n := a.name) in usable}
-    rows = _ladder(arms, plans)[1:]
-    rows = rows or [arm.name for arm in arms[1:] if arm.name.startswith("+ ")]  # of a ladder's end
+    effects = {n: ratio_between(a, usable[n], base) for a in variants if (n := a.name) in usable}
+    rows = _ladder(variants, plans)[1:]
+    rows = rows or [variant.name for variant in variants[1:] if variant.name.startswith("+ ")]  # of a ladder's end
     several = {n: new for n in rows if n in usable and len(new := _new(n, others, plans)) > 1}
     known = {n: effect for n, effect in effects.items() if effect is not None and n not in several}
     words = judge_effects(known, floor, base.luck)
     tested = sum(said.p_value is not None for said in words.values())
     found = []
-    for arm in arms:
-        effect, names = effects.get(arm.name), plans[arm.name]
-        is_as_good = _quality_of(arm, base, guard, names)
-        if effect is None or arm.failed is not None:
-            found.append(Judgement(_state(arm, base), is_as_good))
+    for variant in variants:
+        effect, names = effects.get(variant.name), plans[variant.name]
+        is_as_good = _quality_of(variant, base, guard, names)
+        if effect is None or variant.failed is not None:
+            found.append(Judgement(_state(variant, base), is_as_good))
             continue
-        (ratio, rounds), other = effect, others[arm.name].name
-        if arm.name in several:
-            text = f"together: adds {', '.join(several[arm.name])} at once"
+        (ratio, rounds), other = effect, others[variant.name].name
+        if variant.name in several:
+            text = f"together: adds {', '.join(several[variant.name])} at once"
             found.append(Judgement(text, is_as_good, other, ratio))
             continue
-        said = words[arm.name]
-        own = set(_new(arm.name, others, plans))
-        text = _effect_text(arm, own, said)
+        said = words[variant.name]
+        own = set(_new(variant.name, others, plans))
+        text = _effect_text(variant, own, said)
         needed = None
-        if verdict_word(text) == "undecided" and arm.unfinished is None:
+        if verdict_word(text) == "undecided" and variant.unfinished is None:
             by_rounds = ratio_of_rounds(rounds) if rounds else ratio
             needed = rounds_needed(by_rounds, floor, said.rivals, base.luck)
         corrected = None if said.p_value is None else tested > 1
@@ -290,42 +290,42 @@ def judge_arms(
     return found
 
 
-def _new(name: str, others: Mapping[str, Arm], plans: Plans) -> list[str]:
-    """The techniques that an arm has and the arm that it is compared with hasn't."""
+def _new(name: str, others: Mapping[str, Variant], plans: Plans) -> list[str]:
+    """The techniques that a variant has and the variant that it is compared with hasn't."""
     before = plans[others[name].name]
     return [text.partition("(")[0] for text in plans[name] if text not in before]
 
 
-def _ladder(arms: Sequence[Arm], plans: Plans) -> list[str]:
-    rows = ({"name": a.name, "kind": a.kind, "techniques": plans[a.name]} for a in arms)
+def _ladder(variants: Sequence[Variant], plans: Plans) -> list[str]:
+    rows = ({"name": a.name, "kind": a.kind, "techniques": plans[a.name]} for a in variants)
     return [row["name"] for row in ladder_of(list(rows))]
 
 
-def references(arms: Sequence[Arm], plans: Plans) -> dict[str, Arm]:
-    """The arm that the effect of each arm with a result is against, by name."""
-    measured = [arm for arm in arms[1:] if arm.kind != "again" and _has_result(arm)]
-    whole = [arm for arm in measured if arm.kind == "all"] or [arms[0]]
-    found = {a.name: whole[-1] if a.kind == "left out" else arms[0] for a in measured}
-    above, ladder = arms[0], _ladder(arms, plans)
-    for arm in measured:
-        if arm.name in ladder:
-            found[arm.name], above = above, arm
+def references(variants: Sequence[Variant], plans: Plans) -> dict[str, Variant]:
+    """The variant that the effect of each variant with a result is against, by name."""
+    measured = [variant for variant in variants[1:] if variant.kind != "again" and _has_result(variant)]
+    whole = [variant for variant in measured if variant.kind == "all"] or [variants[0]]
+    found = {a.name: whole[-1] if a.kind == "left out" else variants[0] for a in measured}
+    above, ladder = variants[0], _ladder(variants, plans)
+    for variant in measured:
+        if variant.name in ladder:
+            found[variant.name], above = above, variant
     return found
 
 
-def ladder_of(arms: Sequence[Row]) -> list[Row]:
-    """The baseline and the arms that each add something to the one above; empty if none do."""
-    base, *rest = arms
-    rungs = [arm for arm in rest if arm.get("kind") in (None, "ladder", "all")]
-    plans = [set(arm["techniques"]) for arm in (base, *rungs)]
-    named = any(arm.get("kind") in (None, "ladder") for arm in rungs)
+def ladder_of(variants: Sequence[Row]) -> list[Row]:
+    """The baseline and the variants that each add something to the one above; empty if none do."""
+    base, *rest = variants
+    rungs = [variant for variant in rest if variant.get("kind") in (None, "ladder", "all")]
+    plans = [set(variant["techniques"]) for variant in (base, *rungs)]
+    named = any(variant.get("kind") in (None, "ladder") for variant in rungs)
     is_ladder = named and len(rungs) > 1 and all(one < other for one, other in pairwise(plans))
     return [base, *rungs] if is_ladder else []
 
 
-def quality(final: Arm, base: Arm, guard: Guard = ()) -> dict[str, Any]:
-    """Whether the model is as good: by the guard, and by the held-out loss after equal tokens."""
-    found = _held_out(final, base)
+def quality(final: Variant, base: Variant, guard: Guard = ()) -> dict[str, Any]:
+    """Whether the model is as good: by the guard, and by the eval loss after equal tokens."""
+    found = _eval_data(final, base)
     guilty = guilty_of(map(str, final.plan), guard)
     if not guilty:
         return found
@@ -339,79 +339,79 @@ def guilty_of(techniques: Iterable[str], guard: Guard) -> list[Mapping[str, Any]
     return [e for e in guard if e["verdict"] in GUILTY and e["technique"] in names]
 
 
-def idle_techniques(arm: Arm) -> list[str]:
+def idle_techniques(variant: Variant) -> list[str]:
     """Techniques that were seen not to act."""
-    return [a["technique"] for a in arm.acted if a["acted"] is False]
+    return [a["technique"] for a in variant.acted if a["acted"] is False]
 
 
-def last_loss(arm: Arm) -> float | None:
-    """The held-out loss at the end; None for an arm that failed or had no look after training."""
-    looked = bool(arm.held_out) and arm.held_out[-1][0] > 0  # the first look is at 0 tokens
-    return arm.held_out[-1][1] if looked and not arm.failed else None
+def last_loss(variant: Variant) -> float | None:
+    """The eval loss at the end; None for a variant that failed or had no look after training."""
+    looked = bool(variant.eval_data) and variant.eval_data[-1][0] > 0  # the first look is at 0 tokens
+    return variant.eval_data[-1][1] if looked and not variant.failed else None
 
 
-def _has_result(arm: Arm) -> bool:
-    return arm.failed is None and bool(arm.rounds)
+def _has_result(variant: Variant) -> bool:
+    return variant.failed is None and bool(variant.rounds)
 
 
-def _state(arm: Arm, base: Arm) -> str:
-    """What is said of an arm without an effect."""
-    if arm.failed is not None:
-        return f"failed: {arm.failed}"
-    if arm is base:
-        return "baseline" if arm.unfinished is None else f"baseline: {arm.unfinished}"
-    if arm.kind == "again":
+def _state(variant: Variant, base: Variant) -> str:
+    """What is said of a variant without an effect."""
+    if variant.failed is not None:
+        return f"failed: {variant.failed}"
+    if variant is base:
+        return "baseline" if variant.unfinished is None else f"baseline: {variant.unfinished}"
+    if variant.kind == "again":
         return "baseline: a second copy, for the noise"
     return f"undecided: {'it' if _has_result(base) else 'the baseline'} has no result"
 
 
-def _effect_text(arm: Arm, own: Collection[str], said: EffectVerdict) -> str:
+def _effect_text(variant: Variant, own: Collection[str], said: EffectVerdict) -> str:
     """The verdict on an effect, where what its techniques did is known and they acted.
 
-    ``own`` are the techniques that the other arm hasn't.
+    ``own`` are the techniques that the other variant hasn't.
     """
-    if arm.unfinished is not None:
-        return f"undecided: what its techniques did is not known ({arm.unfinished})"
-    at_rest = [name for name in idle_techniques(arm) if name in own]
+    if variant.unfinished is not None:
+        return f"undecided: what its techniques did is not known ({variant.unfinished})"
+    at_rest = [name for name in idle_techniques(variant) if name in own]
     if own and set(own) <= set(at_rest):
         return f"no effect: {', '.join(at_rest)} did not act"
     return f"{said.word}: {', '.join(at_rest)} did not act" if at_rest else said.text
 
 
-def _quality_of(arm: Arm, base: Arm, guard: Guard, techniques: Iterable[str]) -> str | None:
-    """Whether an arm's model is as good as the baseline's, with the reason where it is worse."""
-    if arm is base or arm.kind == "again" or not _has_result(arm):
+def _quality_of(variant: Variant, base: Variant, guard: Guard, techniques: Iterable[str]) -> str | None:
+    """Whether a variant's model is as good as the baseline's, with the reason where it is worse."""
+    if variant is base or variant.kind == "again" or not _has_result(variant):
         return None
     guilty = guilty_of(techniques, guard)
     if guilty:
         return f"worse: {guilty[0]['technique']}: {guilty[0]['text']}"
-    word: str = _held_out(arm, base)["verdict"]
+    word: str = _eval_data(variant, base)["verdict"]
     if word != "worse":
         return word
-    return f"worse: held-out loss {base.held_out[-1][1]:.4f} → {arm.held_out[-1][1]:.4f}"
+    return f"worse: eval loss {base.eval_data[-1][1]:.4f} → {variant.eval_data[-1][1]:.4f}"
 
 
-def _held_out(final: Arm, base: Arm) -> dict[str, Any]:
-    """Whether the held-out loss after equal tokens is within the margin of the baseline's."""
+def _eval_data(final: Variant, base: Variant) -> dict[str, Any]:
+    """Whether the eval loss after equal tokens is within the margin of the baseline's."""
     ours, theirs = last_loss(final), last_loss(base)
     owed = "; ".join(f"{t}: {t.fidelity.value}" for t in final.plan) or "nothing is owed"
     if ours is None or theirs is None or not 0 < theirs < math.inf:  # NaN included
         return {"margin": MARGIN, "verdict": "undecided", "text": f"not measured ({owed})"}
     change = ours / theirs - 1
-    tokens = final.held_out[-1][0]
-    if final.held_out[-1][0] != base.held_out[-1][0]:
-        return {"margin": MARGIN, "verdict": "undecided", "text": "tokens differ between arms"}
+    tokens = final.eval_data[-1][0]
+    if final.eval_data[-1][0] != base.eval_data[-1][0]:
+        return {"margin": MARGIN, "verdict": "undecided", "text": "tokens differ between variants"}
     text = (
-        f"Held-out loss {theirs:.4f} → {ours:.4f} ({signed(100 * change, 3)} %) after the same "
+        f"Eval loss {theirs:.4f} → {ours:.4f} ({signed(100 * change, 3)} %) after the same "
         f"{tokens:,} tokens, one seed. By how much it might be worse was fixed before the run: "
         f"{100 * MARGIN:g} %."
     )
     return {"margin": MARGIN, "verdict": "not worse" if change <= MARGIN else "worse", "text": text}
 
 
-# What several arms of a report say together. An arm's own verdict is about its effect against one
-# other arm, and stands in the report. What a technique still gains beside all the others needs two
-# other arms; it is a ratio paired by round, as everywhere.
+# What several variants of a report say together. A variant's own verdict is about its effect against one
+# other variant, and stands in the report. What a technique still gains beside all the others needs two
+# other variants; it is a ratio paired by round, as everywhere.
 
 _SAME = 1e-3  # by which a ratio may differ from its rounds' for being rounded
 _SENSIBLE = (1e-50, 1e50)  # tokens per second; beyond, logarithms and their squares lose meaning
@@ -426,16 +426,16 @@ class SwitchGain:
     beside: Interval | None
 
 
-def result_of(arms: Sequence[Row]) -> Row:
-    """The arm that the head of the page compares with the baseline: all of it, or the last."""
-    whole = [arm for arm in arms if arm["kind"] == "all"]
-    plain = [arm for arm in arms if arm["kind"] not in ("again", "left out")]
-    return (whole or plain or arms)[-1]
+def result_of(variants: Sequence[Row]) -> Row:
+    """The variant that the head of the page compares with the baseline: all of it, or the last."""
+    whole = [variant for variant in variants if variant["kind"] == "all"]
+    plain = [variant for variant in variants if variant["kind"] not in ("again", "left out")]
+    return (whole or plain or variants)[-1]
 
 
 def paired_speed(one: Row, other: Row, base: Row) -> Interval | None:
-    """The speed of the other arm over the one's, paired by round; None if they can't be paired."""
-    found = {id(row): measured_arm(row, base) for row in (base, one, other)}
+    """The speed of the other variant over the one's, paired by round; None if they can't be paired."""
+    found = {id(row): measured_variant(row, base) for row in (base, one, other)}
     sides = found[id(other)], found[id(one)]
     if not all(side.rounds for side in sides):
         return None
@@ -443,21 +443,21 @@ def paired_speed(one: Row, other: Row, base: Row) -> Interval | None:
     return None if ratio is None else ratio[0]
 
 
-def measured_arm(row: Row, base: Row) -> Arm:
-    """An arm of a report with what verdicts need of it; without rounds where they can't be paired.
+def measured_variant(row: Row, base: Row) -> Variant:
+    """A variant of a report with what verdicts need of it; without rounds where they can't be paired.
 
-    An arm without `beside`, whose ratio isn't that of its rounds over the baseline's, has run in
+    A variant without `beside`, whose ratio isn't that of its rounds over the baseline's, has run in
     other turns.
     """
     usable = all(map(_sensible, (*row["rounds"], *row["beside"]))) and _in_turn(row, base)
     luck = row["luck"]
     known = luck is not None and all(map(_sensible, luck.values()))
-    failed, loss, curve = verdict_word(row["verdict"]) == "failed", row["held_out_loss"], [(1, 0.0)]
-    return Arm(
+    failed, loss, curve = verdict_word(row["verdict"]) == "failed", row["eval_loss"], [(1, 0.0)]
+    return Variant(
         row["name"],
         Plan(),
         rounds=list(row["rounds"]) if usable and not failed else [],
-        held_out=[] if loss is None else [((row["held_out_curve"] or curve)[-1][0] or 0, loss)],
+        eval_data=[] if loss is None else [((row["eval_curve"] or curve)[-1][0] or 0, loss)],
         acted=row["acted"],
         failed=row["verdict"] if failed else None,
         kind=row["kind"],
@@ -466,50 +466,50 @@ def measured_arm(row: Row, base: Row) -> Arm:
     )
 
 
-def on_the_whole(arm: Row, report: Mapping[str, Any]) -> str:
-    """The word for an arm's speed against the baseline, whatever its own effect is against."""
-    word = verdict_word(arm["verdict"])
-    if arm.get("against") in (None, report["arms"][0]["name"]) and word != "together":
+def on_the_whole(variant: Row, report: Mapping[str, Any]) -> str:
+    """The word for a variant's speed against the baseline, whatever its own effect is against."""
+    word = verdict_word(variant["verdict"])
+    if variant.get("against") in (None, report["variants"][0]["name"]) and word != "together":
         return word
-    ratio = arm["ratio"]
+    ratio = variant["ratio"]
     if None in ratio.values():
         return "undecided"
     floor = (report.get("noise") or {}).get("floor")
     return word_of(Interval(ratio["median"], **ratio, rounds=0), floor)
 
 
-def switches(arms: Sequence[Row]) -> list[SwitchGain]:
+def switches(variants: Sequence[Row]) -> list[SwitchGain]:
     """Every technique of the whole plan, where it was measured apart; not what a ladder shows."""
-    final = result_of(arms)
+    final = result_of(variants)
     wanted = set(final["techniques"])
-    apart = [a for a in arms[1:] if a is not final and a["kind"] not in ("again", "ladder")]
-    if any(a["kind"] is None for a in apart) and ladder_of(arms):
+    apart = [a for a in variants[1:] if a is not final and a["kind"] not in ("again", "ladder")]
+    if any(a["kind"] is None for a in apart) and ladder_of(variants):
         return []
     found = []
     for technique in dict.fromkeys(final["techniques"]):
         alone = [a for a in apart if a["techniques"] == [technique]]
         others = wanted - {technique}
         without = [a for a in apart if others and set(a["techniques"]) == others]
-        beside = paired_speed(without[0], final, arms[0]) if without else None
+        beside = paired_speed(without[0], final, variants[0]) if without else None
         if alone or beside is not None:
             found.append(SwitchGain(technique, alone[0] if alone else None, beside))
     return found
 
 
 def fastest_of_equal_quality(report: Mapping[str, Any]) -> Row | None:
-    """The fastest arm whose model isn't worse; None where nothing was measured.
+    """The fastest variant whose model isn't worse; None where nothing was measured.
 
-    The baseline is one of these arms. Of a ladder, last rows that aren't likely to gain anything
+    The baseline is one of these variants. Of a ladder, last rows that aren't likely to gain anything
     are left off: the simpler plan wins, as with ``plan: auto``.
     """
-    arms: Sequence[Row] = report["arms"]
-    base = arms[0]
+    variants: Sequence[Row] = report["variants"]
+    base = variants[0]
     if base["tokens_per_second"]["median"] is None:
         return None
-    equal = [arm for arm in arms[1:] if verdict_word(arm["quality"]) == "not worse"]
-    every: list[Row] = [base, *(arm for arm in equal if arm["ratio"]["median"] is not None)]
-    best = max(every, key=lambda arm: arm["ratio"]["median"] or 0.0)
-    rows = ladder_of(arms)
+    equal = [variant for variant in variants[1:] if verdict_word(variant["quality"]) == "not worse"]
+    every: list[Row] = [base, *(variant for variant in equal if variant["ratio"]["median"] is not None)]
+    best = max(every, key=lambda variant: variant["ratio"]["median"] or 0.0)
+    rows = ladder_of(variants)
     place = next((i for i, row in enumerate(rows) if row is best), 0)
     for above in reversed(rows[:place]):
         if above not in every or not _is_idle_row(best, above):
@@ -518,38 +518,38 @@ def fastest_of_equal_quality(report: Mapping[str, Any]) -> Row | None:
     return best
 
 
-def _is_idle_row(arm: Row, above: Row) -> bool:
+def _is_idle_row(variant: Row, above: Row) -> bool:
     """Whether a row isn't likely to be faster than the one above; one round doesn't tell."""
-    effect: Mapping[str, float | None] = arm.get("effect") or NOT_MEASURED
+    effect: Mapping[str, float | None] = variant.get("effect") or NOT_MEASURED
     median, low, high = effect["median"], effect["low"], effect["high"]
-    if arm.get("against") != above["name"] or median is None or low is None or high is None:
+    if variant.get("against") != above["name"] or median is None or low is None or high is None:
         return False
-    ratio = Interval(median, median, low, high, len(arm["rounds"]))
-    return not (verdict_word(arm["verdict"]) == "helped" or is_likely(ratio))
+    ratio = Interval(median, median, low, high, len(variant["rounds"]))
+    return not (verdict_word(variant["verdict"]) == "helped" or is_likely(ratio))
 
 
-def compared(arms: Sequence[Row]) -> list[Row]:
-    """The arms whose own speed says whether something pays."""
-    return [a for a in arms[1:] if a["kind"] not in ("again", "left out")]
+def compared(variants: Sequence[Row]) -> list[Row]:
+    """The variants whose own speed says whether something pays."""
+    return [a for a in variants[1:] if a["kind"] not in ("again", "left out")]
 
 
 def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What did not pay, one entry per arm or switch.
+    """What did not pay, one entry per variant or switch.
 
     Returns:
         ``name``, ``why``, and ``word``: hurt, no effect, undecided, or worse (the model, which
-        wasn't so yet in the arm that it is compared with).
+        wasn't so yet in the variant that it is compared with).
     """
-    arms, floor, found = report["arms"], report["noise"]["floor"], []
-    quality_of = {arm["name"]: arm["quality"] for arm in arms}
-    for arm in compared(arms):
-        word, reasons = verdict_word(arm["verdict"]), [effect_words(arm), arm["verdict"]]
-        if verdict_word(arm["quality"]) == "worse" != verdict_word(quality_of.get(arm["against"])):
-            word, reasons = word if word == "hurt" else "worse", [*reasons, arm["quality"]]
+    variants, floor, found = report["variants"], report["noise"]["floor"], []
+    quality_of = {variant["name"]: variant["quality"] for variant in variants}
+    for variant in compared(variants):
+        word, reasons = verdict_word(variant["verdict"]), [effect_words(variant), variant["verdict"]]
+        if verdict_word(variant["quality"]) == "worse" != verdict_word(quality_of.get(variant["against"])):
+            word, reasons = word if word == "hurt" else "worse", [*reasons, variant["quality"]]
         if word in ("worse", "hurt", "no effect", "undecided"):
-            found.append({"name": arm["name"], "why": "; ".join(reasons), "word": word})
+            found.append({"name": variant["name"], "why": "; ".join(reasons), "word": word})
     listed = {row["name"] for row in found}
-    for switch in switches(arms):
+    for switch in switches(variants):
         gain = switch.beside
         listed_alone = switch.alone is not None and switch.alone["name"] in listed
         if gain is None or listed_alone or (word := word_of(gain, floor)) == "helped":
@@ -594,12 +594,12 @@ def amount(value: object) -> str:
     return words(float(value), "found") if number else str(value)  # type: ignore[arg-type]
 
 
-def _in_turn(arm: Row, base: Row) -> bool:
-    """Whether the arm's ratio is that of its rounds over the baseline's, as far as it is known."""
-    pairs = zip(arm["rounds"], base["rounds"], strict=False)
+def _in_turn(variant: Row, base: Row) -> bool:
+    """Whether the variant's ratio is that of its rounds over the baseline's, as far as it is known."""
+    pairs = zip(variant["rounds"], base["rounds"], strict=False)
     ratios = [a / b for a, b in pairs if _sensible(a) and _sensible(b)]
-    told = arm["ratio"]["median"]
-    if arm is base or arm["beside"] or told is None or not ratios:
+    told = variant["ratio"]["median"]
+    if variant is base or variant["beside"] or told is None or not ratios:
         return True
     return math.isclose(statistics.median(ratios), told, rel_tol=_SAME)
 
@@ -609,29 +609,29 @@ def _sensible(value: float | None) -> bool:
     return value is not None and math.isfinite(value) and low < value < high
 
 
-def effect_words(arm: Row, usual: str | None = None) -> str:
-    """An arm's own effect with its interval, and against which arm if that isn't the usual one."""
-    if arm["kind"] == "again":
-        return span(arm["ratio"], "times")
-    if verdict_word(arm["verdict"]) == "baseline":
+def effect_words(variant: Row, usual: str | None = None) -> str:
+    """A variant's own effect with its interval, and against which variant if that isn't the usual one."""
+    if variant["kind"] == "again":
+        return span(variant["ratio"], "times")
+    if verdict_word(variant["verdict"]) == "baseline":
         return "–"
-    found = span(arm["effect"] or NOT_MEASURED, "times")
-    return found if arm["against"] in (None, usual) else f"{found} of {arm['against']}"
+    found = span(variant["effect"] or NOT_MEASURED, "times")
+    return found if variant["against"] in (None, usual) else f"{found} of {variant['against']}"
 
 
-def arms_that_hurt(arms: Sequence[Row]) -> set[str]:
-    """Names of the arms to be shown in red: slower than what they belong beside.
+def variants_that_hurt(variants: Sequence[Row]) -> set[str]:
+    """Names of the variants to be shown in red: slower than what they belong beside.
 
     Not those that leave a technique out: there it is good news for the technique.
     """
     return {
-        a["name"] for a in arms if verdict_word(a["verdict"]) == "hurt" and a["kind"] != "left out"
+        a["name"] for a in variants if verdict_word(a["verdict"]) == "hurt" and a["kind"] != "left out"
     }
 
 
 def lead_of(report: Mapping[str, Any]) -> Row:
-    """The arm of the headline: the fastest of equal quality if it helped, else the result."""
+    """The variant of the headline: the fastest of equal quality if it helped, else the result."""
     best = fastest_of_equal_quality(report)
     if best is None or on_the_whole(best, report) != "helped":
-        return result_of(report["arms"])
+        return result_of(report["variants"])
     return best

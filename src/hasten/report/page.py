@@ -3,7 +3,7 @@
 The input is plain data, described key by key in docs/report-schema.md.
 
 1. schema.py makes it JSON and checks it against its shapes.
-2. judgement.py derives what several arms say, formatting.py says numbers, svg.py draws them.
+2. judgement.py derives what several variants say, formatting.py says numbers, svg.py draws them.
 3. The page is rendered from report.html.jinja and page/*.jinja, the table as Markdown.
 4. Both files are rendered before either is written, and each appears by a rename, so that no
    reader ever sees half a report.
@@ -34,7 +34,7 @@ from hasten.report.judgement import (
     Row,
     amount,
     any_known,
-    arms_that_hurt,
+    variants_that_hurt,
     compared,
     effect_words,
     ladder_of,
@@ -91,35 +91,35 @@ def page_of(plain: Mapping[str, Any], read: dict[str, Any]) -> str:
 
 def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: PageLimits) -> str:
     data, complete = _embedded(plain)
-    arms = read["arms"]
-    judged = compared(arms)
+    variants = read["variants"]
+    judged = compared(variants)
     return (
         _environment()
         .get_template("report.html.jinja")
         .render(
             report=read,
-            base=arms[0],
-            final=result_of(arms),
+            base=variants[0],
+            final=result_of(variants),
             machine=machine(read["hardware"]),
             drawings=drawings(read),
-            ladder=bool(ladder_of(arms)),
+            ladder=bool(ladder_of(variants)),
             table=table_of(read),
-            hurt=arms_that_hurt(arms),
+            hurt=variants_that_hurt(variants),
             lead=lead_of(read),
             lead_plan=_plan_lines(lead_of(read), read),
             lead_word=on_the_whole(lead_of(read), read),
-            proofs=proofs(arms),
-            steady=steadiness(arms),
-            step_terms=terms(arms, "step", "seconds"),
-            memory_terms=terms(arms, "memory", "memory"),
+            proofs=proofs(variants),
+            steady=steadiness(variants),
+            step_terms=terms(variants, "step", "seconds"),
+            memory_terms=terms(variants, "memory", "memory"),
             unpaid=unpaid(read),
             compared=len(judged),
             paid=sum(
-                verdict_word(arm["verdict"]) != "failed" for arm in judged
+                verdict_word(variant["verdict"]) != "failed" for variant in judged
             ),  # if nothing is unpaid
             unmeasured=unmeasured(read),
             more_rounds=more_rounds,
-            busy=load_of_others(arms),
+            busy=load_of_others(variants),
             has_cost=has_cost(read["cost"]),
             recipe=_cut(outline(read["recipe"]) if read["recipe"] else "{}", limits.recipe),
             data=data,
@@ -128,22 +128,22 @@ def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: PageLimits
     )
 
 
-def recipe_plan(arm: Mapping[str, Any], report: Mapping[str, Any]) -> list[Any] | None:
-    """The arm's plan as a recipe has it; None where the report's recipe lists no such plan."""
+def recipe_plan(variant: Mapping[str, Any], report: Mapping[str, Any]) -> list[Any] | None:
+    """The variant's plan as a recipe has it; None where the report's recipe lists no such plan."""
     asked = report["recipe"].get("plan")
-    names = {text.partition("(")[0] for text in arm["techniques"]}
+    names = {text.partition("(")[0] for text in variant["techniques"]}
     kept = [entry for entry in asked if name_of(entry) in names] if isinstance(asked, list) else []
     return kept if len(kept) == len(names) else None
 
 
-def _plan_lines(arm: Mapping[str, Any], read: Mapping[str, Any]) -> str | None:
-    """The arm's plan as lines of a recipe, without settings that are a technique's defaults."""
-    entries = _plain_plan(arm, read)
+def _plan_lines(variant: Mapping[str, Any], read: Mapping[str, Any]) -> str | None:
+    """The variant's plan as lines of a recipe, without settings that are a technique's defaults."""
+    entries = _plain_plan(variant, read)
     return outline({"plan": entries}) if entries else None
 
 
-def _plain_plan(arm: Mapping[str, Any], read: Mapping[str, Any]) -> list[Any] | None:
-    entries = recipe_plan(arm, read)
+def _plain_plan(variant: Mapping[str, Any], read: Mapping[str, Any]) -> list[Any] | None:
+    entries = recipe_plan(variant, read)
     with contextlib.suppress(InputError):  # techniques that this version doesn't know
         return entries and [plain_entry(entry) for entry in entries]
     return entries
@@ -171,12 +171,12 @@ def _environment() -> Environment:
 def _shortened(read: dict[str, Any], limits: PageLimits) -> dict[str, Any]:
     """The report with long texts and lists cut; `cut` says of what. Numbers stay as they are."""
     counts: list[str] = []
-    arms = read["arms"]
-    if len(arms) > limits.entries:  # the baseline and the result stay
-        final = result_of(arms)
-        kept = [arm for arm in arms[1:] if arm is not final][: limits.entries - 2]
-        counts.append(f"{len(arms) - len(kept) - 2} arms aren't shown")
-        arms = [arms[0], *kept, final]
+    variants = read["variants"]
+    if len(variants) > limits.entries:  # the baseline and the result stay
+        final = result_of(variants)
+        kept = [variant for variant in variants[1:] if variant is not final][: limits.entries - 2]
+        counts.append(f"{len(variants) - len(kept) - 2} variants aren't shown")
+        variants = [variants[0], *kept, final]
 
     def cut(value: Any) -> Any:
         if isinstance(value, str):
@@ -194,19 +194,19 @@ def _shortened(read: dict[str, Any], limits: PageLimits) -> dict[str, Any]:
             return [cut(item) for item in (value if numbers else value[: limits.entries])]
         return value
 
-    names = [arm["name"] for arm in arms]
-    plain = read | {"arms": [], "cost": _of_arms(read["cost"], names)}
+    names = [variant["name"] for variant in variants]
+    plain = read | {"variants": [], "cost": _of_variants(read["cost"], names)}
     samples = read["samples"][:_SAMPLES]
     plain["samples"] = [{k: _cut(text, _SAMPLE) for k, text in one.items()} for one in samples]
     short = {key: cut(value) for key, value in plain.items()}
     short["more_samples"] = len(read["samples"]) - len(samples)
-    short["arms"] = [{key: cut(value) for key, value in arm.items()} for arm in arms]
+    short["variants"] = [{key: cut(value) for key, value in variant.items()} for variant in variants]
     kept_as_it_is = {key: read[key] for key in ("created", "created_words")}
     return short | kept_as_it_is | {"cut": "; ".join(dict.fromkeys(counts))}
 
 
-def _of_arms(cost: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """The prices of those arms alone, so that no list of prices ends before its arm."""
+def _of_variants(cost: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """The prices of those variants alone, so that no list of prices ends before its variant."""
 
     def some(prices: Mapping[str, Any] | None) -> dict[str, Any] | None:
         if prices is None:
@@ -232,8 +232,8 @@ def _embedded(plain: Mapping[str, Any]) -> tuple[str, bool]:
     Where the whole would make the page too heavy, curves become means; report.json keeps all.
     """
     for most in (None, 200, 50):
-        arms = plain["arms"] if most is None else [_thinned(arm, most) for arm in plain["arms"]]
-        text = _inert(json.dumps({**plain, "arms": arms}))
+        variants = plain["variants"] if most is None else [_thinned(variant, most) for variant in plain["variants"]]
+        text = _inert(json.dumps({**plain, "variants": variants}))
         if len(text) <= _EMBEDDED:
             return text, most is None
     return _inert(
@@ -247,58 +247,58 @@ def _inert(text: str) -> str:
     return text
 
 
-def _thinned(arm: Mapping[str, Any], most: int) -> dict[str, Any]:
-    curves = {key: thin(arm[key], most) for key in ("loss_curve", "held_out_curve") if arm.get(key)}
-    return {**arm, **curves}
+def _thinned(variant: Mapping[str, Any], most: int) -> dict[str, Any]:
+    curves = {key: thin(variant[key], most) for key in ("loss_curve", "eval_curve") if variant.get(key)}
+    return {**variant, **curves}
 
 
-# Rows of the page that several arms make together.
+# Rows of the page that several variants make together.
 #
 # `hardware` alone is free in form, so its entries are used only where they are what they seem.
 
 
 @dataclass(frozen=True)
 class ReportTable:
-    """The arms as rows of text: a heading for each column, and for each arm its cells by column."""
+    """The variants as rows of text: a heading for each column, and for each variant its cells by column."""
 
     columns: dict[str, str]
     rows: list[dict[str, str]]
 
 
 def table_of(report: Mapping[str, Any]) -> ReportTable:
-    """What each arm did: its own effect first, then the ratio to the baseline, then its quality.
+    """What each variant did: its own effect first, then the ratio to the baseline, then its quality.
 
     Where every effect is against the baseline anyway, there is no second column of it.
     """
-    arms, base = report["arms"], report["arms"][0]["name"]
-    ladder = bool(ladder_of(arms))
-    others = list(dict.fromkeys(arm["against"] for arm in arms if arm["against"]))
+    variants, base = report["variants"], report["variants"][0]["name"]
+    ladder = bool(ladder_of(variants))
+    others = list(dict.fromkeys(variant["against"] for variant in variants if variant["against"]))
     against_ = "the row above" if ladder else " or ".join(others) or base
     columns = {
-        "name": "arm",
+        "name": "variant",
         "effect": f"against {against_} [95 %]",
         "verdict": "effect",
         "ratio": f"against {base} [95 %]",
         "speed": "tokens/s",
         "quality": "quality",
         "memory": "peak memory",
-        "loss": "held-out loss",
+        "loss": "eval loss",
     }
     if set(others) <= {base} and not ladder:
         del columns["ratio"]
     rows = []
-    for number, arm in enumerate(arms):
-        usual = arms[number - 1]["name"] if ladder and number else base
+    for number, variant in enumerate(variants):
+        usual = variants[number - 1]["name"] if ladder and number else base
         rows.append(
             {
-                "name": arm["name"],
-                "effect": effect_words(arm, usual),
-                "verdict": verdict_word(arm["verdict"]),
-                "ratio": span(arm["ratio"], "times"),
-                "speed": words(arm["tokens_per_second"]["median"], "amount"),
-                "quality": verdict_word(arm["quality"]) or "–",
-                "memory": words(arm["peak_memory_bytes"], "memory"),
-                "loss": words(arm["held_out_loss"], "loss"),
+                "name": variant["name"],
+                "effect": effect_words(variant, usual),
+                "verdict": verdict_word(variant["verdict"]),
+                "ratio": span(variant["ratio"], "times"),
+                "speed": words(variant["tokens_per_second"]["median"], "amount"),
+                "quality": verdict_word(variant["quality"]) or "–",
+                "memory": words(variant["peak_memory_bytes"], "memory"),
+                "loss": words(variant["eval_loss"], "loss"),
             }
         )
     return ReportTable(columns, rows)
@@ -316,9 +316,9 @@ def machine(hardware: Mapping[str, Any]) -> str:
     return " · ".join([*said, words(memory, "memory")] if isinstance(memory, int) else said)
 
 
-def proofs(arms: Sequence[Row]) -> list[dict[str, Any]]:
-    """What each technique did, arms that say the same in one row, techniques in their order."""
-    uses = [(arm["name"], row) for arm in arms for row in arm["acted"]]
+def proofs(variants: Sequence[Row]) -> list[dict[str, Any]]:
+    """What each technique did, variants that say the same in one row, techniques in their order."""
+    uses = [(variant["name"], row) for variant in variants for row in variant["acted"]]
     users = Counter(row["technique"] for _, row in uses)
     found: dict[tuple[str, bool | None, str], list[str]] = {}
     for technique in users:
@@ -329,13 +329,13 @@ def proofs(arms: Sequence[Row]) -> list[dict[str, Any]]:
     for (technique, acted, evidence), names in found.items():
         every_user = len(names) == users[technique] > 1
         said = f"all {len(names)} with it" if every_user else ", ".join(names)
-        rows.append({"technique": technique, "acted": acted, "evidence": evidence, "arms": said})
+        rows.append({"technique": technique, "acted": acted, "evidence": evidence, "variants": said})
     return rows
 
 
-def terms(arms: Sequence[Row], part: str, unit: str) -> list[dict[str, Any]]:
-    """The ledger's `part` before and after: one row per term that either arm measured."""
-    first, last = arms[0]["ledger"][part], result_of(arms)["ledger"][part]
+def terms(variants: Sequence[Row], part: str, unit: str) -> list[dict[str, Any]]:
+    """The ledger's `part` before and after: one row per term that either variant measured."""
+    first, last = variants[0]["ledger"][part], result_of(variants)["ledger"][part]
     rows = []
     for number, name in enumerate(first, start=1):
         pair = first[name], last[name]
@@ -345,23 +345,23 @@ def terms(arms: Sequence[Row], part: str, unit: str) -> list[dict[str, Any]]:
     return rows
 
 
-def steadiness(arms: Sequence[Row]) -> list[dict[str, Any]]:
-    """How even each arm's steps were, the ledger's figures where there are any."""
+def steadiness(variants: Sequence[Row]) -> list[dict[str, Any]]:
+    """How even each variant's steps were, the ledger's figures where there are any."""
     rows = []
-    for arm in arms:
-        step, found = arm["step_seconds"], arm["ledger"]["stability"]
-        load = [value for value in arm["foreign_load"] if value is not None]
+    for variant in variants:
+        step, found = variant["step_seconds"], variant["ledger"]["stability"]
+        load = [value for value in variant["foreign_load"] if value is not None]
         rows.append(
             {
-                "name": arm["name"],
+                "name": variant["name"],
                 "p50": step["p50"] if found["p50"] is None else found["p50"],
                 "p99": step["p99"] if found["p99"] is None else found["p99"],
                 "spread": found["relative_spread"],
                 "stalls": found["stalls"],
                 "load": max(load, default=None),
-                "warmup": arm["warmup"]["seconds"],
-                "compile": arm["warmup"]["compile_seconds"],
-                "mfu": arm["mfu"],
+                "warmup": variant["warmup"]["seconds"],
+                "compile": variant["warmup"]["compile_seconds"],
+                "mfu": variant["mfu"],
             }
         )
     return rows
@@ -373,44 +373,44 @@ def has_cost(cost: Mapping[str, Any]) -> bool:
     return cost["per_million_tokens"] is not None or any(map(any_known, parts))
 
 
-def priced(prices: Mapping[str, Any] | None, arm: Row) -> float | None:
-    """An arm's entry in an object from arm names to numbers."""
-    value = (prices or {}).get(arm["name"])
+def priced(prices: Mapping[str, Any] | None, variant: Row) -> float | None:
+    """A variant's entry in an object from variant names to numbers."""
+    value = (prices or {}).get(variant["name"])
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def unmeasured(report: Mapping[str, Any]) -> list[str]:
     """What was dropped, what failed, and which sections of the page have nothing to show."""
-    arms = report["arms"]
+    variants = report["variants"]
     found = list(report["design"]["dropped"])
     found += [
-        f"{a['name']}: {a['verdict']}" for a in arms if verdict_word(a["verdict"]) == "failed"
+        f"{a['name']}: {a['verdict']}" for a in variants if verdict_word(a["verdict"]) == "failed"
     ]
     untested = (row for row in report["guard"] if verdict_word(row["verdict"]) == "not tested")
     found += [f"Equal quality of {row['technique']}: {reason_of(row)}" for row in untested]
     lines = (row for row in report["invariance"] if verdict_word(row["verdict"]) == "not tested")
     found += [f"Invariance, {row['what']}: {reason_of(row)}" for row in lines]
-    ledgers = [arm["ledger"] for arm in (arms[0], result_of(arms))]
+    ledgers = [variant["ledger"] for variant in (variants[0], result_of(variants))]
     absent = {
         "noise: no second copy of the baseline ran": report["noise"]["ratio"] is None,
         "the proof of equal quality that each switch owes": not report["guard"],
         "independence of the loss from packing, splits and neighbours": not report["invariance"],
         "where a step's time goes": not any(any_known(x["step"]) for x in ledgers),
         "what memory holds": not any(any_known(x["memory"]) for x in ledgers),
-        "MFU": not any(arm["mfu"] is not None for arm in arms),
-        "what else the machine did": not any(arm["foreign_load"] for arm in arms),
+        "MFU": not any(variant["mfu"] is not None for variant in variants),
+        "what else the machine did": not any(variant["foreign_load"] for variant in variants),
         "energy": not report["cost"]["energy"]["kwh_per_million_tokens"],
         "cost: no price was given": report["cost"]["per_million_tokens"] is None,
     }
     return found + [f"Not measured: {what}" for what, missing in absent.items() if missing]
 
 
-def more_rounds(arm: Mapping[str, Any], design: Mapping[str, Any]) -> str | None:
-    """How many more rounds would decide an arm's verdict, and how long they take; None: decided.
+def more_rounds(variant: Mapping[str, Any], design: Mapping[str, Any]) -> str | None:
+    """How many more rounds would decide a variant's verdict, and how long they take; None: decided.
 
     By the variance that was seen (`hasten.measure.significance.rounds_needed`).
     """
-    needed, seconds = arm["rounds_needed"], design["round_seconds"]
+    needed, seconds = variant["rounds_needed"], design["round_seconds"]
     if needed is None:
         return None
     rounds = "1 more round" if needed == 1 else f"{amount(needed)} more rounds"
@@ -419,9 +419,9 @@ def more_rounds(arm: Mapping[str, Any], design: Mapping[str, Any]) -> str | None
     return f"{rounds}, about {duration(needed * seconds)}"
 
 
-def load_of_others(arms: Sequence[Row]) -> str | None:
-    """How much of the processor others used while the arms had their turns; None: not measured."""
-    load = [value for arm in arms for value in arm["foreign_load"] if value is not None]
+def load_of_others(variants: Sequence[Row]) -> str | None:
+    """How much of the processor others used while the variants had their turns; None: not measured."""
+    load = [value for variant in variants for value in variant["foreign_load"] if value is not None]
     if not load:
         return None
     mean, most = words(statistics.fmean(load), "percent"), words(max(load), "percent")
@@ -430,12 +430,12 @@ def load_of_others(arms: Sequence[Row]) -> str | None:
 
 # The report in short, as Markdown that reads well in a terminal too.
 #
-# The table of arms; below it the reasons behind verdicts, the noise floor, what did not pay, where
+# The table of variants; below it the reasons behind verdicts, the noise floor, what did not pay, where
 # the guard objects, and the cost. The page has the rest.
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
-    """The arms as a Markdown table with notes below.
+    """The variants as a Markdown table with notes below.
 
     A verdict with a reason stands in full below the table, and so does MFU. Raises InputError where
     `report` departs from docs/report-schema.md.
@@ -448,29 +448,29 @@ def render_markdown(report: Mapping[str, Any]) -> str:
 
 
 def _notes(read: Mapping[str, Any]) -> Iterator[str]:  # noqa: C901  # a clause for each note
-    arms: Sequence[Mapping[str, Any]] = read["arms"]
+    variants: Sequence[Mapping[str, Any]] = read["variants"]
     rows = unpaid(read)
     listed = {row["name"] for row in rows}
-    if (lead := lead_of(read)) is not result_of(arms):
+    if (lead := lead_of(read)) is not result_of(variants):
         plan = f"({cell(', '.join(lead['techniques']))})"
         if entries := _plain_plan(lead, read):
             flow = yaml.safe_dump({"plan": entries}, default_flow_style=True, width=LONGEST)
             plan = f"`{' '.join(flow.strip()[1:-1].split())}`"
         ratio = span(lead["ratio"], "times")
         yield f"fastest at equal quality: {cell(lead['name'])}, {ratio}: {plan}"
-    if (busy := load_of_others(arms)) is not None:
+    if (busy := load_of_others(variants)) is not None:
         yield busy
-    for arm in arms:
-        if arm["verdict"] != verdict_word(arm["verdict"]) and arm["name"] not in listed:
-            yield f"{cell(arm['name'])}: {cell(arm['verdict'])}"
+    for variant in variants:
+        if variant["verdict"] != verdict_word(variant["verdict"]) and variant["name"] not in listed:
+            yield f"{cell(variant['name'])}: {cell(variant['verdict'])}"
     for row in rows:
         word = "not shown to pay" if row["word"] == "undecided" else "did not pay"
         yield f"{word}: {cell(row['name'])}: {cell(row['why'])}"
-    for arm in arms:
-        if (more := more_rounds(arm, read["design"])) is not None:
-            yield f"{cell(arm['name'])}: would be decided by {more}"
+    for variant in variants:
+        if (more := more_rounds(variant, read["design"])) is not None:
+            yield f"{cell(variant['name'])}: would be decided by {more}"
     if read["mfu"]:
-        some = arms if len(arms) <= 4 else [arms[0], result_of(arms)]
+        some = variants if len(variants) <= 4 else [variants[0], result_of(variants)]
         shares = ", ".join(f"{cell(a['name'])} {words(a['mfu'], 'percent')}" for a in some)
         yield f"{shares} {cell(read['mfu'])}"
     yield from _noise(read)
@@ -498,8 +498,8 @@ def _money(read: Mapping[str, Any]) -> Iterator[str]:
     cost = read["cost"]
     prices = cost["per_million_tokens"]
     if prices is not None:
-        ends = [read["arms"][0], result_of(read["arms"])]
-        said = " → ".join(words(priced(prices, arm), "price") for arm in ends[: len(read["arms"])])
+        ends = [read["variants"][0], result_of(read["variants"])]
+        said = " → ".join(words(priced(prices, variant), "price") for variant in ends[: len(read["variants"])])
         yield f"{cell(cost['currency'] or 'cost')} per million tokens: {said}"
     experiment = cost["experiment"]
     if experiment["money"] is not None:

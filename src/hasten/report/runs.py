@@ -51,7 +51,7 @@ class RunFacts:
     seconds: float | None = None
     tokens_per_second: float | None = None
     step_seconds: float | None = None  # median
-    held_out_loss: float | None = None
+    eval_loss: float | None = None
     peak_memory_bytes: float | None = None
     curve: tuple[Point, ...] = ()
     recipe: Mapping[str, Any] | None = None
@@ -63,7 +63,7 @@ class RunFacts:
 
 
 def read_runs(path: Path, read_recipe: Any = None) -> list[RunFacts]:
-    """The runs that a file or folder holds: one, or an experiment's first and last arm.
+    """The runs that a file or folder holds: one, or an experiment's first and last variant.
 
     Args:
         path: a folder, a report.json, or a trainer_state.json.
@@ -80,7 +80,7 @@ def read_runs(path: Path, read_recipe: Any = None) -> list[RunFacts]:
         return [_trained(path, read_object(path / "summary.json"), read_recipe)]
     if report.is_file():
         found = read_object(report)
-        return [_hugging_face(path, found)] if "log_history" in found else _arms(path, found)
+        return [_hugging_face(path, found)] if "log_history" in found else _variants(path, found)
     if (path / "metrics.jsonl").is_file():
         return [_logged(path)]
     raise InputError(
@@ -155,7 +155,7 @@ def _trained(path: Path, summary: Mapping[str, Any], read_recipe: Any) -> RunFac
         seconds=number(summary.get("seconds")),
         tokens_per_second=number(summary.get("tokens_per_second")),
         step_seconds=number(summary.get("step_seconds_median")),
-        held_out_loss=number(summary.get("held_out_loss")),
+        eval_loss=number(summary.get("eval_loss")),
         peak_memory_bytes=number(summary.get("peak_memory_bytes")),
         curve=_curve(lines),
         recipe=_object(values),
@@ -187,29 +187,29 @@ def _logged(path: Path) -> RunFacts:
     )
 
 
-def _arms(path: Path, report: Mapping[str, Any]) -> list[RunFacts]:
-    arms = report.get("arms")
-    if not _list(arms) or not arms or not all(isinstance(arm, dict) for arm in arms):
-        raise InputError(f"{path} is not a report: it lists no arms; see docs/report-schema.md")
+def _variants(path: Path, report: Mapping[str, Any]) -> list[RunFacts]:
+    variants = report.get("variants")
+    if not _list(variants) or not variants or not all(isinstance(variant, dict) for variant in variants):
+        raise InputError(f"{path} is not a report: it lists no variants; see docs/report-schema.md")
     label = path.parent.name if path.is_file() else path.name
-    return [_arm(label, arm, report) for arm in (arms[0], *arms[-1:][: len(arms) - 1])]
+    return [_variant(label, variant, report) for variant in (variants[0], *variants[-1:][: len(variants) - 1])]
 
 
-def _arm(label: str, arm: Mapping[str, Any], report: Mapping[str, Any]) -> RunFacts:
-    speed, step = _object(arm.get("tokens_per_second")), _object(arm.get("step_seconds"))
-    techniques, curve = arm.get("techniques"), arm.get("loss_curve")
+def _variant(label: str, variant: Mapping[str, Any], report: Mapping[str, Any]) -> RunFacts:
+    speed, step = _object(variant.get("tokens_per_second")), _object(variant.get("step_seconds"))
+    techniques, curve = variant.get("techniques"), variant.get("loss_curve")
     points = [p for p in curve if _list(p) and len(p) == 2] if _list(curve) else []
     pairs = [(number(a), number(b)) for a, b in points]
     steps = [Point(i, t, v) for i, (t, v) in enumerate(pairs, 1) if v is not None]
     return RunFacts(
-        name=f"{label}: {str(arm.get('name'))[:60]}",
+        name=f"{label}: {str(variant.get('name'))[:60]}",
         kind="hasten speedup",
         steps=len(pairs) or None,
         tokens=pairs[-1][0] if pairs else None,
         tokens_per_second=number((speed or {}).get("median")),
         step_seconds=number((step or {}).get("p50")),
-        held_out_loss=number(arm.get("held_out_loss")),
-        peak_memory_bytes=number(arm.get("peak_memory_bytes")),
+        eval_loss=number(variant.get("eval_loss")),
+        peak_memory_bytes=number(variant.get("peak_memory_bytes")),
         curve=tuple(steps),
         recipe=_object(report.get("recipe")),
         plan=tuple(map(str, techniques)) if _list(techniques) else None,
@@ -241,7 +241,7 @@ def _hugging_face(path: Path, state: Mapping[str, Any]) -> RunFacts:
         seconds=runtime,
         tokens_per_second=total / runtime if total and runtime else None,
         step_seconds=runtime / steps if runtime and steps else None,
-        held_out_loss=held[-1] if held else None,
+        eval_loss=held[-1] if held else None,
         curve=tuple(
             Point(int(step), number(e.get("num_tokens")), loss)
             for e in logs
@@ -296,14 +296,14 @@ def _object(value: object) -> dict[str, Any] | None:
 #
 # A loss is compared after equal tokens, as far as the shortest run goes; where a run doesn't say
 # its tokens, after equal steps. It is the mean of the training losses in the last tenth up to
-# there, because a single step's loss says more about its records than about the model.
+# there, because a single step's loss says more about its examples than about the model.
 
 STRETCH = 0.1  # of the way up to the common end: the losses that are averaged
 CLOSE = 0.005  # share by which tokens may differ, a last step being more or less full
 OWN = ("output", "price")  # keys that say nothing of the training
 MODEL = ("model", "tokenizer", "from_scratch", "finetuning_type")
 DATA = (
-    *("dataset", "columns", "held_out", "max_records", "max_rejected", "cutoff_len"),
+    *("dataset", "columns", "eval_data", "max_examples", "max_rejected", "cutoff_len"),
     *("too_long", "chat_template", "vocabulary"),
 )
 MACHINE = ("cpu", "usable_cores", "memory_limit_bytes", "accelerators", "device")
@@ -313,7 +313,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (  # key, heading, unit
     ("tokens_per_second", "tokens/s", "amount"),
     ("step_seconds", "step time", "seconds"),
     ("loss_at_equal", "training loss", "loss"),
-    ("held_out_loss", "held-out loss", "loss"),
+    ("eval_loss", "eval loss", "loss"),
     ("peak_memory_bytes", "peak memory", "memory"),
 )
 
@@ -383,7 +383,7 @@ def _loss_at(curve: Sequence[Point], where: float | None, unit: str) -> float | 
 def _differing(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
     """Keys of which two known recipes say different things, with every run's value.
 
-    A report's arm trains under its own techniques, not the recipe's plan.
+    A report's variant trains under its own techniques, not the recipe's plan.
     """
     values = [None if run.recipe is None else {**run.recipe, "plan": _plan(run)} for run in runs]
     known = [recipe for recipe in values if recipe is not None]
@@ -410,11 +410,11 @@ def _warnings(runs: Sequence[RunFacts]) -> list[str]:  # noqa: C901  # a clause 
     if len({run.corpus for run in runs if run.corpus is not None}) > 1:
         found.append("the embedded corpus differs")
     if "seed" in differs:
-        found.append("the seeds differ: other records are held out, and losses differ by chance")
+        found.append("the seeds differ: other examples are held out, and losses differ by chance")
     tokens = [run.tokens for run in runs if run.tokens is not None]
     if tokens and min(tokens) < (1 - CLOSE) * max(tokens):
         span = f"{min(tokens):,.0f} to {max(tokens):,.0f}"
-        found.append(f"the tokens differ ({span}): held-out losses are of different stages")
+        found.append(f"the tokens differ ({span}): eval losses are of different stages")
     elif not tokens or len(tokens) < len(runs):
         found.append(f"tokens are not known of {_names(runs, 'tokens')}")
     machines = [run.hardware for run in runs if run.hardware is not None]

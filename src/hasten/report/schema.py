@@ -34,7 +34,7 @@ LEDGER = {
     "utilisation?": float,
     "parallel_efficiency?": float,
 }
-ARM = {
+VARIANT = {
     "name": str,
     "kind?": str,
     "techniques": [str],
@@ -50,8 +50,8 @@ ARM = {
     "rebuilt?": {"ratio?": SPAN, "text?": str},
     "luck?": {"error": float, "freedom": float, "builds": float},
     "peak_memory_bytes?": float,
-    "held_out_loss?": float,
-    "held_out_curve?": [[float, float]],  # (tokens, loss)
+    "eval_loss?": float,
+    "eval_curve?": [[float, float]],  # (tokens, loss)
     "loss_curve?": [[float, float]],
     "step_seconds?": {"median?": float, "p50?": float, "p99?": float},
     "rounds?": [float],
@@ -75,7 +75,7 @@ _DESIGN = {
     "redone_rounds?": float,
     "ranks?": float,
     "epoch_tokens?": float,
-    "epoch_records?": float,
+    "epoch_examples?": float,
 }
 _INVARIANCE = {"what": str, "verdict": str, "found?": object, "tolerance?": object, "text?": str}
 _GUARD = {
@@ -101,7 +101,7 @@ REPORT: dict[str, Any] = {
     "title": str,
     "created": str,
     "command": str,
-    "arms": [ARM],
+    "variants": [VARIANT],
     "fastest?": str,
     "design?": _DESIGN,
     "noise?": {"ratio?": SPAN, "floor?": float, "text?": str},
@@ -122,7 +122,7 @@ REPORT: dict[str, Any] = {
             }
         ],
     },
-    "samples?": [{"prompt": str, "answer": str, "arm": str}],
+    "samples?": [{"prompt": str, "answer": str, "variant": str}],
     "hardware": dict,
     "versions": dict,
     "recipe": dict,
@@ -165,11 +165,11 @@ def read_report(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked(plain: dict[str, Any]) -> dict[str, Any]:
     read: dict[str, Any] = _read(plain, REPORT, "report")
-    names = [arm["name"] for arm in read["arms"]]
+    names = [variant["name"] for variant in read["variants"]]
     if read["schema"] != SCHEMA:
         raise InputError(f"This report has schema {read['schema']}, but only {SCHEMA} can be read.")
     if not names or len(set(names)) < len(names):
-        raise InputError(f"A report needs at least one arm and no name twice, but has {names}.")
+        raise InputError(f"A report needs at least one variant and no name twice, but has {names}.")
     return read
 
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.formatting import span
-from hasten.measure.ablation import Arm, Design, Kind, Which, plans_of, with_second_baseline
+from hasten.measure.ablation import Variant, Design, Kind, Which, plans_of, with_second_baseline
 from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared
 from hasten.measure.statistics import Interval, paired_ratio, verdict
 from hasten.progress import Audience, SilentProgress
@@ -36,7 +36,7 @@ from hasten.report.markup import cell, markdown_table
 DOUBT = 0.05  # of all decisions of a climb together
 FLOOR = 0.01  # a gain that nobody should act on
 
-Measure = Callable[[Plan, Plan], tuple[Arm, Arm]]  # the plan so far, and with one technique more
+Measure = Callable[[Plan, Plan], tuple[Variant, Variant]]  # the plan so far, and with one technique more
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Climb:
 def climb(
     techniques: Sequence[Technique],
     measure: Measure,
-    singles: Callable[[], Sequence[Arm]] | None = None,
+    singles: Callable[[], Sequence[Variant]] | None = None,
 ) -> Climb:
     """Try every technique on top of what was kept before it.
 
@@ -95,8 +95,8 @@ def climb(
     return Climb(kept, tuple(rungs))
 
 
-def decide(technique: Technique, before: Arm, after: Arm, doubt: float) -> LadderStep:
-    """Whether a technique stays, from the arm without it and the arm with it."""
+def decide(technique: Technique, before: Variant, after: Variant, doubt: float) -> LadderStep:
+    """Whether a technique stays, from the variant without it and the variant with it."""
 
     def rung(kept: bool, why: str, ratio: Interval | None = None) -> LadderStep:
         return LadderStep(str(technique), ratio.summary() if ratio else None, kept, why)
@@ -121,13 +121,13 @@ def decide(technique: Technique, before: Arm, after: Arm, doubt: float) -> Ladde
     return rung(False, lacks, ratio)
 
 
-def by_gain(techniques: Iterable[Technique], arms: Sequence[Arm]) -> list[Technique]:
+def by_gain(techniques: Iterable[Technique], variants: Sequence[Variant]) -> list[Technique]:
     """Techniques in the order of the gain each had alone; those without a result come last."""
     gains = {}
-    for arm in arms[1:]:
-        ratio = ratio_to(arm, arms[0])
-        if len(arm.plan) == 1 and ratio is not None:
-            gains[arm.plan.techniques[0]] = ratio.estimate
+    for variant in variants[1:]:
+        ratio = ratio_to(variant, variants[0])
+        if len(variant.plan) == 1 and ratio is not None:
+            gains[variant.plan.techniques[0]] = ratio.estimate
     return sorted(techniques, key=lambda t: gains.get(t, 0.0), reverse=True)
 
 
@@ -138,7 +138,7 @@ Order = Literal["slots", "gain"]
 
 def ablate(
     recipe: Recipe | str | Path,
-    arms: Which = "plan",
+    variants: Which = "plan",
     *,
     only: Sequence[str] = (),
     design: Design | None = None,
@@ -152,8 +152,8 @@ def ablate(
 
     Args:
         recipe: a recipe, or the path of one.
-        arms: which plans are compared, see docs/speedup.md.
-        only: techniques by name: arms that single out others are left out.
+        variants: which plans are compared, see docs/speedup.md.
+        only: techniques by name: variants that single out others are left out.
         design: how; eight rounds of four steps, and a second baseline, if left out.
         title: of the report.
         command: that repeats it.
@@ -167,7 +167,7 @@ def ablate(
     audience, began = audience or SilentProgress(), time.monotonic()
     subject = prepared(recipe, audience, ranks=True)
     design = design or Design(noise=True, seed=subject.recipe.seed)
-    plans, kinds = plans_of(subject.plan, arms, only)
+    plans, kinds = plans_of(subject.plan, variants, only)
     if design.noise:
         plans, kinds = with_second_baseline(plans, kinds)
     further = also(subject)
@@ -188,7 +188,7 @@ def climb_recipe(
 ) -> Climb:
     """Switch the recipe's techniques on one at a time, measure each, keep what pays.
 
-    Each decision is an experiment with a record of its own, so that a climb that was interrupted
+    Each decision is an experiment with an example of its own, so that a climb that was interrupted
     goes on. At the end the plan that is left is measured against the baseline.
 
     Args:
@@ -203,19 +203,19 @@ def climb_recipe(
     alone, singly = plans_of(subject.plan, "alone")  # refuses an empty plan
     seconds: list[float] = []  # of each experiment on the way
 
-    def arms(plans: Mapping[str, Plan], kinds: Mapping[str, Kind]) -> list[Arm]:
+    def variants(plans: Mapping[str, Plan], kinds: Mapping[str, Kind]) -> list[Variant]:
         found = measured(subject, plans, kinds, design, fresh, audience)
         seconds.append(found.design["seconds"])
-        return found.arms
+        return found.variants
 
-    def measure(before: Plan, after: Plan) -> tuple[Arm, Arm]:
+    def measure(before: Plan, after: Plan) -> tuple[Variant, Variant]:
         (new,) = set(after.techniques) - set(before.techniques)
         audience.tell(f"does {new} pay on top of: {before}?")
         names = {"so far": before, f"+ {new.name()}": after}
-        found = arms(names, dict(zip(names, ("baseline", "ladder"), strict=True)))
+        found = variants(names, dict(zip(names, ("baseline", "ladder"), strict=True)))
         return found[0], found[-1]
 
-    singles = (lambda: arms(alone, singly)) if order == "gain" else None
+    singles = (lambda: variants(alone, singly)) if order == "gain" else None
     climbed = climb(list(subject.plan), measure, singles)
     if not len(climbed.plan):
         return climbed

@@ -1,4 +1,4 @@
-"""The report's drawings: from numbers to accessible inline SVG, and which arms each drawing shows.
+"""The report's drawings: from numbers to accessible inline SVG, and which variants each drawing shows.
 
 Every drawing takes its width in CSS pixels, so that the page can hold a wide and a narrow one and
 text keeps its size on a telephone. A value that wasn't measured (None, NaN, infinite) leaves a gap,
@@ -371,11 +371,11 @@ def _deviations(values: Sequence[float]) -> list[float]:
     return found if found and len(finite(found)) == len(values) else [0.0] * len(values)
 
 
-# The report's drawings by name: which arms each one shows, in which colours, with which words.
+# The report's drawings by name: which variants each one shows, in which colours, with which words.
 #
-# Drawings with a row per arm exist twice, for wide and for narrow screens. Which of the drawings of
-# speed there are depends on the arms: a waterfall where they are a ladder, pairs of bars (alone,
-# and beside all the others) where switches were measured apart, plain bars for all other arms.
+# Drawings with a row per variant exist twice, for wide and for narrow screens. Which of the drawings of
+# speed there are depends on the variants: a waterfall where they are a ladder, pairs of bars (alone,
+# and beside all the others) where switches were measured apart, plain bars for all other variants.
 
 WIDTHS = (800, 324)  # pixels of a drawing for wide and for narrow screens
 _CURVES = (390, 250)  # pixels, width and height
@@ -386,42 +386,42 @@ Draw = Callable[[int], str]  # a drawing by its width
 
 def drawings(report: Mapping[str, Any]) -> Drawings:
     """Every drawing that this report has something to show for."""
-    arms = report["arms"]
+    variants = report["variants"]
     draws: dict[str, Draw] = {
         **_speeds(report),
-        **_ledgers(arms),
-        "memory": _memory(arms),
-        "rounds": _rounds(arms),
-        **_loads(arms),
+        **_ledgers(variants),
+        "memory": _memory(variants),
+        "rounds": _rounds(variants),
+        **_loads(variants),
     }
     found = {name: [draw(width) for width in WIDTHS] for name, draw in draws.items()}
-    shown = [arm for arm in arms if arm["kind"] != "again"]
-    ordered = sorted(shown, key=lambda a: (a is not arms[0], a is not result_of(arms)))
-    for name, key in (("held_out", "held_out_curve"), ("training", "loss_curve")):
-        if any(arm[key] for arm in arms):
-            title = f"{'Held-out' if name == 'held_out' else 'Training'} loss"
-            curves = [Curve(arm["name"], arm[key], _tone(arm, arms)) for arm in ordered]
+    shown = [variant for variant in variants if variant["kind"] != "again"]
+    ordered = sorted(shown, key=lambda a: (a is not variants[0], a is not result_of(variants)))
+    for name, key in (("eval_data", "eval_curve"), ("training", "loss_curve")):
+        if any(variant[key] for variant in variants):
+            title = f"{'Held-out' if name == 'eval_data' else 'Training'} loss"
+            curves = [Curve(variant["name"], variant[key], _tone(variant, variants)) for variant in ordered]
             found[name] = [line_chart(title, curves, _CURVES, UNITS["tokens"])]
     return found
 
 
 def _speeds(report: Mapping[str, Any]) -> dict[str, Draw]:
-    """The waterfall, the pairs, and bars for the arms that neither of them shows."""
-    arms, floor = report["arms"], report["noise"]["floor"]
-    ladder, apart = ladder_of(arms), switches(arms)
+    """The waterfall, the pairs, and bars for the variants that neither of them shows."""
+    variants, floor = report["variants"], report["noise"]["floor"]
+    ladder, apart = ladder_of(variants), switches(variants)
     pairs = _pairs(apart, report) if any(switch.beside for switch in apart) else []
-    shown = {arm["name"] for arm in ladder}
+    shown = {variant["name"] for variant in ladder}
     if pairs:
         shown |= {switch.alone["name"] for switch in apart if switch.alone}
-        shown |= {arm["name"] for arm in arms if arm["kind"] == "left out"}
-    rest = [arm for arm in arms if arm["name"] not in shown and arm["kind"] != "again"]
+        shown |= {variant["name"] for variant in variants if variant["kind"] == "left out"}
+    rest = [variant for variant in variants if variant["name"] not in shown and variant["kind"] != "again"]
     found: dict[str, Draw] = {}
     if ladder:
         steps = _waterfall(ladder, report)
         found["waterfall"] = _bars("Speed against the baseline, one more at a time", steps, floor)
     if pairs:
         found["pairs"] = _bars("What each switch gains, alone and with the others", pairs, floor)
-    if any(arm is not arms[0] for arm in rest) or not found:
+    if any(variant is not variants[0] for variant in rest) or not found:
         found["ratio"] = _bars(
             "Speed against the baseline", [_speed(a, report) for a in rest], floor
         )
@@ -432,24 +432,24 @@ def _bars(title: str, bars: Sequence[Bar], floor: float | None) -> Draw:
     return lambda width: bar_chart(title, bars, width, 1, lambda v: f"{v:.3g}×", floor)
 
 
-def _speed(arm: Row, report: Mapping[str, Any]) -> Bar:
-    """An arm's bar against the baseline."""
-    tone = _tone_of(arm, on_the_whole(arm, report))
-    ratio = arm["ratio"]
+def _speed(variant: Row, report: Mapping[str, Any]) -> Bar:
+    """A variant's bar against the baseline."""
+    tone = _tone_of(variant, on_the_whole(variant, report))
+    ratio = variant["ratio"]
     text = span(ratio, "times")
-    return Bar(arm["name"], text, ratio["median"], ratio["low"], ratio["high"], tone)
+    return Bar(variant["name"], text, ratio["median"], ratio["low"], ratio["high"], tone)
 
 
-def _tone_of(arm: Row, word: str) -> str:
-    return "harm" if verdict_word(arm["quality"]) == "worse" else _HUES.get(word, "other")
+def _tone_of(variant: Row, word: str) -> str:
+    return "harm" if verdict_word(variant["quality"]) == "worse" else _HUES.get(word, "other")
 
 
 def _waterfall(ladder: Sequence[Row], report: Mapping[str, Any]) -> list[Bar]:
     """Each rung's bar begins where the last known one ended, in the colour of its own effect."""
     bars, height = [_speed(ladder[0], report)], ladder[0]["ratio"]["median"]
-    for arm in ladder[1:]:
-        found = _speed(arm, report)
-        bars.append(replace(found, tone=_tone_of(arm, verdict_word(arm["verdict"])), start=height))
+    for variant in ladder[1:]:
+        found = _speed(variant, report)
+        bars.append(replace(found, tone=_tone_of(variant, verdict_word(variant["verdict"])), start=height))
         height = found.value if found.value is not None else height
     return bars
 
@@ -471,13 +471,13 @@ def _pairs(apart: Sequence[SwitchGain], report: Mapping[str, Any]) -> list[Bar]:
     return bars
 
 
-def _memory(arms: Sequence[Row]) -> Draw:
-    unit, sign = _byte_unit([arm["peak_memory_bytes"] for arm in arms])
+def _memory(variants: Sequence[Row]) -> Draw:
+    unit, sign = _byte_unit([variant["peak_memory_bytes"] for variant in variants])
     bars = []
-    for arm in (arm for arm in arms if arm["kind"] != "again"):
-        used = arm["peak_memory_bytes"]
+    for variant in (variant for variant in variants if variant["kind"] != "again"):
+        used = variant["peak_memory_bytes"]
         value = None if used is None else used / unit
-        bars.append(Bar(arm["name"], _used(arm, arms[0]), value, tone=_tone(arm, arms)))
+        bars.append(Bar(variant["name"], _used(variant, variants[0]), value, tone=_tone(variant, variants)))
     return lambda width: bar_chart("Peak memory", bars, width, 0, lambda v: f"{v:g} {sign}")
 
 
@@ -485,46 +485,46 @@ def _byte_unit(values: Sequence[float | None]) -> tuple[float, str]:
     return (1e9, "GB") if max((v or 0 for v in values), default=0) >= 1e9 else (1e6, "MB")
 
 
-def _rounds(arms: Sequence[Row]) -> Draw:
-    strips = [Strip(a["name"], _reach(a["rounds"]), a["rounds"], _tone(a, arms)) for a in arms]
+def _rounds(variants: Sequence[Row]) -> Draw:
+    strips = [Strip(a["name"], _reach(a["rounds"]), a["rounds"], _tone(a, variants)) for a in variants]
     return lambda width: strip_chart("Speed in each round", strips, width)
 
 
-def _loads(arms: Sequence[Row]) -> dict[str, Draw]:
-    """What others took of the machine in each round, for the arms that say so."""
+def _loads(variants: Sequence[Row]) -> dict[str, Draw]:
+    """What others took of the machine in each round, for the variants that say so."""
     strips = []
-    for arm in (arm for arm in arms if any(v is not None for v in arm["foreign_load"])):
-        known = [value for value in arm["foreign_load"] if value is not None]
+    for variant in (variant for variant in variants if any(v is not None for v in variant["foreign_load"])):
+        known = [value for value in variant["foreign_load"] if value is not None]
         text = f"most {words(max(known), 'percent')}"
-        strips.append(Strip(arm["name"], text, known, _tone(arm, arms)))
+        strips.append(Strip(variant["name"], text, known, _tone(variant, variants)))
     title = "Processor time used by others in each round"
     return {"load": lambda width: strip_chart(title, strips, width, True)} if strips else {}
 
 
-def _ledgers(arms: Sequence[Row]) -> dict[str, Draw]:
+def _ledgers(variants: Sequence[Row]) -> dict[str, Draw]:
     """The stacks of a step's time and of memory, before and after."""
-    ends = [arms[0]] if len(arms) == 1 else [arms[0], result_of(arms)]
+    ends = [variants[0]] if len(variants) == 1 else [variants[0], result_of(variants)]
     found: dict[str, Draw] = {}
     for name, part, title in (
         ("step_stack", "step", "Where a step's time goes"),
         ("memory_stack", "memory", "What memory holds"),
     ):
-        if any(any_known(arm["ledger"][part]) for arm in ends):
+        if any(any_known(variant["ledger"][part]) for variant in ends):
             found[name] = _stacks(title, ends, part)
     return found
 
 
-def _stacks(title: str, arms: Sequence[Row], part: str) -> Draw:
-    """The parts of some arms in the unit that suits the largest."""
-    values = [arm["ledger"][part].values() for arm in arms]
+def _stacks(title: str, variants: Sequence[Row], part: str) -> Draw:
+    """The parts of some variants in the unit that suits the largest."""
+    values = [variant["ledger"][part].values() for variant in variants]
     sums = [sum(value for value in some if value is not None) for some in values]
     unit, sign = _byte_unit(sums) if part == "memory" else _second_unit(sums)
     stacks = []
-    for arm, whole in zip(arms, sums, strict=True):
-        terms = arm["ledger"][part].items()
+    for variant, whole in zip(variants, sums, strict=True):
+        terms = variant["ledger"][part].items()
         parts = {name: None if value is None else value / unit for name, value in terms}
         said = words(whole, "memory" if part == "memory" else "seconds")
-        stacks.append(Stack(arm["name"], said if any_known(parts) else NOT_MEASURED, parts))
+        stacks.append(Stack(variant["name"], said if any_known(parts) else NOT_MEASURED, parts))
     return lambda width: stack_chart(title, stacks, width, lambda v: f"{v:.3g} {sign}")
 
 
@@ -532,19 +532,19 @@ def _second_unit(values: Sequence[float]) -> tuple[float, str]:
     return (1, "s") if max(values, default=0) >= 1 else (1e-3, "ms")
 
 
-def _tone(arm: Row, arms: Sequence[Row]) -> str:
-    return "base" if arm is arms[0] else "final" if arm is result_of(arms) else "other"
+def _tone(variant: Row, variants: Sequence[Row]) -> str:
+    return "base" if variant is variants[0] else "final" if variant is result_of(variants) else "other"
 
 
-def _used(arm: Row, base: Row) -> str:
-    """An arm's peak memory with its change from the baseline."""
-    used, before = arm["peak_memory_bytes"], base["peak_memory_bytes"]
-    known = arm is not base and used is not None and before
+def _used(variant: Row, base: Row) -> str:
+    """A variant's peak memory with its change from the baseline."""
+    used, before = variant["peak_memory_bytes"], base["peak_memory_bytes"]
+    known = variant is not base and used is not None and before
     return words(used, "memory") + (f" ({words(used / before - 1, 'change')})" if known else "")
 
 
 def _reach(rounds: Sequence[float | None]) -> str:
-    """How far an arm's rounds lie from their median."""
+    """How far a variant's rounds lie from their median."""
     known = [value for value in rounds if value]
     middle = statistics.median(known) if known else 0
     if not middle:

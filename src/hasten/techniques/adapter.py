@@ -54,7 +54,7 @@ class LoRA(Technique):
 
     @property
     def claims(self) -> tuple[Claim, ...]:
-        # The time of an epoch is its records over the speed: what is measured is the speed.
+        # The time of an epoch is its examples over the speed: what is measured is the speed.
         source = "the articles' LoRA run: an epoch 32 -> 21.5 min"
         return (Claim("tokens_per_second", round(32 / 21.5, 2), source),)
 

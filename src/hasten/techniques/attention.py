@@ -23,7 +23,7 @@ VARLEN = ("torch_attn::_varlen_attn", "aten::_flash_attention_forward")
 
 @dataclass(frozen=True)
 class DocumentAttention(Technique):
-    """Causal attention document by document: no work between the records of a packed row.
+    """Causal attention document by document: no work between the examples of a packed row.
 
     On rows that aren't packed it is plain causal attention.
     """
@@ -59,7 +59,7 @@ class DocumentAttention(Technique):
             return Proof(ours, f"the model's attention is {config._attn_implementation}")
         calls, kernel = probes.count(seen, *CALLS), probes.count(seen, KERNEL, *VARLEN)
         layers = max(session.setup.facts.model.layers, 1)
-        said = f"{calls + kernel} calls of attention in {layers} layers over some records"
+        said = f"{calls + kernel} calls of attention in {layers} layers over some examples"
         if kernel:
             return Proof(True, f"{said}, {kernel} of them by a kernel for whole rows of documents")
         return Proof(

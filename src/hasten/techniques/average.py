@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hasten.core.facts import Facts
-from hasten.core.loop import evaluation_mode, held_out_loss
+from hasten.core.loop import evaluation_mode, eval_loss
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
@@ -53,7 +53,7 @@ class WeightAverage(Technique):
         text = f"mean of {found.mean.updates} updates, {found.mean.state_bytes / 1e6:.2f} MB"
         here, there = _losses(session, found.mean)
         if here is not None and there is not None:
-            text += f"; held-out loss {there:.4f} with it, {here:.4f} with the last weights"
+            text += f"; eval loss {there:.4f} with it, {here:.4f} with the last weights"
         return Proof(True, text)
 
 
@@ -85,9 +85,9 @@ class SavedAverage:
 def _losses(session: Session, mean: WeightAveragePart) -> tuple[float | None, float | None]:
     precision = session.setup.precision
     with evaluation_mode(session.loss_module):
-        here = held_out_loss(session)
+        here = eval_loss(session)
         with mean.swapped(precision.parameters()):
             precision.publish()
-            there = held_out_loss(session)
+            there = eval_loss(session)
     precision.publish()
     return here, there

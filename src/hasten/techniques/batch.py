@@ -1,4 +1,4 @@
-"""BATCH: how a step's records are cut into micro-batches."""
+"""BATCH: how a step's examples are cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def fits(session: Session, more: float) -> bool:
 def largest_micro_batch(session: Session) -> int:
     """Slots of the largest one in many steps of this rank's order; 0 where there is no order."""
     setup, layout = session.setup, session.setup.layout
-    if setup.sampler is None or not len(setup.job.records):
+    if setup.sampler is None or not len(setup.job.examples):
         return 0
-    collate, records, found = setup.collate or setup.job.collate, setup.job.records, 0
+    collate, examples, found = setup.collate or setup.job.collate, setup.job.examples, 0
     steps = setup.sampler.local_steps(session.progress.epoch, layout.data_rank, layout.data_size)
     for pieces in islice(steps, STEPS):
         for piece in pieces:
-            for part in setup.cut([records[i] for i in piece]) if piece else ():
-                found = max(found, collate(part).counts.slots)
+            for part in setup.cut([examples[i] for i in piece]) if piece else ():
+                found = max(found, collate(part).counts.positions)
     return found
 
 
@@ -76,14 +76,14 @@ class Accumulate(Technique):
     """Gradient accumulation: a step in several forward and backward passes, one update.
 
     The loss is divided by the trained tokens of the whole step, so that the cut changes memory and
-    speed and nothing else. Give ``micro_batch_size`` in records or ``micro_batch_tokens``.
+    speed and nothing else. Give ``micro_batch_size`` in examples or ``micro_batch_tokens``.
     """
 
     slot = Slot.BATCH
     fidelity = Fidelity.ROUNDING
-    micro_batch_size: int = knob(8, "records of one pass; 0: cut by tokens", low=1, high=512)
+    micro_batch_size: int = knob(8, "examples of one pass; 0: cut by tokens", low=1, high=512)
     micro_batch_tokens: int = knob(
-        0, "tokens of one pass at most, longest first; 0: cut by records", low=256, high=65536
+        0, "tokens of one pass at most, longest first; 0: cut by examples", low=256, high=65536
     )
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class Accumulate(Technique):
         found = session.setup.cut
         if not isinstance(found, FixedCut) or not session.setup.layout.whole:
             return ()
-        longest = session.setup.facts.records.longest
+        longest = session.setup.facts.examples.longest
         by_tokens = self.micro_batch_tokens > 0
         given = self.micro_batch_tokens or self.micro_batch_size
         fewest = longest if by_tokens else 1
@@ -110,17 +110,17 @@ class Accumulate(Technique):
             Switch(
                 f"{self.name()}.{setting}",
                 (*values, given),
-                lambda: found.tokens if by_tokens else found.records,
+                lambda: found.tokens if by_tokens else found.examples,
                 found.change,
                 lambda: steps_read_ahead(session),
             ),
         )
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        longest = facts.records.longest
+        longest = facts.examples.longest
         if self.micro_batch_tokens and longest > self.micro_batch_tokens:
             return (
-                f"micro_batch_tokens={self.micro_batch_tokens} can't hold the longest record of "
+                f"micro_batch_tokens={self.micro_batch_tokens} can't hold the longest example of "
                 f"{longest} tokens; raise it or lower cutoff_len",
             )
         return ()
@@ -134,29 +134,29 @@ class Accumulate(Technique):
 
 
 class FixedCut:
-    """Cuts a step into pieces of so many records, or tokens; one of them is 0."""
+    """Cuts a step into pieces of so many examples, or tokens; one of them is 0."""
 
-    def __init__(self, records: int, tokens: int) -> None:
-        self.records, self.tokens = records, tokens
+    def __init__(self, examples: int, tokens: int) -> None:
+        self.examples, self.tokens = examples, tokens
 
     def change(self, size: int) -> None:
         """Another number of what it counts."""
         if self.tokens:
             self.tokens = size
         else:
-            self.records = size
+            self.examples = size
 
-    def __call__(self, records: Sequence[Any]) -> list[list[Any]]:
+    def __call__(self, examples: Sequence[Any]) -> list[list[Any]]:
         if self.tokens:
-            return cut.by_tokens(records, [len(r.input_ids) for r in records], self.tokens)
-        return cut.by_count(records, self.records)
+            return cut.by_tokens(examples, [len(r.input_ids) for r in examples], self.tokens)
+        return cut.by_count(examples, self.examples)
 
 
 @dataclass(frozen=True)
 class AdaptiveBatch(Technique):
     """Micro-batches as large as the memory allows; one that doesn't fit is redone in smaller ones.
 
-    The records of a step, and so its loss and gradient, stay what they are: only the cut changes.
+    The examples of a step, and so its loss and gradient, stay what they are: only the cut changes.
     With ``grow`` the batches of a user's own loader are joined to larger steps as well, which is
     another training.
     """
@@ -164,11 +164,11 @@ class AdaptiveBatch(Technique):
     slot = Slot.BATCH
     initial_size: int = knob(
         32,
-        "records of the first micro-batch, counted as long as the job's longest",
+        "examples of the first micro-batch, counted as long as the job's longest",
         low=1,
         high=512,
     )
-    max_size: int = setting(512, "records of a micro-batch at most, counted so")
+    max_size: int = setting(512, "examples of a micro-batch at most, counted so")
     growth_factor: float = setting(1.2, "how much a micro-batch grows where there is head-room")
     memory_threshold: float = setting(0.8, "share of the memory that a step may use")
     grow: bool = setting(False, "join batches of a loader of your own to larger steps")
@@ -185,15 +185,15 @@ class AdaptiveBatch(Technique):
         return Fidelity.LOSSY if self.grow else Fidelity.ROUNDING
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        if not self.grow or not facts.records.count:
+        if not self.grow or not facts.examples.count:
             return ()
         return (
             "grow joins the batches of a loader of your own, and here a step has "
-            "global_batch_size records: raise that, and leave grow out",
+            "global_batch_size examples: raise that, and leave grow out",
         )
 
     def apply(self, setup: Setup) -> None:
-        longest = max(setup.facts.records.longest, 1)
+        longest = max(setup.facts.examples.longest, 1)
         room = Headroom(
             self.initial_size * longest,
             self.max_size * longest,
@@ -215,14 +215,14 @@ class AdaptiveBatch(Technique):
         return Proof(
             found.steps > 0 and (found.passes > found.steps or found.larger > 0),
             f"{found.passes} passes in {found.steps} steps, {found.redone} redone, "
-            f"micro-batch of {found.room.size} slots after {found.room.changes} changes{larger}",
+            f"micro-batch of {found.room.size} positions after {found.room.changes} changes{larger}",
         )
 
 
 class AdaptiveCut:
     """Cuts a step by the size that the memory allows, and runs it again where that was too much.
 
-    A micro-batch costs its padded slots. Records of different micro-batches are never joined.
+    A micro-batch costs its padded positions. Examples of different micro-batches are never joined.
     Running sums that a forward pass keeps (BatchNorm) also see the passes of a failed attempt.
 
     Of several ranks, each runs and repeats its passes for itself, and only when they are done do
@@ -236,8 +236,8 @@ class AdaptiveCut:
         self.joined: list[int] = []  # batches of each step of the epoch, where a loader joins them
         self._epoch = -1  # that ``joined`` is of
 
-    def cut(self, records: Sequence[Any]) -> list[list[Any]]:
-        return cut.by_slots(records, [_length(r) for r in records], self.room.size)
+    def cut(self, examples: Sequence[Any]) -> list[list[Any]]:
+        return cut.by_slots(examples, [_length(r) for r in examples], self.room.size)
 
     def begin_epoch(self, epoch: int) -> list[int]:
         """How many batches each step had that this epoch has had already; it begins anew."""
@@ -253,7 +253,7 @@ class AdaptiveCut:
     def __call__(self, engine: Engine, batch: StepBatch) -> tuple[Tensor, StepBatch]:
         """Smaller micro-batches after each attempt that ran out of memory; loss sum, what ran."""
         given, ceiling = batch.micro_batches, self.room.ceiling
-        over = ceiling and _largest([m for m in given if len(m.records) > 1])
+        over = ceiling and _largest([m for m in given if len(m.examples) > 1])
         if over and over >= ceiling:  # read ahead before a failure, and known not to fit
             batch = replace(batch, micro_batches=self._cut_again(given))
         while True:
@@ -261,16 +261,16 @@ class AdaptiveCut:
                 rest = self._passes(engine, batch)
                 break
             except (RuntimeError, MemoryError) as error:
-                single = all(len(m.records) < 2 for m in batch.micro_batches)
+                single = all(len(m.examples) < 2 for m in batch.micro_batches)
                 if single or not is_out_of_memory(error):
                     raise
             # Here the error is gone, and with it the frames that held the failed pass's tensors.
             engine.discard()
             release_memory()
             given = batch.micro_batches
-            load = _largest([m for m in given if len(m.records) > 1])
+            load = _largest([m for m in given if len(m.examples) > 1])
             self.room.on_out_of_memory(load)
-            while sum(len(self.cut(m.records)) for m in given) <= len(given):
+            while sum(len(self.cut(m.examples)) for m in given) <= len(given):
                 self.room.on_out_of_memory(self.room.size)
             batch = replace(batch, micro_batches=self._cut_again(given))
             self.redone += 1
@@ -294,8 +294,8 @@ class AdaptiveCut:
 
     def _cut_again(self, given: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
         collate, device = self.setup.collate or self.setup.job.collate, self.setup.job.device
-        parts = [part for m in given for part in self.cut(m.records)]
-        return tuple(replace(collate(part), records=part).to(device) for part in parts)
+        parts = [part for m in given for part in self.cut(m.examples)]
+        return tuple(replace(collate(part), examples=part).to(device) for part in parts)
 
     def state_dict(self) -> dict[str, Any]:
         """What every rank has learnt of its memory; all ranks call it together."""
@@ -314,12 +314,12 @@ class AdaptiveCut:
         self._epoch, self.joined = state.get("epoch", -1), list(state.get("joined", ()))
 
 
-def _length(record: Any) -> int:
-    """Tokens of a record; a record of another kind counts as one."""
-    return len(record.input_ids) if hasattr(record, "input_ids") else 1
+def _length(example: Any) -> int:
+    """Tokens of an example; an example of another kind counts as one."""
+    return len(example.input_ids) if hasattr(example, "input_ids") else 1
 
 
 def _largest(micro_batches: Sequence[MicroBatch]) -> int:
-    """Padded slots of the largest one."""
-    costs = [max(map(_length, m.records)) * len(m.records) for m in micro_batches if m.records]
+    """Padded positions of the largest one."""
+    costs = [max(map(_length, m.examples)) * len(m.examples) for m in micro_batches if m.examples]
     return max(costs, default=0)

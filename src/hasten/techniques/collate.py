@@ -1,4 +1,4 @@
-"""COLLATE: how records become one tensor."""
+"""COLLATE: how examples become one tensor."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hasten.techniques.compile import Bucketed
 
 @dataclass(frozen=True)
 class Packed(Technique):
-    """The records of a micro-batch end to end in one row, without padding.
+    """The examples of a micro-batch end to end in one row, without padding.
 
-    The same records share the step as before, so the mathematics is the same. Positions restart
-    with each record and keep documents apart in every attention that reads them.
+    The same examples share the step as before, so the mathematics is the same. Positions restart
+    with each example and keep documents apart in every attention that reads them.
     """
 
     slot = Slot.COLLATE
@@ -41,22 +41,22 @@ class Packed(Technique):
         )
 
     def forecast(self, facts: Facts) -> Forecast:
-        records = facts.records
-        if not records.tokens:
+        examples = facts.examples
+        if not examples.tokens:
             return Forecast()
-        mean = records.tokens / records.count
-        return Forecast(slots=mean / max(records.longest, 1))  # at worst: every batch has a longest
+        mean = examples.tokens / examples.count
+        return Forecast(positions=mean / max(examples.longest, 1))  # at worst: every batch has a longest
 
     def probe(self, session: Session) -> Proof:
-        slots, tokens = session.progress.slots, session.progress.tokens
+        positions, tokens = session.progress.positions, session.progress.tokens
         # COMPILE may fill a row up at its end; nothing else puts padding into a packed one.
         collator, passes = session.setup.collate, session.progress.micro_batches
         most = collator.bucket - 1 if isinstance(collator, Bucketed) else 0
         filler = most * passes * session.setup.layout.data_size
-        acted = slots > 0 and slots - tokens <= filler
-        evidence = f"{slots - tokens} of {slots} slots were padding"
+        acted = positions > 0 and positions - tokens <= filler
+        evidence = f"{positions - tokens} of {positions} positions were padding"
         padded = probes.laid_out(session, session.setup.sampler, session.setup.job.collate)
         if padded is None:
             return Proof(acted, evidence)
-        there = padded.slots > padded.tokens  # or there was nothing to take out
+        there = padded.positions > padded.tokens  # or there was nothing to take out
         return Proof(acted and there, f"{evidence}; padded rows have {padded.padding_share:.1%}")

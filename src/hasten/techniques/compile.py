@@ -39,7 +39,7 @@ class Compiled(Technique):
     slot = Slot.COMPILE
     fidelity = Fidelity.ROUNDING
     auto = "try"
-    bucket: int = knob(256, "rows are filled to a multiple of so many slots", choices=(128, 256))
+    bucket: int = knob(256, "rows are filled to a multiple of so many positions", choices=(128, 256))
     dynamic: bool = setting(False, "one translation for all lengths; slower code")
     mode: str = setting("default", "torch.compile's mode; reduce-overhead: CUDA graphs (GPU)")
     shapes: int = setting(4, "shapes that are compiled; any other runs as it is")
@@ -159,13 +159,13 @@ class Bucketed:
         self.bucket = bucket
         self._collate = collate
 
-    def __call__(self, records: Sequence[Any]) -> MicroBatch:
-        batch = self._collate(records)
+    def __call__(self, examples: Sequence[Any]) -> MicroBatch:
+        batch = self._collate(examples)
         inputs = filled_rows(batch.inputs, self.bucket)
         if "input_ids" not in inputs:
             return batch
-        slots = inputs["input_ids"].numel()
-        return replace(batch, inputs=inputs, counts=replace(batch.counts, slots=slots))
+        positions = inputs["input_ids"].numel()
+        return replace(batch, inputs=inputs, counts=replace(batch.counts, positions=positions))
 
 
 def seconds_expected(job: Job, facts: Facts) -> float | None:
@@ -184,8 +184,8 @@ def _tokens_expected(job: Job) -> float | None:
         if job.stop.epochs:
             limits.append(job.stop.epochs * epoch)
         if job.stop.steps:
-            records = (job.batch.records or 0) * epoch / len(job.lengths)
-            limits.append(job.stop.steps * (job.batch.tokens or records))
+            examples = (job.batch.examples or 0) * epoch / len(job.lengths)
+            limits.append(job.stop.steps * (job.batch.tokens or examples))
     return min(limits, default=None)
 
 

@@ -90,6 +90,6 @@ class ExpertsImplementation(Technique):
         sign = SIGNS.get(ran, "operators that aren't known here")
         return Proof(
             chosen == ran == self.kind,
-            f"the model's experts ran as {ran} in one pass over some records, by "
+            f"the model's experts ran as {ran} in one pass over some examples, by "
             f"{probes.count(seen, sign)} calls of {sign}",
         )

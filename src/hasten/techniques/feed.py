@@ -42,10 +42,10 @@ class Prefetched(Technique):
         setup.feed = PrefetchedFeed(self)
 
     def forecast(self, facts: Facts) -> Forecast:
-        # At least: token ids, labels and positions, int64, of one mean record in each waiting step.
-        # How many records a step has the facts don't say.
-        records = facts.records
-        mean = records.tokens / records.count if records.count else 0.0
+        # At least: token ids, labels and positions, int64, of one mean example in each waiting step.
+        # How many examples a step has the facts don't say.
+        examples = facts.examples
+        mean = examples.tokens / examples.count if examples.count else 0.0
         waiting = 3 * 8 * mean * self.lookahead
         return Forecast(resident_bytes=min(waiting, self.memory_mb * 1e6) if facts.on_gpu else 0.0)
 
@@ -59,7 +59,7 @@ class Prefetched(Technique):
             f"{seen.stall_seconds:.3f} s of waiting, look-ahead {seen.lookahead}"
         )
         if seen.left_alone:
-            evidence += "; not read ahead, since reading a record draws random numbers"
+            evidence += "; not read ahead, since reading an example draws random numbers"
         return Proof(seen.ready > 0, evidence)
 
 

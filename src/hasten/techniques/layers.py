@@ -74,4 +74,4 @@ class FusedLayers(Technique):
         if seen is None:
             return Proof(bool(bound), said)
         ran = probes.count(seen, *OPERATORS)
-        return Proof(ran > 0, f"{said}; {ran} of its kernels ran in one pass over some records")
+        return Proof(ran > 0, f"{said}; {ran} of its kernels ran in one pass over some examples")

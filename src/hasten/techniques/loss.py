@@ -98,7 +98,7 @@ class LabelledTokenLoss(Technique):
         return chunk_rows(self.chunk, max(facts.model.vocabulary, 1), size)
 
     def forecast(self, facts: Facts) -> Forecast:
-        longest, share = facts.records.longest, facts.records.trained_share
+        longest, share = facts.examples.longest, facts.examples.trained_share
         # bytes, one row of float32
         saved = 4 * facts.model.vocabulary * (longest - self.rows(facts))
         head = facts.model.vocabulary * facts.model.hidden_size
@@ -109,9 +109,9 @@ class LabelledTokenLoss(Technique):
     def probe(self, session: Session) -> Proof:
         loss = session.loss_module
         rows = loss.largest_logits if isinstance(loss, LabelOnlyLoss) else 0
-        slots = loss.largest_slots if isinstance(loss, LabelOnlyLoss) else 0
-        evidence = f"at most {rows} rows of logits at once, of {slots} slots"
+        positions = loss.largest_positions if isinstance(loss, LabelOnlyLoss) else 0
+        evidence = f"at most {rows} rows of logits at once, of {positions} positions"
         if session.setup.job.device == "cpu":  # elsewhere nobody counts, and they are computed too
-            without = session.progress.slots - session.progress.trained_tokens
-            evidence += f"; none for {without} slots without label"
-        return Proof(acted=0 < rows < slots, evidence=evidence)
+            without = session.progress.positions - session.progress.trained_tokens
+            evidence += f"; none for {without} positions without label"
+        return Proof(acted=0 < rows < positions, evidence=evidence)

@@ -1,7 +1,7 @@
-"""What probes look at: operators that a pass really runs, and how records really lie.
+"""What probes look at: operators that a pass really runs, and how examples really lie.
 
 A setting proves nothing; a fused kernel may be bound to every layer and refuse every tensor. So a
-probe runs one forward pass of the finished session on a few of its records and counts the operators
+probe runs one forward pass of the finished session on a few of its examples and counts the operators
 that torch dispatches, kernels of hasten's own included (they are operators under ``hasten::``).
 Compiled graphs step aside for that pass, random state and counters of the run stay as they were.
 """
@@ -23,7 +23,7 @@ from hasten.parts.nn.losses import LabelOnlyLoss
 from hasten.parts.nn.multi_token import MultiToken
 from hasten.techniques.compile import Compiling
 
-RECORDS = 4  # of the pass that is looked at
+EXAMPLES = 4  # of the pass that is looked at
 STEPS = 8  # of the order that are laid out again
 
 
@@ -40,12 +40,12 @@ class _Counting(TorchDispatchMode):
 
 
 def operators(session: Session) -> Counter[str] | None:
-    """Operators of one forward pass over a few records; None where the records are a stream."""
+    """Operators of one forward pass over a few examples; None where the examples are a stream."""
     setup, job = session.setup, session.setup.job
-    if not len(job.records):
+    if not len(job.examples):
         return None
-    records = [job.records[i] for i in range(min(RECORDS, len(job.records)))]
-    batch = (setup.collate or job.collate)(records).to(job.device)
+    examples = [job.examples[i] for i in range(min(EXAMPLES, len(job.examples)))]
+    batch = (setup.collate or job.collate)(examples).to(job.device)
     gpu = [] if job.device == "cpu" else [torch.device(job.device)]
     counting = _Counting()
     with contextlib.ExitStack() as around:
@@ -68,7 +68,7 @@ def _uncounted(session: Session) -> Iterator[None]:
         shapes = {name: set(found) for name, found in blocks.seen.items()}
         held.append((blocks, {"passes": blocks.passes, "eager_passes": blocks.eager_passes}))
     if isinstance(loss, LabelOnlyLoss):
-        sizes = {"largest_logits": loss.largest_logits, "largest_slots": loss.largest_slots}
+        sizes = {"largest_logits": loss.largest_logits, "largest_positions": loss.largest_positions}
         held.append((loss, sizes))
     ahead = getattr(loss, "ahead", None)
     if isinstance(ahead, MultiToken):
@@ -96,11 +96,11 @@ def laid_out(session: Session, sampler: Sampler | None, collate: Collate) -> Wor
     """
     setup, layout = session.setup, session.setup.layout
     steps = min(session.progress.step, STEPS)
-    if sampler is None or not steps or not len(setup.job.records):
+    if sampler is None or not steps or not len(setup.job.examples):
         return None
     found = WorkCounts()
     for pieces in islice(sampler.local_steps(0, layout.data_rank, layout.data_size), steps):
         for piece in filter(None, pieces):
-            parts = setup.cut([setup.job.records[i] for i in piece])  # as BATCH does
+            parts = setup.cut([setup.job.examples[i] for i in piece])  # as BATCH does
             found = sum((collate(part).counts for part in parts if part), found)
     return found

@@ -15,7 +15,7 @@ from hasten.core.technique import Fidelity, Forecast, Proof, Switch, Technique, 
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.techniques import batch as changing
 
-MEASURED_RECORDS = 4  # of the micro-batch on which the probe measures
+MEASURED_EXAMPLES = 4  # of the micro-batch on which the probe measures
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Recompute(Technique):
         found = session.setup.recompute
         if not isinstance(found, BlockRecompute) or self.offload or not session.setup.layout.whole:
             return ()
-        sizes, slots = _measured(session, found), changing.largest_micro_batch(session)
+        sizes, positions = _measured(session, found), changing.largest_micro_batch(session)
         if sizes is None:
             return ()
         kept, whole, measured = sizes
-        more = 2 * (whole - kept) * slots / measured if slots else math.inf
+        more = 2 * (whole - kept) * positions / measured if positions else math.inf
         if not changing.fits(session, more):
             return ()
 
@@ -97,17 +97,17 @@ class Recompute(Technique):
         return Proof(
             acted and sizes[0] < sizes[1],
             f"saved {kept:.2f} MB of activations where {whole:.2f} MB would be, "
-            f"on {MEASURED_RECORDS} records; {done}",
+            f"on {MEASURED_EXAMPLES} examples; {done}",
         )
 
 
 def _measured(session: Session, recompute: BlockRecompute) -> tuple[int, int, int] | None:
-    """Bytes of a micro-batch kept for backward, recomputing and not, and its slots."""
+    """Bytes of a micro-batch kept for backward, recomputing and not, and its positions."""
     setup, job, module = session.setup, session.setup.job, session.loss_module
-    if not len(job.records):
+    if not len(job.examples):
         return None  # a stream of the user's own is not ours to read from
-    count = min(MEASURED_RECORDS, len(job.records))
-    batch = (setup.collate or job.collate)([job.records[i] for i in range(count)]).to(job.device)
+    count = min(MEASURED_EXAMPLES, len(job.examples))
+    batch = (setup.collate or job.collate)([job.examples[i] for i in range(count)]).to(job.device)
 
     def forward() -> object:
         with setup.precision.region():
@@ -121,5 +121,5 @@ def _measured(session: Session, recompute: BlockRecompute) -> tuple[int, int, in
             whole = recompute.saved_bytes(forward, module)
     recompute.passes = passes
     return (
-        (kept, whole, batch.counts.slots) if whole else None
+        (kept, whole, batch.counts.positions) if whole else None
     )  # no rank of a pipeline runs a pass by itself

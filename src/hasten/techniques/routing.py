@@ -144,15 +144,15 @@ class RouterBalancing:
 
 
 def _sequences(micro_batch: MicroBatch) -> Tensor:
-    """Where the records lie; a rank that has none of its own runs filler alone.
+    """Where the examples lie; a rank that has none of its own runs filler alone.
 
-    Filler may stand behind the last record of a packed row, as a document or without one.
+    Filler may stand behind the last example of a packed row, as a document or without one.
     """
     shape = micro_batch.inputs["input_ids"].shape
     if not micro_batch.counts.tokens:
         return sequence_ids([0] * shape[0], shape)
     packed = micro_batch.inputs.get("document_lengths")
     if packed is None:
-        lengths = [r.length for r in micro_batch.records]
+        lengths = [r.length for r in micro_batch.examples]
         return sequence_ids([*lengths, *[0] * (shape[0] - len(lengths))], shape)  # rows of filler
-    return sequence_ids(packed[: len(micro_batch.records)], shape)
+    return sequence_ids(packed[: len(micro_batch.examples)], shape)

@@ -1,4 +1,4 @@
-"""SAMPLER: which records share a step and a micro-batch."""
+"""SAMPLER: which examples share a step and a micro-batch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hasten.techniques import probes
 
 @dataclass(frozen=True)
 class PackedEpoch(Technique):
-    """Full rows out of the records of the whole epoch, dealt to ranks by what they cost.
+    """Full rows out of the examples of the whole epoch, dealt to ranks by what they cost.
 
     A row is a micro-batch of its rank, which BATCH can cut but never mixes with another. A step
-    has ``global_batch_tokens // row_tokens`` rows, or as many as hold ``global_batch_size`` records
+    has ``global_batch_tokens // row_tokens`` rows, or as many as hold ``global_batch_size`` examples
     on average; a row never takes more than a step's tokens. Lay rows out with ``packed``.
     """
 
     slot = Slot.SAMPLER
-    fidelity = Fidelity.LOSSY  # other records share a step than in the shuffled order
+    fidelity = Fidelity.LOSSY  # other examples share a step than in the shuffled order
     row_tokens: int = knob(4096, "tokens of a row at most", low=256, high=65536, log=True)
 
     def __post_init__(self) -> None:
@@ -50,47 +50,47 @@ class PackedEpoch(Technique):
         longest, total = max(job.lengths), sum(job.lengths)
         if longest > self.row_tokens:
             raise InputError(f"packed_epoch: {_too_long(self.row_tokens, longest)}")
-        of_step = job.batch.tokens or total * (job.batch.records or 1) // len(job.lengths)
+        of_step = job.batch.tokens or total * (job.batch.examples or 1) // len(job.lengths)
         row = max(min(self.row_tokens, of_step), longest)
         quadratic = quadratic_share(setup.facts.model.hidden_size)
         order = PackedOrder(job.lengths, row, max(of_step // row, 1), job.seed, quadratic)
-        if job.batch.records:  # rows aren't all full: the average of records is what was asked for
-            found = order.efficiency.rows * job.batch.records / len(job.lengths)
+        if job.batch.examples:  # rows aren't all full: the average of examples is what was asked for
+            found = order.efficiency.rows * job.batch.examples / len(job.lengths)
             order.rows_per_step = max(round(found), 1)
         return order
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        if facts.records.longest > self.row_tokens:
-            return (_too_long(self.row_tokens, facts.records.longest),)
+        if facts.examples.longest > self.row_tokens:
+            return (_too_long(self.row_tokens, facts.examples.longest),)
         return _no_lengths("packing an epoch", facts)
 
     def probe(self, session: Session) -> Proof:
         order = session.setup.sampler
         if not isinstance(order, PackedOrder):
-            return Proof(False, "the records were not packed over the epoch")
-        # Seen, not planned: a micro-batch that held one record had nothing packed into it.
+            return Proof(False, "the examples were not packed over the epoch")
+        # Seen, not planned: a micro-batch that held one example had nothing packed into it.
         done, ranks = session.progress, session.setup.layout.data_size
         passes = max(done.micro_batches * ranks, 1)
-        records, tokens = done.records / passes, done.tokens / passes
+        examples, tokens = done.examples / passes, done.tokens / passes
         return Proof(
-            records > 1,
-            f"{records:.1f} records and {tokens:,.0f} tokens to a micro-batch in {done.step} "
+            examples > 1,
+            f"{examples:.1f} examples and {tokens:,.0f} tokens to a micro-batch in {done.step} "
             f"steps; rows of at most {order.efficiency.row_tokens} tokens",
         )
 
 
 @dataclass(frozen=True)
 class LengthGrouped(Technique):
-    """Records of like length share a step, so that padded rows hold little padding.
+    """Examples of like length share a step, so that padded rows hold little padding.
 
     The shuffled epoch is sorted within windows and cut into steps of the global batch, which are
     shuffled again. A cut by ``micro_batch_size`` keeps like lengths together.
     """
 
     slot = Slot.SAMPLER
-    fidelity = Fidelity.LOSSY  # a step's records are no longer drawn independently of their length
+    fidelity = Fidelity.LOSSY  # a step's examples are no longer drawn independently of their length
     auto = "try"
-    window: int = knob(4096, "records that are sorted together", low=64, high=65536, log=True)
+    window: int = knob(4096, "examples that are sorted together", low=64, high=65536, log=True)
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -102,7 +102,7 @@ class LengthGrouped(Technique):
             setup.sampler = GroupedOrder(
                 job.lengths,
                 window=self.window,
-                records=job.batch.records,
+                examples=job.batch.examples,
                 tokens=job.batch.tokens,
                 seed=job.seed,
             )
@@ -111,15 +111,15 @@ class LengthGrouped(Technique):
         return _no_lengths("grouping by length", facts)
 
     def forecast(self, facts: Facts) -> Forecast:
-        records = facts.records
-        if not records.tokens:
+        examples = facts.examples
+        if not examples.tokens:
             return Forecast()
-        return Forecast(slots=records.tokens / (records.count * max(records.longest, 1)))
+        return Forecast(positions=examples.tokens / (examples.count * max(examples.longest, 1)))
 
     def probe(self, session: Session) -> Proof:
         order = session.setup.sampler
         if not isinstance(order, GroupedOrder):
-            return Proof(False, "the records were not grouped by length")
+            return Proof(False, "the examples were not grouped by length")
         setup = session.setup
         collate = setup.collate or setup.job.collate
         usual = ShuffledOrder(setup.job.lengths, setup.job.batch, setup.job.seed)
@@ -136,12 +136,12 @@ class LengthGrouped(Technique):
 
 def _too_long(row_tokens: int, longest: int) -> str:
     return (
-        f"row_tokens={row_tokens} can't hold the longest record of {longest} tokens; raise it to "
+        f"row_tokens={row_tokens} can't hold the longest example of {longest} tokens; raise it to "
         f"at least {longest} or lower cutoff_len"
     )
 
 
 def _no_lengths(what: str, facts: Facts) -> tuple[str, ...]:
-    if facts.records.longest > 0 or not facts.records.count:
+    if facts.examples.longest > 0 or not facts.examples.count:
         return ()
-    return (f"{what} needs the records' lengths in tokens, and this job gives none",)
+    return (f"{what} needs the examples' lengths in tokens, and this job gives none",)

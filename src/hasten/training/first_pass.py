@@ -28,7 +28,7 @@ from hasten.core.step import forward_of
 from hasten.core.technique import Technique
 from hasten.machine import memory
 from hasten.measure.quality.first_step import FirstStepProof, proof_is_on
-from hasten.parts.data.collate import TokenRecord, padded, token_record
+from hasten.parts.data.collate import TokenizedExample, padded, tokenized_example
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import PLAIN
 
@@ -120,7 +120,7 @@ class _SessionPasses:
             raise _NothingToCompareError("memory is short")
         if any(getattr(t, "budget", None) is not None for t in setup.plan):
             raise _NothingToCompareError("activation checkpointing with a budget measures a pass")
-        self.documents = _documents(setup.job.records)
+        self.documents = _documents(setup.job.examples)
         self._plain = _plain_model(session)
         self._is_plain, self._is_float32 = True, False
 
@@ -171,16 +171,16 @@ class _SessionPasses:
             self._is_float32 = False
 
 
-def _documents(records: Any) -> list[TokenRecord]:
+def _documents(examples: Any) -> list[TokenizedExample]:
     """Two short documents of different length, one with masked tokens."""
-    found: list[TokenRecord] = []
-    for index in range(min(len(records), 64)):
-        record = records[index]
-        if not isinstance(record, TokenRecord):
+    found: list[TokenizedExample] = []
+    for index in range(min(len(examples), 64)):
+        example = examples[index]
+        if not isinstance(example, TokenizedExample):
             raise _NothingToCompareError("the data isn't stored tokens")
-        ids = record.input_ids[:MOST_TOKENS]
+        ids = example.input_ids[:MOST_TOKENS]
         if len(ids) >= 4:
-            found.append(token_record(ids))
+            found.append(tokenized_example(ids))
         if len(found) == 2:
             break
     if len(found) < 2:
@@ -190,7 +190,7 @@ def _documents(records: Any) -> list[TokenRecord]:
     masked[: len(masked) // 2] = False
     longer = max(first.length * 2 // 3, 3)  # of another length than the second in any case
     cut = first.input_ids if first.length != second.length else first.input_ids[:longer]
-    return [token_record(cut), token_record(second.input_ids, masked)]
+    return [tokenized_example(cut), tokenized_example(second.input_ids, masked)]
 
 
 def _plain_model(session: Session) -> Any:

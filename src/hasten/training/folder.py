@@ -161,7 +161,7 @@ def save_all(
     with session.setup.layout.gather(session.model):
         if session.setup.facts.world.is_main:
             try:
-                return write_samples(session, data.tokenizer, data.held_out), unsaved
+                return write_samples(session, data.tokenizer, data.eval_data), unsaved
             except Exception as error:  # all is saved by now, and a summary is worth more
                 reason = " ".join(str(error).split())[:200]
                 return [], [*unsaved, f"no sample could be written: {reason}"]

@@ -3,7 +3,7 @@
 Everything but W&B's own debug log stays in the run's folder: TensorBoard has an event file there,
 W&B is told to stay offline (``wandb sync`` uploads later, if somebody wants that), MLflow gets a
 database of its own. Each takes the same names: ``train/loss`` of metrics.jsonl,
-``eval/held_out_loss`` of evaluations.jsonl. Nothing these tools do may end a training: after an
+``eval/eval_loss`` of evaluations.jsonl. Nothing these tools do may end a training: after an
 error they are left alone.
 """
 

@@ -2,13 +2,13 @@
 
     output/
       recipe.yaml       the resolved recipe          metrics.jsonl     a line per step
-      evaluations.jsonl held-out loss and metrics    summary.json      the whole run in one object
+      evaluations.jsonl eval loss and metrics    summary.json      the whole run in one object
       model/ or adapter/  Hugging Face or PEFT form   data/             tokens, mapped by later runs
       model_average/ or adapter_average/  their running mean, where the plan keeps one
-      best/             weights of the lowest held-out loss, where the recipe evaluates on the way
+      best/             weights of the lowest eval loss, where the recipe evaluates on the way
       quarantined.jsonl, spikes.jsonl, restarts.jsonl   what went wrong, where anything did
       run.json, machine.jsonl, ranks/   for those who watch; tensorboard/, wandb/, mlflow/ as asked
-      rejected.jsonl    records left out, and why     checkpoints/      where the plan writes them
+      rejected.jsonl    examples left out, and why     checkpoints/      where the plan writes them
       adjustments.jsonl settings that were tried while training, where the recipe says ``auto``
 
 An earlier run in the same folder is not overwritten: its results move to ``previous/1`` and so on.
@@ -101,10 +101,10 @@ def train(
         recipe: or the path of its file. With ``plan: auto`` the plan is chosen first.
         import_seconds: that the process took before, for the summary.
         tell: is told what happens, a line at a time.
-        on_tokens: is told how many records of how many are tokenised.
+        on_tokens: is told how many examples of how many are tokenised.
         on_start: is given the session before the first step.
         on_step: is told of each step.
-        on_evaluation: is told of each look at the held-out loss.
+        on_evaluation: is told of each look at the eval loss.
 
     Raises:
         InputError: anything of the recipe can't be used; nothing was trained.

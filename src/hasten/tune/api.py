@@ -154,7 +154,7 @@ class _Tuning:
             self._audience.show(f"duel of {len(leaders)} with the start", 1 - left / self._seconds)
             found = subject.duel(leaders, left, study.step_seconds, show)
             for place, leader in enumerate(leaders, start=2):
-                found["arms"][place]["settings"] = subject.space.settings(leader)
+                found["variants"][place]["settings"] = subject.space.settings(leader)
             winner = self._winner(study, found, leaders)
         noise = max(study.noise, 0.01)
         seen = [(t.point, t.value) for t in study.tried if t.value is not None]
@@ -173,8 +173,8 @@ class _Tuning:
     def _winner(
         self, study: Study, found: dict[str, Any], leaders: Sequence[Point]
     ) -> dict[str, Any] | None:
-        rows = found["arms"]
-        while (place := self._best_arm(study, rows)) is not None:
+        rows = found["variants"]
+        while (place := self._best_variant(study, rows)) is not None:
             point = leaders[place - 2]
             against = self._subject.refusal(point)
             if against is None:
@@ -193,7 +193,7 @@ class _Tuning:
             rows[place]["refused"] = against
         return None
 
-    def _best_arm(self, study: Study, rows: Sequence[dict[str, Any]]) -> int | None:
+    def _best_variant(self, study: Study, rows: Sequence[dict[str, Any]]) -> int | None:
         """By speed beyond doubt; for memory, the least of those that are fit and need less."""
         if study.objective != "memory":
             return winner_of(rows)

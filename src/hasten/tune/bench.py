@@ -129,7 +129,7 @@ class ReferencePair:
             OutOfTimeError: it isn't ready by the deadline.
         """
         self._deadline = deadline
-        base = self._base = self._arm(self.beside)
+        base = self._base = self._variant(self.beside)
         try:
             self._warm_up(base)
         except OutOfTimeError:
@@ -183,19 +183,19 @@ class ReferencePair:
         if self._base is None:
             self.open(deadline)
         assert self._base is not None
-        began, arm, above = self._clock(), self._arm(point), self.above
+        began, variant, above = self._clock(), self._variant(point), self.above
         found: list[PairedRound] = []
         whole = False
         try:
-            self._warm_up(arm)
+            self._warm_up(variant)
             if point == self._first:  # the first one may have waited for all imports
-                self.start_seconds = min(self.start_seconds, arm.start_seconds)
-            steps = min(self._length(arm), self._length(self._base))
-            arm.again()  # both begin with the first records
+                self.start_seconds = min(self.start_seconds, variant.start_seconds)
+            steps = min(self._length(variant), self._length(self._base))
+            variant.again()  # both begin with the first records
             self._base.again()
             load = LoadMeter(self._cores)
             while len(found) < rounds and self._clock() < deadline:
-                found.append(last := self._calm_round(arm, steps, load))
+                found.append(last := self._calm_round(variant, steps, load))
                 hopeless = above + last.log < best - HOPELESS
                 if last.load <= FOREIGN and (hopeless or last.log > FAR_BETTER):
                     break  # what others disturbed, twice by now, decides nothing by itself
@@ -209,14 +209,14 @@ class ReferencePair:
             state: State = "out of memory" if error.out_of_memory else "failed"
             return Measurement(state, seconds=self._clock() - began, why=str(error))
         finally:
-            if not (whole and self._takes_over(arm, point, found)):
-                arm.worker.close(kill=not whole)
+            if not (whole and self._takes_over(variant, point, found)):
+                variant.worker.close(kill=not whole)
         if not found:
             raise OutOfTimeError
         return Measurement(
             "ok",
             tuple(above + one.log for one in found),
-            _peak(arm, found),
+            _peak(variant, found),
             statistics.median(one.rate for one in found),
             self._clock() - began,
             max(one.load for one in found),
@@ -234,37 +234,37 @@ class ReferencePair:
         """
         self.close()
         self._deadline = deadline
-        arms = {point: self._arm(point) for point in values}
+        variants = {point: self._variant(point) for point in values}
         try:
-            for point, arm in tuple(arms.items()):  # all are being built meanwhile
+            for point, variant in tuple(variants.items()):  # all are being built meanwhile
                 try:
-                    self._warm_up(arm)
+                    self._warm_up(variant)
                 except OutOfTimeError:
                     return {}
                 except WorkerError:
-                    arms.pop(point).worker.close(kill=True)
-            for arm in arms.values():
-                arm.again()  # all at the same records from here on
-            passes = self._passes(min(map(self._length, arms.values()), default=self._together))
-            found = eliminate(arms, values, passes, self._draw, self._cores, rounds)
+                    variants.pop(point).worker.close(kill=True)
+            for variant in variants.values():
+                variant.again()  # all at the same examples from here on
+            passes = self._passes(min(map(self._length, variants.values()), default=self._together))
+            found = eliminate(variants, values, passes, self._draw, self._cores, rounds)
             return {point: logs for point, logs in found.items() if logs}
         finally:
-            for arm in arms.values():
-                arm.worker.close(kill=True)
+            for variant in variants.values():
+                variant.worker.close(kill=True)
 
-    def _arm(self, point: Point) -> ArmProcess:
+    def _variant(self, point: Point) -> ArmProcess:
         return ArmProcess(
             self._start(point), lambda: self._deadline - self._clock(), clock=self._clock
         )
 
-    def _warm_up(self, arm: ArmProcess) -> None:
+    def _warm_up(self, variant: ArmProcess) -> None:
         """Built, and its steps alike: a compiled graph takes some until it runs."""
-        arm.begin(WARMUP, MOST_WARMUP, SHORT)
-        _checked(Turn(arm.warm))
+        variant.begin(WARMUP, MOST_WARMUP, SHORT)
+        _checked(Turn(variant.warm))
 
-    def _length(self, arm: ArmProcess) -> int:
+    def _length(self, variant: ArmProcess) -> int:
         """Steps of a round, after a warm-up: of long ones fewer, since more rounds say more."""
-        one = statistics.median(float(step["step_seconds"]) for step in arm.warm[-2:])
+        one = statistics.median(float(step["step_seconds"]) for step in variant.warm[-2:])
         times = min(max(math.ceil(SHORT / (self._steps * one)), 1), MOST_TIMES)
         fewest = max(FEWEST_STEPS, self._together, round(LONG / one))
         return times * min(self._steps, fewest)
@@ -275,32 +275,32 @@ class ReferencePair:
         most = min(PASSES, units)
         return [self._together * (units * (n + 1) // most - units * n // most) for n in range(most)]
 
-    def _takes_over(self, arm: ArmProcess, point: Point, found: list[PairedRound]) -> bool:
-        """Let an arm stay in the place of the one that stayed, where it is far better.
+    def _takes_over(self, variant: ArmProcess, point: Point, found: list[PairedRound]) -> bool:
+        """Let a variant stay in the place of the one that stayed, where it is far better.
 
         One with a larger peak doesn't: there would be less for those that are measured beside it.
         """
-        memory = _peak(arm, found)
+        memory = _peak(variant, found)
         larger = memory is not None and self.memory is not None and memory > self.memory
         gain = statistics.median(one.log for one in found) if found else -math.inf
         if larger or gain < FAR_BETTER:
             return False
         self.close()
-        self._base, self.beside, self.above = arm, point, self.above + gain
-        self.step_seconds = arm.step_seconds
+        self._base, self.beside, self.above = variant, point, self.above + gain
+        self.step_seconds = variant.step_seconds
         return True
 
-    def _calm_round(self, arm: ArmProcess, steps: int, load: LoadMeter) -> PairedRound:
+    def _calm_round(self, variant: ArmProcess, steps: int, load: LoadMeter) -> PairedRound:
         """A round, once more if others disturbed it."""
-        found = self._round(arm, steps, load)
+        found = self._round(variant, steps, load)
         again = 2 * steps * self.step_seconds
         if found.load <= FOREIGN or self._clock() + again > self._deadline:
             return found
-        return min(found, self._round(arm, steps, load), key=lambda one: one.load)
+        return min(found, self._round(variant, steps, load), key=lambda one: one.load)
 
-    def _round(self, arm: ArmProcess, steps: int, load: LoadMeter) -> PairedRound:
+    def _round(self, variant: ArmProcess, steps: int, load: LoadMeter) -> PairedRound:
         assert self._base is not None
-        both = {"own": arm, "other": self._base}
+        both = {"own": variant, "other": self._base}
         turns: dict[str, list[Turn]] = {name: [] for name in both}
         for name, found in run_round(both, self._passes(steps), self._draw, load):
             try:
@@ -334,8 +334,8 @@ def turn_steps(most: int, step_seconds: float, together: int = 1) -> int:
     return max(together, min(most, math.ceil(SHORT / step_seconds)))
 
 
-def _peak(arm: ArmProcess, found: list[PairedRound]) -> float | None:
-    peaks = [arm.peak, *(one.memory for one in found)]
+def _peak(variant: ArmProcess, found: list[PairedRound]) -> float | None:
+    peaks = [variant.peak, *(one.memory for one in found)]
     return max((peak for peak in peaks if peak), default=None)
 
 

@@ -1,4 +1,4 @@
-"""A study of hyper-parameters: which learning rate, warm-up and batch leave a lower held-out loss.
+"""A study of hyper-parameters: which learning rate, warm-up and batch leave a lower eval loss.
 
   1. the recipe's own values are trained first; then Optuna's TPE proposes (Akiba et al. 2019)
   2. every training is looked at after equal shares of the same tokens; one whose lowest loss so far
@@ -32,7 +32,7 @@ FIRST_LOOKS = 3  # before which none is given up: warm-ups differ in length
 STARTUP = 3  # trainings that must be over before one is given up
 RANDOM = 4  # points drawn before TPE believes in anything
 Tell = Callable[[str, float], None]
-LOOKS = 8  # of a training at its held-out loss
+LOOKS = 8  # of a training at its eval loss
 FEWEST_PAIRS, MOST_PAIRS = 3, 6
 PROOF_SHARE = 1 / 3  # of the budget is kept for the pairs, at least
 SLACK = 1.1  # of a training's expected time
@@ -42,7 +42,7 @@ class Training(Protocol):
     """One training from its beginning, in a process of its own."""
 
     def loss_at(self, look: int, patience: float) -> float:
-        """Train on to that look, counted from 1; its held-out loss. Raises WorkerError."""
+        """Train on to that look, counted from 1; its eval loss. Raises WorkerError."""
 
     def end(self, at_once: bool = False) -> None:
         """End the process; harmless when it has ended."""
@@ -60,7 +60,7 @@ class LearningResult:
 
     @property
     def ratio(self) -> Interval | None:
-        """The start's held-out loss over the best one's, seed by seed; above 1 is better."""
+        """The start's eval loss over the best one's, seed by seed; above 1 is better."""
         if not self.pairs:
             return None
         return paired_ratio([p["best"] for p in self.pairs], [p["start"] for p in self.pairs])
@@ -274,7 +274,7 @@ class Learning:
                 looks.append(self._clock() - began)
                 watch(looks)
                 if not math.isfinite(loss):
-                    state, why = "failed", "its held-out loss is not a finite number"
+                    state, why = "failed", "its eval loss is not a finite number"
                     break
                 losses.append(loss)
                 if hopeless(point, number, -loss) and number < self._looks:

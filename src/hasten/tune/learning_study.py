@@ -1,4 +1,4 @@
-"""A recipe's learning rate, warm-up and batch, chosen by the held-out loss of whole trainings.
+"""A recipe's learning rate, warm-up and batch, chosen by the eval loss of whole trainings.
 
 What a training is: `whole_trainings`; how the search goes: `hasten.tune.learning`; the files:
 `study_folder`.
@@ -30,7 +30,7 @@ from hasten.tune.whole_trainings import RecipeTrainings
 # What a study of hyper-parameters leaves: its JSON and its result in a sentence.
 #
 # The JSON has the shape of a study of speed (docs/tune.md), so that the same page draws both: a
-# trial's ``log_rate`` is the logarithm of the start's held-out loss over its own.
+# trial's ``log_rate`` is the logarithm of the start's eval loss over its own.
 
 SEED_NOISE = 0.003  # of a loss between seeds, as a logarithm, for the importance alone
 
@@ -73,7 +73,7 @@ def said(found: Mapping[str, Any]) -> str:
         changed = ", ".join(f"{k}={v}" for k, v in winner["changes"].items())
         mean = {k: math.fsum(p[k] for p in pairs) / len(pairs) for k in ("start", "best")}
         return (
-            f"Held-out loss {mean['start']:.4f} -> {mean['best']:.4f}, lower by {low} to {high} % "
+            f"Eval loss {mean['start']:.4f} -> {mean['best']:.4f}, lower by {low} to {high} % "
             f"(95 %, {len(pairs)} fresh seeds, equal tokens) with {changed}. {count}"
         )
     if found["unproven"]:
@@ -101,7 +101,7 @@ def _duel(learnt: LearningResult) -> dict[str, Any] | None:
         "verdict": verdict,
         "rounds": [p["start"] / p["best"] for p in learnt.pairs],
     }
-    return {"arms": [row]}
+    return {"variants": [row]}
 
 
 def _winner(learnt: LearningResult, space: Space) -> dict[str, Any] | None:
@@ -162,7 +162,7 @@ def learn(
     *,
     audience: Audience | None = None,
 ) -> StudyResult:
-    """Search for a lower held-out loss at the same tokens within a budget of time.
+    """Search for a lower eval loss at the same tokens within a budget of time.
 
     Args:
         recipe: a recipe or its path; it says how long each training is.

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from hasten.measure.ablation import Arm
-from hasten.report.judgement import floor_of, idle_techniques, judge_arms, ratio_to, verdict_word
+from hasten.measure.ablation import Variant
+from hasten.report.judgement import floor_of, idle_techniques, judge_variants, ratio_to, verdict_word
 from hasten.report.markup import html_table
 from hasten.tune.space import Space
 from hasten.tune.study import Study
@@ -77,36 +77,36 @@ def study_document(
     }
 
 
-def duel_rows(arms: Sequence[Arm]) -> dict[str, Any]:
-    """The duel as the study's JSON has it; places of ``rows`` follow the arms."""
-    words = judge_arms(arms)
+def duel_rows(variants: Sequence[Variant]) -> dict[str, Any]:
+    """The duel as the study's JSON has it; places of ``rows`` follow the variants."""
+    words = judge_variants(variants)
     rows = []
-    for arm, said in zip(arms, words, strict=True):
-        ratio = ratio_to(arm, arms[0])
+    for variant, said in zip(variants, words, strict=True):
+        ratio = ratio_to(variant, variants[0])
         rows.append(
             {
-                "name": arm.name,
+                "name": variant.name,
                 "verdict": said.verdict,
                 "quality": said.quality,
                 "p_value": said.p_value,
                 "ratio": None if ratio is None else ratio.summary(),
-                "rounds": arm.rounds,
-                "peak_memory_bytes": arm.peak_memory_bytes,
-                "failed": arm.failed,
-                "idle": idle_techniques(arm),
+                "rounds": variant.rounds,
+                "peak_memory_bytes": variant.peak_memory_bytes,
+                "failed": variant.failed,
+                "idle": idle_techniques(variant),
             }
         )
-    return {"noise_floor": round(floor_of(arms), 4), "arms": rows}
+    return {"noise_floor": round(floor_of(variants), 4), "variants": rows}
 
 
 def is_fit(row: Mapping[str, Any]) -> bool:
-    """Whether an arm could be taken if it is better: it ran, its model isn't worse, as proven."""
+    """Whether a variant could be taken if it is better: it ran, its model isn't worse, as proven."""
     bad = verdict_word(row["verdict"]) == "failed" or verdict_word(row.get("quality")) == "worse"
     return not bad and row.get("refused") is None
 
 
 def says_of(row: Mapping[str, Any]) -> str:
-    """An arm's verdict in words, with what else speaks against it."""
+    """A variant's verdict in words, with what else speaks against it."""
     words = [row["verdict"]]
     words += [f"quality {row['quality']}"] if verdict_word(row.get("quality")) == "worse" else []
     words += [f"not taken: {row['refused']}"] if row.get("refused") is not None else []
@@ -114,7 +114,7 @@ def says_of(row: Mapping[str, Any]) -> str:
 
 
 def winner_of(rows: Sequence[dict[str, Any]]) -> int | None:
-    """The place of the arm with the largest ratio among those that are better beyond doubt."""
+    """The place of the variant with the largest ratio among those that are better beyond doubt."""
     better = [
         i
         for i, row in enumerate(rows)
@@ -137,7 +137,7 @@ def result_sentence(found: Mapping[str, Any]) -> str:
         said += f" A larger budget would try: {'; or '.join(map(_words, upcoming))}."
     winner = found["winner"]
     if winner is None and found["duel"] and not is_proven(found):
-        why = found["duel"]["arms"][2]["verdict"].partition(": ")[2]
+        why = found["duel"]["variants"][2]["verdict"].partition(": ")[2]
         return f"Not proven ({why}): the best of the trials is in best.yaml. {said}"
     if winner is None:
         why = "No significant difference" if found["duel"] else "Nothing was better by the trials"
@@ -159,7 +159,7 @@ def _words(changes: Mapping[str, Any]) -> str:
 def is_proven(found: Mapping[str, Any]) -> bool:
     """Whether nothing is left to prove: there was nobody to duel with, or a duel had rounds."""
     duel = found["duel"]
-    return duel is None or any(arm["rounds"] for arm in duel["arms"][2:])
+    return duel is None or any(variant["rounds"] for variant in duel["variants"][2:])
 
 
 def page(found: Mapping[str, Any], title: str, said: str) -> str:
@@ -179,23 +179,23 @@ def _duel(duel: Mapping[str, Any] | None) -> str:
     if duel is None:
         return "<p>There was none.</p>"
     rows = []
-    for arm in duel["arms"]:
-        ratio = arm["ratio"] or {"median": None, "low": None}
+    for variant in duel["variants"]:
+        ratio = variant["ratio"] or {"median": None, "low": None}
         words = "" if ratio["median"] is None else f"{ratio['median']:.3f}"
         if ratio["low"] is not None:
             words += f" [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-        rows.append((arm["name"], words, says_of(arm)))
-    return html_table(("arm", "ratio [95 %]", "verdict"), rows)
+        rows.append((variant["name"], words, says_of(variant)))
+    return html_table(("variant", "ratio [95 %]", "verdict"), rows)
 
 
-def _final(arms: Sequence[Mapping[str, Any]]) -> str:
+def _final(variants: Sequence[Mapping[str, Any]]) -> str:
     """Empty where there was none."""
-    if not arms:
+    if not variants:
         return ""
     rows = []
-    for arm in arms:
-        changed = _words(arm["changes"])
-        rounds = arm["rounds"]
+    for variant in variants:
+        changed = _words(variant["changes"])
+        rounds = variant["rounds"]
         rows.append((changed, f"{statistics.median(rounds):.3f}", str(len(rounds))))
     return "<h2>Final</h2>" + html_table(("what differs from the start", "ratio", "turns"), rows)
 

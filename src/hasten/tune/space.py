@@ -161,7 +161,7 @@ class Space:
 
 NONE = "none"
 MOST_VALUES = 6  # of a range
-TRUST = {"slots": 1.0, "flops": 0.7, "bytes": 0.4, "wire_bytes": 0.3}  # of a step's time, at most
+TRUST = {"positions": 1.0, "flops": 0.7, "bytes": 0.4, "wire_bytes": 0.3}  # of a step's time, at most
 CLAIMED = 0.5  # share of a promise that is believed beforehand
 MEANT = 0.01  # a technique of unknown gain is meant to gain something
 TURNED = 0.003  # of a gain, for a knob that isn't where its author has set it

@@ -186,7 +186,7 @@ class Search:
         found = self._bench.side_by_side(finalists, self._end - self.reserve)
         study.final = {p: logs for p, logs in found.items() if len(logs) >= FINAL_PASSES}
         rows = [{"settings": self._space.settings(p), "logs": logs} for p, logs in found.items()]
-        self._record.append("final", arms=rows)
+        self._record.append("final", variants=rows)
 
     @property
     def left(self) -> float:

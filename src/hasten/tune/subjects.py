@@ -89,8 +89,8 @@ class RecipeSubject:
         recipe, known = given.recipe, given.known
         self._given, self._options, self._audience = given, options, audience
         self._prove, self._device = prove, known.device
-        # A micro-batch is no larger than half a step; what is cut is cut by records alone.
-        most = max((batch_of(recipe).records or 64) // 2, 1)
+        # A micro-batch is no larger than half a step; what is cut is cut by examples alone.
+        most = max((batch_of(recipe).examples or 64) // 2, 1)
         bounds = {
             "accumulate.micro_batch_size": (1, most),
             "accumulate.micro_batch_tokens": (1, 0),
@@ -158,7 +158,7 @@ class RecipeSubject:
     ) -> dict[str, Any]:
         """The duel's rows: the start, again, then the leaders, as `hasten speedup` measures.
 
-        The budget drops the second baseline last, and never the last arm, which is the result.
+        The budget drops the second baseline last, and never the last variant, which is the result.
 
         Args:
             leaders: the best points, the first one first.
@@ -189,15 +189,15 @@ class RecipeSubject:
                 _DuelProgress(self._audience, tell),
                 self._workers.pool,
             )
-            if (why := found.arms[0].failed) is not None:
+            if (why := found.variants[0].failed) is not None:
                 raise InputError(f"the job as it is failed: {why}")
         except InputError as error:  # or the budget left no room for two rounds
             reason = f"no duel: {error}"
-            return {"noise_floor": None, "arms": [_unmeasured(name, reason) for name in names]}
-        rows = duel_rows(found.arms)
-        by_name = {row["name"]: row for row in rows["arms"]}
+            return {"noise_floor": None, "variants": [_unmeasured(name, reason) for name in names]}
+        rows = duel_rows(found.variants)
+        by_name = {row["name"]: row for row in rows["variants"]}
         every = [by_name.get(name) or _unmeasured(name) for name in names]
-        return {**rows, "arms": every, "design": found.design}
+        return {**rows, "variants": every, "design": found.design}
 
     def refusal(self, point: Point) -> str | None:
         """What the guard has against a plan with lossy techniques that the recipe hadn't."""

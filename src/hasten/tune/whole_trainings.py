@@ -1,7 +1,7 @@
 """Whole trainings of a recipe with other hyper-parameters, each in a process of its own.
 
 All have the tokens, the data and the plan of the recipe: another batch has as many more or fewer
-steps, and warm-up is a share of these. Each waits at its looks for its held-out loss to be taken.
+steps, and warm-up is a share of these. Each waits at its looks for its eval loss to be taken.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class RecipeTrainings:
         recipe = given.recipe
         self.given, self.folder = given, Path(recipe.output) / "studies"
         self._data = prepare_data(recipe, Path(recipe.output) / "data")
-        if not len(self._data.held_out):
-            raise InputError("held_out: the study compares held-out losses; hold some records out")
+        if not len(self._data.eval_data):
+            raise InputError("eval_data: the study compares eval losses; hold some records out")
         self._batch = "global_batch_tokens" if recipe.global_batch_tokens else "global_batch_size"
         batch = batch_of(recipe)
-        self._own = batch.tokens if recipe.global_batch_tokens else batch.records
+        self._own = batch.tokens if recipe.global_batch_tokens else batch.examples
         steps = self._steps_of(recipe)
         self.space = self._space(steps, only)
         sizes = [d.values for d in self.space.dimensions if d.name == self._batch]
@@ -155,7 +155,7 @@ class TrainingProcess:
             self._begun = True
         count = self._steps[look] - self._steps[look - 1]
         self._worker.request("steps", left(), count=count)
-        return float(self._worker.request("evaluate", left())["held_out_loss"])
+        return float(self._worker.request("evaluate", left())["eval_loss"])
 
     def end(self, at_once: bool = False) -> None:
         self._worker.close(kill=at_once)

@@ -41,13 +41,13 @@ class Planted(Technique):
 
 @dataclass(frozen=True)
 class Leaky(Planted):
-    """Packs records, and forgets that positions begin anew: attention sees the neighbours."""
+    """Packs examples, and forgets that positions begin anew: attention sees the neighbours."""
 
     slot = Slot.COLLATE
 
     def apply(self, setup: Setup) -> None:
-        def lay_out(records: Sequence[Any]) -> dict[str, Any]:
-            found = collate.packed(records)
+        def lay_out(examples: Sequence[Any]) -> dict[str, Any]:
+            found = collate.packed(examples)
             return {k: found[k] for k in ("input_ids", "labels")}
 
         setup.collate = with_language_counts(lay_out)
@@ -60,7 +60,7 @@ class MeanOfMeans(Planted):
     slot = Slot.BATCH
 
     def apply(self, setup: Setup) -> None:
-        setup.cut = lambda records: [list(records[:1]), list(records[1:])]
+        setup.cut = lambda examples: [list(examples[:1]), list(examples[1:])]
         usual = setup.attempt
 
         def attempt(engine: Any, batch: Any) -> Any:

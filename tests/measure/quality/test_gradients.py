@@ -29,7 +29,7 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import Muon
 from hasten.techniques.precision import Autocast
 from measure.quality.guard_plants import bench
-from tiny import records, tiny_model
+from tiny import examples, tiny_model
 
 
 def test_the_reference_is_the_plain_float64_loop(tmp_path: Path) -> None:
@@ -39,11 +39,11 @@ def test_the_reference_is_the_plain_float64_loop(tmp_path: Path) -> None:
     torch.manual_seed(job.seed)
     model = tiny_model().double()
     total, count = 0.0, 0
-    for index in range(len(job.records)):
-        record = job.records[index]
-        ids = torch.tensor(record.input_ids[None].astype("int64"))
+    for index in range(len(job.examples)):
+        example = job.examples[index]
+        ids = torch.tensor(example.input_ids[None].astype("int64"))
         logs = model(ids).logits[0, :-1].log_softmax(-1)
-        marks = torch.tensor(record.trained[1:])
+        marks = torch.tensor(example.trained[1:])
         loss = -logs.gather(1, ids[0, 1:, None])[:, 0][marks].sum()
         loss.backward()
         total, count = total + float(loss.detach()), count + int(marks.sum())
@@ -99,7 +99,7 @@ def test_other_parameters_than_the_references_are_refused() -> None:
 
 
 def test_changed_neighbours_keep_their_lengths_and_lose_every_token() -> None:
-    given = records(5)
+    given = examples(5)
     for before, after in zip(given, others(given), strict=True):
         assert before.length == after.length
         assert (before.input_ids != after.input_ids).all()
@@ -126,7 +126,7 @@ def test_losses_repeat_and_weights_are_part_of_the_answer(tmp_path: Path) -> Non
 def test_a_training_ends_at_its_tokens_and_a_seed_is_its_own(tmp_path: Path) -> None:
     one, two = (train(bench(tmp_path), Plan(), seed, 600) for seed in (1, 2))
     assert one["tokens"] == two["tokens"] == 600
-    assert one["held_out_loss"] != two["held_out_loss"]
+    assert one["eval_loss"] != two["eval_loss"]
 
 
 def test_the_loss_is_that_of_the_tokens_asked_for_and_not_of_a_whole_step() -> None:

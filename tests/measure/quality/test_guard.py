@@ -62,7 +62,7 @@ def test_a_leak_between_documents_is_found_and_its_author_named(tmp_path: Path) 
     assert leak["found"] > 10 * leak["tolerance"]
     assert "without leaky" in leak["text"]
     assert verdicts(report) == {"leaky": "differs", "labelled_token_loss": "undecided"}
-    assert line(report, "each record in a micro-batch")["verdict"] == "equal"  # alone, no leak
+    assert line(report, "each example in a micro-batch")["verdict"] == "equal"  # alone, no leak
 
 
 def test_a_leak_is_found_in_the_plans_number_format_too(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_loss_that_is_scaled_by_the_cut_is_found(tmp_path: Path) -> None:
     planned = line(report, "as planned")
     assert planned["verdict"] == "differs"
     assert "without mean_of_means" in planned["text"]
-    assert line(report, "all records in one")["verdict"] == "equal"
+    assert line(report, "all examples in one")["verdict"] == "equal"
 
 
 def test_two_that_are_to_blame_are_not_mistaken_for_one(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_another_update_rule_under_the_name_of_adamw_is_found(tmp_path: Path) ->
     assert row["found"] == pytest.approx(0.5, rel=1e-3)
 
 
-def test_a_technique_that_ruins_the_held_out_loss_is_found(tmp_path: Path) -> None:
+def test_a_technique_that_ruins_the_eval_loss_is_found(tmp_path: Path) -> None:
     row = guarded(tmp_path, Ruinous(), seeds=5, tokens=3000)["guard"][0]
     assert (row["verdict"], row["seeds"]) == ("worse", 5)
 
@@ -156,13 +156,13 @@ def test_a_number_that_is_not_finite_passes_no_bound() -> None:
 
 
 def trained(loss: float, accuracy: float) -> dict[str, Any]:
-    return {"held_out_loss": loss, "metrics": {"token_accuracy": accuracy}, "tokens": 100}
+    return {"eval_loss": loss, "metrics": {"token_accuracy": accuracy}, "tokens": 100}
 
 
 @pytest.mark.parametrize(
     ("accuracy", "verdict"), [(0.70, "worse"), (0.80, "not worse"), (0.90, "not worse")]
 )
-def test_a_measure_of_the_jobs_own_counts_beside_the_held_out_loss(
+def test_a_measure_of_the_jobs_own_counts_beside_the_eval_loss(
     accuracy: float, verdict: str
 ) -> None:
     """Without it 0.80 of the tokens are right; the loss is the same in all."""

@@ -17,7 +17,7 @@ from hasten.techniques.wire.compress import Half
 
 PLAN = Plan([Packed(), DDP(), Half(), FusedAdamW()])
 ANSWERS: dict[str, dict[str, Any]] = {
-    "reference": {"loss": 2.0, "records": 8, "tokens": 90, "layers": 2},
+    "reference": {"loss": 2.0, "examples": 8, "tokens": 90, "layers": 2},
     "leak": {"change": 0.0, "documents": 4, "document": 0},
     "update": {"error": 0.0, "floor": 0.0, "steps": 3},
     "losses": {"losses": ["0x1p+1"] * 3, "weights": ["a", "a"]},

@@ -20,14 +20,14 @@ from hasten.measure.quality.bench import (
     SHARE,
     CheckBudget,
     _cut,
-    first_records,
+    first_examples,
     limits_of,
     shortened,
     still,
 )
-from hasten.parts.data.collate import token_record
+from hasten.parts.data.collate import tokenized_example
 from measure.quality.guard_plants import bench
-from tiny import job_facts, language_job, records, tiny_model
+from tiny import job_facts, language_job, examples, tiny_model
 
 SEVEN = ModelFacts("llama", 6_900_000_000, 4096, 30, 102_400)
 KNOWN = job_facts(language_job())
@@ -64,32 +64,32 @@ def test_limits_leave_something_to_prove_with(parameters: int, work: float) -> N
     model = ModelFacts("llama", parameters, 64, 4, 100)
     limits = limits_of(replace(KNOWN, model=model), memory=1e15, work=work)
     assert limits.tokens >= 4 * 32
-    assert limits.record_tokens >= 32
+    assert limits.example_tokens >= 32
 
 
 def test_the_first_steps_records_are_taken_as_far_as_the_limit_goes() -> None:
     job = language_job(batch=12)
-    assert len(first_records(job, CheckBudget(None, 10_000, 1000))) == 12
-    few = first_records(job, CheckBudget(None, 60, 1000))
+    assert len(first_examples(job, CheckBudget(None, 10_000, 1000))) == 12
+    few = first_examples(job, CheckBudget(None, 60, 1000))
     assert 4 <= len(few) < 12
 
 
 def test_a_step_of_one_record_borrows_from_the_next() -> None:
-    job = replace(language_job(), batch=GlobalBatch(records=1))
-    assert len(first_records(job, CheckBudget(None, 10_000, 1000))) == 4
+    job = replace(language_job(), batch=GlobalBatch(examples=1))
+    assert len(first_examples(job, CheckBudget(None, 10_000, 1000))) == 4
 
 
 def test_one_record_alone_proves_nothing() -> None:
-    data = records(1)
-    with pytest.raises(InputError, match="two records"):
-        first_records(language_job(data=data), CheckBudget(None, 1000, 1000))
+    data = examples(1)
+    with pytest.raises(InputError, match="two examples"):
+        first_examples(language_job(data=data), CheckBudget(None, 1000, 1000))
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(2, 300), st.integers(1, 299), st.integers(32, 128))
 def test_a_record_that_is_cut_keeps_a_trained_token(length: int, first: int, tokens: int) -> None:
     trained = np.arange(length) >= min(first, length - 1)
-    found = _cut(token_record(np.arange(length), trained), tokens)
+    found = _cut(tokenized_example(np.arange(length), trained), tokens)
     assert found.length == min(length, tokens)
     assert found.trained_tokens > 0
 
@@ -112,4 +112,4 @@ def test_dropout_is_off_wherever_it_is_kept() -> None:
 
 def test_the_small_job_is_one_step_of_all_its_records(tmp_path: Path) -> None:
     job = bench(tmp_path).small(Plan())
-    assert job.batch.records == len(job.records) == len(job.lengths)
+    assert job.batch.examples == len(job.examples) == len(job.lengths)

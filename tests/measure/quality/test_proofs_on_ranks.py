@@ -60,8 +60,8 @@ def test_documents_keep_their_losses_and_two_runs_their_bits(found: Found) -> No
 
 def test_a_training_ends_at_its_tokens_and_ranks_apart_near_them(found: Found) -> None:
     assert found["train"]["tokens"] == 600
-    assert found["train"]["held_out_loss"] > 0
+    assert found["train"]["eval_loss"] > 0
     apart = found["apart"]
     assert "failed" not in apart, apart
-    assert apart["held_out_loss"] > 0
+    assert apart["eval_loss"] > 0
     assert 0.5 * 600 < apart["tokens"] < 2 * 600

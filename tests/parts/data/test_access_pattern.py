@@ -1,4 +1,4 @@
-"""Requests are merged where the order has a pattern; records and their order never change."""
+"""Requests are merged where the order has a pattern; examples and their order never change."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ COUNT = 4096
 
 
 class CountedStore:
-    """Records that say what they are; counts requests and records."""
+    """Examples that say what they are; counts requests and examples."""
 
     def __init__(self, count: int = COUNT) -> None:
-        self.count, self.requests, self.records = count, 0, 0
+        self.count, self.requests, self.examples = count, 0, 0
 
     def __len__(self) -> int:
         return self.count
@@ -40,7 +40,7 @@ class CountedStore:
     def read_range(self, start: int, stop: int) -> Sequence[int]:
         assert 0 <= start < stop <= self.count
         self.requests += 1
-        self.records += stop - start
+        self.examples += stop - start
         return [10 * i for i in range(start, stop)]
 
 
@@ -110,7 +110,7 @@ def test_an_order_without_use_costs_nothing_more(order: list[int]) -> None:
     reader = IndexedReader(store)
     for _ in range(2):
         assert [reader[i] for i in order] == [10 * i for i in order]
-    assert store.requests == store.records == 2 * len(order)
+    assert store.requests == store.examples == 2 * len(order)
 
 
 def test_a_pattern_that_ends_costs_one_request_in_vain() -> None:
@@ -118,7 +118,7 @@ def test_a_pattern_that_ends_costs_one_request_in_vain() -> None:
     reader = IndexedReader(store)
     order = [*range(FEWEST + 1), *shuffled(seed=4)[:500]]  # a merged request, then no order
     assert [reader[i] for i in order] == [10 * i for i in order]
-    assert store.records <= len(order) + 63
+    assert store.examples <= len(order) + 63
 
 
 def test_without_detection_every_record_is_one_request() -> None:

@@ -1,4 +1,4 @@
-"""Collators: padded and packed ask for exactly what a plain loop over the records asks for."""
+"""Collators: padded and packed ask for exactly what a plain loop over the examples asks for."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from hypothesis import strategies as st
 
 from hasten.parts.data.collate import (
     IGNORED,
-    TokenRecord,
+    TokenizedExample,
     aligned_labels,
     collate_fn,
     packed,
     padded,
-    token_record,
+    tokenized_example,
 )
-from tiny import records
+from tiny import examples
 
 Question = tuple[tuple[int, ...], int]  # (everything that is seen, the token to predict)
-PAD = 7  # occurs in records as well, so that filler can't be told from tokens by its value
+PAD = 7  # occurs in examples as well, so that filler can't be told from tokens by its value
 
-RECORDS = st.lists(
+EXAMPLES = st.lists(
     st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=15).map(
-        lambda pairs: token_record([p[0] for p in pairs], [p[1] for p in pairs])
+        lambda pairs: tokenized_example([p[0] for p in pairs], [p[1] for p in pairs])
     ),
     min_size=1,
     max_size=8,
 )
 
 
-def asked(given_records: list[TokenRecord]) -> Counter[Question]:
-    """What training on these records asks, by the definition."""
+def asked(given_records: list[TokenizedExample]) -> Counter[Question]:
+    """What training on these examples asks, by the definition."""
     found: Counter[Question] = Counter()
-    for record in given_records:
-        ids = record.input_ids.tolist()
+    for example in given_records:
+        ids = example.input_ids.tolist()
         for t in range(1, len(ids)):
-            if record.trained[t]:
+            if example.trained[t]:
                 found[tuple(ids[:t]), ids[t]] += 1
     return found
 
 
-def asked_by_padded(given_records: list[TokenRecord]) -> Counter[Question]:
+def asked_by_padded(given_records: list[TokenizedExample]) -> Counter[Question]:
     batch = padded(given_records, PAD)
     found: Counter[Question] = Counter()
     for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
@@ -52,7 +52,7 @@ def asked_by_padded(given_records: list[TokenRecord]) -> Counter[Question]:
     return found
 
 
-def asked_by_packed(given_records: list[TokenRecord]) -> Counter[Question]:
+def asked_by_packed(given_records: list[TokenizedExample]) -> Counter[Question]:
     batch = packed(given_records)
     rows = (batch[k][0].tolist() for k in ("input_ids", "labels", "position_ids"))
     ids, labels, positions = rows
@@ -61,22 +61,22 @@ def asked_by_packed(given_records: list[TokenRecord]) -> Counter[Question]:
     )
 
 
-@given(given_records=RECORDS)
-def test_padded_and_packed_ask_what_the_records_ask(given_records: list[TokenRecord]) -> None:
+@given(given_records=EXAMPLES)
+def test_padded_and_packed_ask_what_the_records_ask(given_records: list[TokenizedExample]) -> None:
     expected = asked(given_records)
     assert asked_by_padded(given_records) == expected
     assert asked_by_packed(given_records) == expected
 
 
-@given(given_records=RECORDS)
-def test_labels_number_the_trained_tokens(given_records: list[TokenRecord]) -> None:
+@given(given_records=EXAMPLES)
+def test_labels_number_the_trained_tokens(given_records: list[TokenizedExample]) -> None:
     expected = sum(r.trained_tokens for r in given_records)
     for batch in (padded(given_records, PAD), packed(given_records)):
         assert int((batch["labels"] != IGNORED).sum()) == expected
 
 
-@given(given_records=RECORDS)
-def test_the_last_token_of_a_record_predicts_nothing(given_records: list[TokenRecord]) -> None:
+@given(given_records=EXAMPLES)
+def test_the_last_token_of_a_record_predicts_nothing(given_records: list[TokenizedExample]) -> None:
     batch = packed(given_records)
     last = batch["boundaries"][1:].long() - 1
     assert (batch["labels"][0, last] == IGNORED).all()
@@ -85,8 +85,8 @@ def test_the_last_token_of_a_record_predicts_nothing(given_records: list[TokenRe
     assert (filled["labels"][torch.arange(len(ends)), ends] == IGNORED).all()
 
 
-@given(given_records=RECORDS)
-def test_a_packed_row_is_the_records_end_to_end(given_records: list[TokenRecord]) -> None:
+@given(given_records=EXAMPLES)
+def test_a_packed_row_is_the_records_end_to_end(given_records: list[TokenizedExample]) -> None:
     batch = packed(given_records)
     pieces = [t.tolist() for t in batch["input_ids"][0].split(batch["document_lengths"])]
     longest_first = sorted(given_records, key=lambda r: -r.length)  # stable: ties keep their order
@@ -94,9 +94,9 @@ def test_a_packed_row_is_the_records_end_to_end(given_records: list[TokenRecord]
     assert batch["input_ids"].shape == (1, sum(r.length for r in given_records))
 
 
-@given(given_records=RECORDS)
+@given(given_records=EXAMPLES)
 def test_positions_lengths_and_boundaries_tell_the_same_story(
-    given_records: list[TokenRecord],
+    given_records: list[TokenizedExample],
 ) -> None:
     batch = packed(given_records)
     starts = (batch["position_ids"][0] == 0).nonzero().squeeze(1).tolist()
@@ -107,34 +107,34 @@ def test_positions_lengths_and_boundaries_tell_the_same_story(
         assert positions.tolist() == list(range(len(positions)))
 
 
-@given(given_records=RECORDS)
-def test_padded_rows_keep_their_order_and_end_in_filler(given_records: list[TokenRecord]) -> None:
+@given(given_records=EXAMPLES)
+def test_padded_rows_keep_their_order_and_end_in_filler(given_records: list[TokenizedExample]) -> None:
     batch = padded(given_records, PAD)
     longest = max(r.length for r in given_records)
     assert batch["input_ids"].shape == batch["labels"].shape == (len(given_records), longest)
-    for ids, labels, record in zip(batch["input_ids"], batch["labels"], given_records, strict=True):
-        assert ids[: record.length].tolist() == record.input_ids.tolist()
-        assert (ids[record.length :] == PAD).all()
-        assert (labels[record.length :] == IGNORED).all()
+    for ids, labels, example in zip(batch["input_ids"], batch["labels"], given_records, strict=True):
+        assert ids[: example.length].tolist() == example.input_ids.tolist()
+        assert (ids[example.length :] == PAD).all()
+        assert (labels[example.length :] == IGNORED).all()
 
 
 def test_records_are_left_as_they_were() -> None:
-    given_records = records(5)
+    given_records = examples(5)
     before = [(r.input_ids.copy(), r.trained.copy()) for r in given_records]
     packed(given_records)["labels"].fill_(3)
     padded(given_records)["input_ids"].fill_(3)
-    for record, (ids, trained) in zip(given_records, before, strict=True):
-        assert np.array_equal(record.input_ids, ids)
-        assert np.array_equal(record.trained, trained)
+    for example, (ids, trained) in zip(given_records, before, strict=True):
+        assert np.array_equal(example.input_ids, ids)
+        assert np.array_equal(example.trained, trained)
 
 
 def test_a_record_of_one_token_asks_nothing() -> None:
-    assert aligned_labels(token_record([4])).tolist() == [IGNORED]
+    assert aligned_labels(tokenized_example([4])).tolist() == [IGNORED]
 
 
 def test_labels_are_what_the_next_position_holds() -> None:
-    record = token_record([10, 11, 12, 13], [True, False, True, True])
-    assert aligned_labels(record).tolist() == [IGNORED, 12, 13, IGNORED]
+    example = tokenized_example([10, 11, 12, 13], [True, False, True, True])
+    assert aligned_labels(example).tolist() == [IGNORED, 12, 13, IGNORED]
 
 
 def test_the_articles_records_are_padded_behind_each() -> None:
@@ -145,7 +145,7 @@ def test_the_articles_records_are_padded_behind_each() -> None:
         assert inputs.tolist() == [[1, 2, 3], [5, 9, 9]]
         assert targets.tolist() == [[4, -100], [6, 7]]
     assert collate_fn(rows)[0].tolist() == [[1, 2, 3], [5, 0, 0]]
-    with pytest.raises(ValueError, match=r"record 1 .* it has text"):
+    with pytest.raises(ValueError, match=r"example 1 .* it has text"):
         collate_fn([rows[0], {"text": "a"}])
-    with pytest.raises(ValueError, match="no records"):
+    with pytest.raises(ValueError, match="no examples"):
         collate_fn([])

@@ -1,4 +1,4 @@
-"""Cuts: every record once, no piece above its limit, the same pieces every time."""
+"""Cuts: every example once, no piece above its limit, the same pieces every time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hasten.parts.data.collate import by_count, by_slots, by_tokens
 LENGTHS = st.lists(st.integers(0, 60), max_size=40)
 
 
-@given(records=st.lists(st.integers()), size=st.integers(1, 50))
-def test_by_count_keeps_every_record_in_its_order(records: list[int], size: int) -> None:
-    pieces = by_count(records, size)
-    assert [r for piece in pieces for r in piece] == records
+@given(examples=st.lists(st.integers()), size=st.integers(1, 50))
+def test_by_count_keeps_every_record_in_its_order(examples: list[int], size: int) -> None:
+    pieces = by_count(examples, size)
+    assert [r for piece in pieces for r in piece] == examples
     assert all(len(piece) == size for piece in pieces[:-1])
     assert all(1 <= len(piece) <= size for piece in pieces)
-    assert pieces == by_count(records, size)
+    assert pieces == by_count(examples, size)
 
 
 @given(lengths=LENGTHS, limit=st.integers(1, 80))
@@ -37,7 +37,7 @@ def test_only_a_single_record_exceeds_the_limit(lengths: list[int], limit: int) 
 
 @given(lengths=LENGTHS, limit=st.integers(1, 80))
 def test_by_tokens_is_deterministic(lengths: list[int], limit: int) -> None:
-    names = [f"record {i}" for i in range(len(lengths))]
+    names = [f"example {i}" for i in range(len(lengths))]
     assert by_tokens(names, lengths, limit) == by_tokens(tuple(names), tuple(lengths), limit)
 
 

@@ -1,4 +1,4 @@
-"""Batches of a size that follows the memory: records in order, none lost, steps redone exactly."""
+"""Batches of a size that follows the memory: examples in order, none lost, steps redone exactly."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hasten import DynamicBatcher
-from hasten.parts.data.dynamic_batch import join_batches, record_count, select_records
+from hasten.parts.data.dynamic_batch import join_batches, example_count, select_examples
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* records (wait|at a time)")
+pytestmark = pytest.mark.filterwarnings("ignore:.* examples (wait|at a time)")
 
 
 def plenty() -> tuple[float, float]:
@@ -25,7 +25,7 @@ def batcher(size: int = 4, meter: Any = plenty, **changes: Any) -> DynamicBatche
 
 
 def numbers(start: int, stop: int) -> dict[str, Any]:
-    """The same records in every form that a loader gives."""
+    """The same examples in every form that a loader gives."""
     row = torch.arange(start, stop)
     images = row[:, None, None, None].expand(-1, 3, 2, 2)
     return {
@@ -34,14 +34,14 @@ def numbers(start: int, stop: int) -> dict[str, Any]:
         "tuple": (images, row),
         "list of columns": [images, row],
         "mapping": {"a": row, "b": {"c": images}},
-        "records": [{"id": i} for i in range(start, stop)],
+        "examples": [{"id": i} for i in range(start, stop)],
     }
 
 
 def ids(batch: Any) -> list[int]:
     while not isinstance(batch, torch.Tensor):
         if isinstance(batch, list) and isinstance(batch[0], dict):
-            return [record["id"] for record in batch]
+            return [example["id"] for example in batch]
         batch = batch["a"] if isinstance(batch, dict) else batch[-1]
     return [int(v) for v in batch.reshape(len(batch), -1)[:, 0]]
 
@@ -60,7 +60,7 @@ def test_records_keep_their_order_and_none_is_lost(form: str, sizes: list[int], 
         for batch in given_:
             assert type(batch) is type(loader[0])
             seen += ids(batch)
-            assert record_count(batch) <= made.size
+            assert example_count(batch) <= made.size
             made.update_after_step()
         seen += [i for batch in made.flush() for i in ids(batch)]
         assert seen == list(range(start))
@@ -86,7 +86,7 @@ def test_whole_batches_are_trained_as_long_as_they_fit() -> None:
 
 def test_beyond_the_largest_size_or_what_fits_the_rest_waits() -> None:
     for made in (limited(4), DynamicBatcher(2, 4, meter=plenty)):
-        with pytest.warns(UserWarning, match=r"6 records wait: the loader gives 10 and a step tak"):
+        with pytest.warns(UserWarning, match=r"6 examples wait: the loader gives 10 and a step tak"):
             assert made.adjust_batch(torch.arange(10)).tolist() == [0, 1, 2, 3]
         assert made.held == 6
         assert made.adjust_batch(torch.arange(10, 12)).tolist() == [4, 5, 6, 7]  # said once
@@ -99,7 +99,7 @@ def test_a_loader_with_small_batches_is_told_once_and_a_short_tail_never() -> No
     made.update_after_step()
     assert made.size == 9
     made.adjust_batch(torch.arange(5))
-    with pytest.warns(UserWarning, match="gives 5 records at a time, so batches stay at 5 of 9; b"):
+    with pytest.warns(UserWarning, match="gives 5 examples at a time, so batches stay at 5 of 9; b"):
         made.adjust_batch(torch.arange(5))
     made.adjust_batch(torch.arange(5))
 
@@ -107,7 +107,7 @@ def test_a_loader_with_small_batches_is_told_once_and_a_short_tail_never() -> No
 def test_records_that_nobody_trained_are_named_when_the_batcher_goes() -> None:
     made = DynamicBatcher(2, 4, meter=plenty)
     made.adjust_batch(torch.arange(10))
-    with pytest.warns(ResourceWarning, match="6 records still wait in a DynamicBatcher"):
+    with pytest.warns(ResourceWarning, match="6 examples still wait in a DynamicBatcher"):
         del made
     made = DynamicBatcher(2, 4, meter=plenty)
     for _ in made.batches([torch.arange(10)]):
@@ -175,12 +175,12 @@ def test_a_step_that_did_not_fit_has_the_gradient_of_the_whole_batch(error: Exce
 
 def test_other_errors_and_a_record_that_never_fits_are_raised() -> None:
     def never(piece: Any, share: float) -> None:
-        raise MemoryError("one record")
+        raise MemoryError("one example")
 
     def broken(piece: Any, share: float) -> None:
         raise RuntimeError("shapes")
 
-    with pytest.raises(MemoryError, match="one record"):
+    with pytest.raises(MemoryError, match="one example"):
         batcher().run_step(never, torch.arange(4), lambda: None)
     with pytest.raises(RuntimeError, match="shapes"):
         batcher().run_step(broken, torch.arange(4), lambda: None)
@@ -212,7 +212,7 @@ def test_what_has_no_rows_is_refused(data: Any) -> None:
 @given(st.integers(0, 7))
 def test_select_and_join_undo_each_other(at: int) -> None:
     for batch in numbers(0, 7).values():
-        again = join_batches([select_records(batch, 0, at), select_records(batch, at, 7)])
+        again = join_batches([select_examples(batch, 0, at), select_examples(batch, at, 7)])
         assert ids(again) == ids(batch)
 
 

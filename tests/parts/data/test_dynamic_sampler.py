@@ -1,4 +1,4 @@
-"""Batches within a budget of tokens: every record once, equal work on ranks, exact resumption."""
+"""Batches within a budget of tokens: every example once, equal work on ranks, exact resumption."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from hasten.parts.data.collate import padded
-from hasten.parts.data.dynamic_batch import DynamicBatchSampler, record_lengths
-from tiny import records
+from hasten.parts.data.dynamic_batch import DynamicBatchSampler, example_lengths
+from tiny import examples
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
@@ -125,11 +125,11 @@ def test_without_shuffling_records_keep_their_order() -> None:
 
 
 def test_lengths_come_from_the_records() -> None:
-    data = records(5)
+    data = examples(5)
     expected = [r.length for r in data]
-    assert record_lengths(data).tolist() == expected
-    assert record_lengths([{"input_ids": r.input_ids} for r in data]).tolist() == expected
-    assert record_lengths([r.input_ids.tolist() for r in data]).tolist() == expected
+    assert example_lengths(data).tolist() == expected
+    assert example_lengths([{"input_ids": r.input_ids} for r in data]).tolist() == expected
+    assert example_lengths([r.input_ids.tolist() for r in data]).tolist() == expected
 
 
 def test_lengths_come_from_the_articles_records() -> None:
@@ -138,29 +138,29 @@ def test_lengths_come_from_the_articles_records() -> None:
 
     two = torch.ones(2)
     data = [{"input": two, "target": two}, {"inputs": [1] * 3}, Row(), (two, torch.ones(9))]
-    assert record_lengths(data).tolist() == [2, 3, 3, 2]
+    assert example_lengths(data).tolist() == [2, 3, 3, 2]
 
 
-@pytest.mark.parametrize("record", [(torch.ones(2, 2), [3]), 7, {"text": "a"}, ("ab", 1)])
-def test_a_record_without_a_length_is_named(record: Any) -> None:
-    with pytest.raises(ValueError, match=r"record 1 .* give lengths="):
-        DynamicBatchSampler([[1, 2], record])
+@pytest.mark.parametrize("example", [(torch.ones(2, 2), [3]), 7, {"text": "a"}, ("ab", 1)])
+def test_a_record_without_a_length_is_named(example: Any) -> None:
+    with pytest.raises(ValueError, match=r"example 1 .* give lengths="):
+        DynamicBatchSampler([[1, 2], example])
 
 
 def test_a_record_beyond_the_budget_is_alone_or_refused_or_left_out_and_said() -> None:
     lengths = [3, 70, 90, 4]
-    with pytest.warns(UserWarning, match="2 records have more .* longest 90, and are a batch each"):
+    with pytest.warns(UserWarning, match="2 examples have more .* longest 90, and are a batch each"):
         alone = DynamicBatchSampler(None, 64, lengths=lengths)
     batches = sorted(map(sorted, alone))
     assert batches in ([[0, 3], [1], [2]], [[0], [1], [2], [3]])
     with pytest.warns(UserWarning, match="are left out"):
         dropped = DynamicBatchSampler(None, 64, lengths=lengths, too_long="drop")
     assert sorted(i for batch in dropped for i in batch) == [0, 3]
-    with pytest.raises(ValueError, match="record 1 has 70 tokens, more than max_tokens=64"):
+    with pytest.raises(ValueError, match="example 1 has 70 tokens, more than max_tokens=64"):
         DynamicBatchSampler(None, 64, lengths=lengths, too_long="error")
     with pytest.raises(ValueError, match="too_long is 'cut'; give alone, error, drop"):
         DynamicBatchSampler(None, 64, lengths=lengths, too_long="cut")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="records=2 and this sampler 4"):
+    with pytest.raises(ValueError, match="examples=2 and this sampler 4"):
         alone.load_state_dict(dropped.state_dict())
 
 
@@ -173,7 +173,7 @@ def test_an_impossible_rank_and_a_strange_state_are_refused() -> None:
 
 
 def test_it_feeds_a_data_loader_with_workers() -> None:
-    data = records(40)
+    data = examples(40)
     sampler = DynamicBatchSampler(data, 120, seed=2)
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=padded, num_workers=2)  # type: ignore[arg-type, var-annotated]
     shapes = [tuple(batch["input_ids"].shape) for batch in loader]

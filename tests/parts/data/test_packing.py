@@ -1,4 +1,4 @@
-"""Packing: every record once, no row overfull, as few rows as there have to be."""
+"""Packing: every example once, no row overfull, as few rows as there have to be."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_nothing_packs_into_nothing() -> None:
 @pytest.mark.parametrize(
     ("lengths", "row", "message"),
     [
-        ([3, 12], 10, "record 1 has 12 tokens, more than a row of 10"),
+        ([3, 12], 10, "example 1 has 12 tokens, more than a row of 10"),
         ([3, 0], 10, "each at least 1"),
         ([3], 0, "row_tokens is 0"),
     ],

@@ -1,4 +1,4 @@
-"""Perfect packings: every row full, every record once."""
+"""Perfect packings: every row full, every example once."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Counted:
         self.read, self.ended = 0, False
         for i in range(self.count):
             if i == self.fails_at:
-                raise OSError(f"record {i} can't be read")
+                raise OSError(f"example {i} can't be read")
             self.read += 1
             yield torch.tensor([i])
         self.ended = True
@@ -157,10 +157,10 @@ def test_the_look_ahead_follows_the_bursts_before_they_are_felt() -> None:
 def test_an_error_arrives_in_the_step_that_needed_the_batch_with_its_traceback() -> None:
     taken: list[int] = []
     batches = iter(SmartPrefetcher(4).wrap(Counted(20, fails_at=7)))
-    with pytest.raises(OSError, match="record 7") as caught:
+    with pytest.raises(OSError, match="example 7") as caught:
         taken.extend(int(batch) for batch in batches)
     assert taken == list(range(7))
-    assert 'raise OSError(f"record {i}' in "".join(traceback.format_tb(caught.value.__traceback__))
+    assert 'raise OSError(f"example {i}' in "".join(traceback.format_tb(caught.value.__traceback__))
 
 
 def test_a_break_an_error_of_the_caller_and_the_collector_end_the_thread() -> None:

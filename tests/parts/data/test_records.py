@@ -1,26 +1,26 @@
-"""Token records: two rows of one length, and a count that leaves the first token out."""
+"""Token examples: two rows of one length, and a count that leaves the first token out."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from hasten.parts.data.collate import token_record
+from hasten.parts.data.collate import tokenized_example
 
 
 def test_every_token_carries_loss_unless_told_otherwise() -> None:
-    record = token_record([5, 6, 7])
-    assert record.trained.tolist() == [True, True, True]
-    assert (record.input_ids.dtype, record.trained.dtype) == (np.int32, np.bool_)
+    example = tokenized_example([5, 6, 7])
+    assert example.trained.tolist() == [True, True, True]
+    assert (example.input_ids.dtype, example.trained.dtype) == (np.int32, np.bool_)
 
 
 def test_the_first_token_is_never_counted_as_trained() -> None:
-    assert token_record([5, 6, 7], [1, 0, 1]).trained_tokens == 1
-    assert token_record([5], [1]).trained_tokens == 0
+    assert tokenized_example([5, 6, 7], [1, 0, 1]).trained_tokens == 1
+    assert tokenized_example([5], [1]).trained_tokens == 0
 
 
 def test_length_counts_every_token() -> None:
-    assert token_record(range(11), [0] * 11).length == 11
+    assert tokenized_example(range(11), [0] * 11).length == 11
 
 
 @pytest.mark.parametrize(
@@ -29,4 +29,4 @@ def test_length_counts_every_token() -> None:
 )
 def test_rows_of_another_shape_are_refused(ids: list[int], trained: list[bool] | None) -> None:
     with pytest.raises(ValueError, match="two equal-length rows"):
-        token_record(ids, trained)
+        tokenized_example(ids, trained)

@@ -1,4 +1,4 @@
-"""Lists that leave out no full row, and covers that leave out no record."""
+"""Lists that leave out no full row, and covers that leave out no example."""
 
 from __future__ import annotations
 

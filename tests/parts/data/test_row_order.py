@@ -1,4 +1,4 @@
-"""Orders of an epoch: every record once, the same steps for any number of ranks, new each epoch."""
+"""Orders of an epoch: every example once, the same steps for any number of ranks, new each epoch."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 def order(kind: str, lengths: Any, seed: int = 0) -> PackedOrder | GroupedOrder:
     if kind == "packed":
         return PackedOrder(lengths, 64, 5, seed, quadratic=0.01)
-    if kind == "grouped by records":
-        return GroupedOrder(lengths, window=20, records=6, seed=seed)
+    if kind == "grouped by examples":
+        return GroupedOrder(lengths, window=20, examples=6, seed=seed)
     return GroupedOrder(lengths, window=20, tokens=120, seed=seed)
 
 
-kinds = pytest.mark.parametrize("kind", ["packed", "grouped by records", "grouped by tokens"])
+kinds = pytest.mark.parametrize("kind", ["packed", "grouped by examples", "grouped by tokens"])
 
 
 @kinds
@@ -156,9 +156,9 @@ def test_grouped_steps_stay_within_the_token_budget(sizes: list[int], budget: in
 
 def test_grouped_steps_hold_records_of_like_length() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(5.8, 1.0, 20_000), 8, 4096).astype(int)
-    shuffled = GroupedOrder(lengths, window=1, records=16).padding_share()
-    window = GroupedOrder(lengths, window=1024, records=16).padding_share()
-    epoch = GroupedOrder(lengths, window=20_000, records=16).padding_share()
+    shuffled = GroupedOrder(lengths, window=1, examples=16).padding_share()
+    window = GroupedOrder(lengths, window=1024, examples=16).padding_share()
+    epoch = GroupedOrder(lengths, window=20_000, examples=16).padding_share()
     assert shuffled > 0.5
     assert window < 0.06
     assert epoch < 0.01
@@ -167,7 +167,7 @@ def test_grouped_steps_hold_records_of_like_length() -> None:
 def test_steps_of_like_length_come_in_no_order_of_length() -> None:
     lengths = np.arange(1, 1001)
     longest = [
-        int(lengths[s].max()) for s in GroupedOrder(lengths, window=1000, records=10).steps(0)
+        int(lengths[s].max()) for s in GroupedOrder(lengths, window=1000, examples=10).steps(0)
     ]
     assert longest != sorted(longest)
     assert abs(float(np.corrcoef(longest, range(100))[0, 1])) < 0.3
@@ -176,19 +176,19 @@ def test_steps_of_like_length_come_in_no_order_of_length() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"window": 0, "records": 4},
+        {"window": 0, "examples": 4},
         {"window": 4},
-        {"window": 4, "records": 2, "tokens": 9},
+        {"window": 4, "examples": 2, "tokens": 9},
         {"window": 4, "tokens": 5},
     ],
 )
 def test_an_impossible_grouping_is_refused(settings: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"window|longest record of 9"):
+    with pytest.raises(ValueError, match=r"window|longest example of 9"):
         GroupedOrder([3, 9], **settings)  # type: ignore[arg-type]
 
 
 def test_an_impossible_packing_is_refused() -> None:
     with pytest.raises(ValueError, match="rows_per_step is 0"):
         PackedOrder([3], 10, 0)
-    with pytest.raises(ValueError, match="record 1 has 12 tokens"):
+    with pytest.raises(ValueError, match="example 1 has 12 tokens"):
         PackedOrder([3, 12], 10, 1)

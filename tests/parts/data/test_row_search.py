@@ -1,4 +1,4 @@
-"""Rows filled one at a time: every record once, none overfull, the same for the same attempt."""
+"""Rows filled one at a time: every example once, none overfull, the same for the same attempt."""
 
 from __future__ import annotations
 

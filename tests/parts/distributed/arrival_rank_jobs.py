@@ -24,7 +24,7 @@ from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.recompute import Recompute
-from tiny import job_facts, language_job, records, tiny_model
+from tiny import job_facts, language_job, examples, tiny_model
 
 CASES: dict[str, tuple[str, tuple[Technique, ...]]] = {
     "plain": ("llama", (Accumulate(micro_batch_size=2),)),
@@ -60,7 +60,7 @@ class Factory:
 def session(world: World, name: str, once: bool) -> Session:
     architecture, techniques = CASES[name]
     known = "llama" if architecture == "tied" else architecture
-    job = language_job(Factory(architecture), data=records(9), batch=4, steps=4)
+    job = language_job(Factory(architecture), data=examples(9), batch=4, steps=4)
     plan = Plan((*techniques, FSDP2(build_once=once)))
     return assemble(prepare(job, plan, job_facts(job, known, world)))
 

@@ -30,7 +30,7 @@ from hasten.parts.distributed.pipeline.stages import Layers
 from hasten.parts.distributed.pipeline.timetable import StageEvent
 from pipeline_rank_jobs import language_batch, language_model, largest_error, plain_loss
 from ranks import on_ranks
-from tiny import ARCHITECTURES, records
+from tiny import ARCHITECTURES, examples
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -177,7 +177,7 @@ def test_batches_that_cannot_be_cut_are_refused_in_one_sentence() -> None:
 def test_filler_makes_packed_rows_alike_and_stays_a_document_of_its_own(
     lengths: list[list[int]],
 ) -> None:
-    pool = {r.length: r for r in records(400, longest=12)}
+    pool = {r.length: r for r in examples(400, longest=12)}
     batches = [packed([pool[n] for n in row]) for row in lengths]
     found = equal_micro_batches(batches, len(batches) + 1)
     width = max(sum(row) for row in lengths)

@@ -151,5 +151,5 @@ def test_the_drawing_is_an_svg_with_a_box_for_each_pass() -> None:
 
 def test_without_events_there_is_no_bubble_and_no_drawing() -> None:
     for ask in (lambda: bubble_share([]), lambda: drawing([], "none")):
-        with pytest.raises(ValueError, match="record a step first"):
+        with pytest.raises(ValueError, match="example a step first"):
             ask()

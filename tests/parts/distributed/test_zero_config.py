@@ -78,7 +78,7 @@ def test_three_sizes_that_do_not_multiply_are_refused(
         (
             {BATCH["micro"]: 2, BATCH["steps"]: 4},
             TrainerSettings(world=2, batch=32),
-            "the step has 32 records, .* 2 x gradient_accumulation_steps 4 x 2 rank",
+            "the step has 32 examples, .* 2 x gradient_accumulation_steps 4 x 2 rank",
         ),
         (
             {"train_batch_size": 0},

@@ -25,7 +25,7 @@ from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.loss import LabelledTokenLoss
-from tiny import job_facts, language_job, records, run, session_of, tiny_model
+from tiny import job_facts, language_job, examples, run, session_of, tiny_model
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler"
@@ -183,7 +183,7 @@ def test_without_a_compiler_training_goes_the_plain_way(
     """Loss and attention fall back; a step's loss is the same within the format."""
 
     def losses() -> list[float]:
-        job = language_job(lambda: tiny_model(dtype=dtype), data=records(8), lr=1e-3)
+        job = language_job(lambda: tiny_model(dtype=dtype), data=examples(8), lr=1e-3)
         session = session_of(job, Packed(), DocumentAttention(), LabelledTokenLoss(chunk=16))
         return [m.loss for m in run(session)]
 

@@ -23,9 +23,9 @@ from hasten.parts.nn.fused_experts import fuse_experts
 from hasten.parts.nn.fused_layers import fuse_layers
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.nn.recompute import BlockRecompute
-from tiny import records, tiny_model
+from tiny import examples, tiny_model
 
-BATCH = packed(records(4, seed=2, longest=12))
+BATCH = packed(examples(4, seed=2, longest=12))
 IDS = torch.randint(3, 97, (2, 7), generator=torch.Generator().manual_seed(0))
 needs_kernels = pytest.mark.skipif(not rowwise.library().library, reason="needs the kernels")
 

@@ -1,6 +1,6 @@
-"""Packed rows: the same logits and gradients as record by record, and no view of another document.
+"""Packed rows: the same logits and gradients as example by example, and no view of another document.
 
-The reference is the model itself, in float64, one record at a time. Norms, rotary tables and
+The reference is the model itself, in float64, one example at a time. Norms, rotary tables and
 routers compute in float32 in these models whatever the weights are: a router's product rounds
 differently with the number of rows, hence the wider tolerance where there are experts.
 """
@@ -16,14 +16,14 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
 
-from hasten.parts.data.collate import TokenRecord, aligned_labels, packed
+from hasten.parts.data.collate import TokenizedExample, aligned_labels, packed
 from hasten.parts.nn import attention as document_attention
 from hasten.parts.nn.attention import attend, use_document_attention
 from host_waits import HostWaits
-from tiny import ARCHITECTURES, COMMON, records, tiny_model
+from tiny import ARCHITECTURES, COMMON, examples, tiny_model
 
-RECORDS = sorted(records(5, seed=2, longest=20), key=lambda r: -r.length)  # packed() keeps this
-BATCH = packed(RECORDS)
+EXAMPLES = sorted(examples(5, seed=2, longest=20), key=lambda r: -r.length)  # packed() keeps this
+BATCH = packed(EXAMPLES)
 INPUTS = {k: v for k, v in BATCH.items() if k != "labels"}
 LABELS = BATCH["labels"]
 NAMES = (*ARCHITECTURES, "qwen3", "deepseek_v32")
@@ -55,14 +55,14 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def one_by_one(model: Any, given: list[TokenRecord]) -> tuple[Tensor, Tensor]:
-    """(logits of all records, summed loss), each record on its own in the model."""
+def one_by_one(model: Any, given: list[TokenizedExample]) -> tuple[Tensor, Tensor]:
+    """(logits of all examples, summed loss), each example on its own in the model."""
     logits, loss = [], torch.zeros((), dtype=torch.float64)
-    for record in given:
-        ids = torch.from_numpy(record.input_ids).long()
+    for example in given:
+        ids = torch.from_numpy(example.input_ids).long()
         logits.append(model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0])
         loss = loss + F.cross_entropy(
-            logits[-1], torch.from_numpy(aligned_labels(record)), reduction="sum"
+            logits[-1], torch.from_numpy(aligned_labels(example)), reduction="sum"
         )
     return torch.cat(logits), loss
 
@@ -71,7 +71,7 @@ def one_by_one(model: Any, given: list[TokenRecord]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("attention", ["sdpa", "documents"])
 def test_packed_equals_record_by_record(architecture: str, attention: str) -> None:
     plain = built(architecture, "sdpa")
-    expected, expected_loss = one_by_one(plain, RECORDS)
+    expected, expected_loss = one_by_one(plain, EXAMPLES)
     expected_gradients = gradients(plain, expected_loss)
     model = built(architecture, attention)
     logits = model(use_cache=False, **INPUTS).logits[0]

@@ -207,14 +207,14 @@ def test_tables_of_another_length_are_refused() -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_whole_model_trains_by_them(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound as for a GPU, every layer: loss, logits and all gradients of the plain model."""
-    from fused_models import RECORDS, distance, model_of, outcome
+    from fused_models import EXAMPLES, distance, model_of, outcome
 
     plain, other = (model_of(architecture).to(DEVICE) for _ in range(2))
     monkeypatch.setattr(fused_gpu, "why_not", lambda device: "")
     bound = fuse_layers(other, "cuda")
     assert bound["layer"] == 2
     assert "linear" not in bound
-    few_records = packed(sorted(RECORDS, key=lambda r: r.length)[:2])
+    few_records = packed(sorted(EXAMPLES, key=lambda r: r.length)[:2])
     batch = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in few_records.items()}
     found = distance(outcome(other, batch), outcome(plain, batch))
     assert {n: e for n, e in found.items() if e > 2e-5} == {}
@@ -234,12 +234,12 @@ OPERATORS = {
 def test_a_model_trains_the_same_without_a_refused_kernel(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fused_models import RECORDS, distance, model_of, outcome
+    from fused_models import EXAMPLES, distance, model_of, outcome
 
     plain, other = (model_of("qwen3", num_hidden_layers=1).to(DEVICE) for _ in range(2))
     monkeypatch.setattr(fused_gpu, "why_not", lambda device: "")
     fuse_layers(other, "cuda")
-    few_records = packed(sorted(RECORDS, key=lambda r: r.length)[:1])
+    few_records = packed(sorted(EXAMPLES, key=lambda r: r.length)[:1])
     batch = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in few_records.items()}
     expected = outcome(plain, batch)
     for name in OPERATORS[kernel]:

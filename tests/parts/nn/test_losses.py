@@ -26,10 +26,10 @@ from hasten.parts.nn.losses import (
     WholeLogitsLoss,
     label_only_cross_entropy,
 )
-from tiny import ARCHITECTURES, COMMON, NEWER, VOCABULARY, records, tiny_config, tiny_model
+from tiny import ARCHITECTURES, COMMON, NEWER, VOCABULARY, examples, tiny_config, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # between peft and transformers
-BATCH = padded(records(6, seed=4))
+BATCH = padded(examples(6, seed=4))
 TOKENS = BATCH["input_ids"][:, :12]
 TERMS = (
     LossTerms(),
@@ -122,7 +122,7 @@ def test_no_more_than_a_chunk_of_logits_ever_exists(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [WholeLogitsLoss, LabelOnlyLoss])
-def test_a_held_out_loss_is_plain_whatever_was_trained_on(kind: Any) -> None:
+def test_a_eval_loss_is_plain_whatever_was_trained_on(kind: Any) -> None:
     plain, regular = kind(tiny_model()), kind(tiny_model(), terms=LossTerms(0.2, 0.1))
     with torch.no_grad():
         assert plain(**BATCH)[0] != regular(**BATCH)[0]

@@ -1,4 +1,4 @@
-"""Multi-token prediction against a plain loop over records and positions, in float64."""
+"""Multi-token prediction against a plain loop over examples and positions, in float64."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hasten.parts.data.collate import TokenRecord, packed, padded, token_record
+from hasten.parts.data.collate import TokenizedExample, packed, padded, tokenized_example
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.parts.nn.losses import LabelOnlyLoss, ObjectiveLoss, WholeLogitsLoss
 from hasten.parts.nn.multi_token import MultiToken, minimise_too, same_document
-from tiny import ARCHITECTURES, NEWER, records, tiny_config, tiny_model
+from tiny import ARCHITECTURES, NEWER, examples, tiny_config, tiny_model
 
-DATA = [*records(4, seed=3, longest=12), token_record([5]), token_record([7, 8])]
-DATA += [token_record([9, 10, 11], [True, False, True])]
+DATA = [*examples(4, seed=3, longest=12), tokenized_example([5]), tokenized_example([7, 8])]
+DATA += [tokenized_example([9, 10, 11], [True, False, True])]
 LAYOUTS: dict[str, Any] = {"padded": padded, "packed": packed}
 LOSSES: dict[str, Any] = {"whole": WholeLogitsLoss, "labelled": lambda m: LabelOnlyLoss(m, 5)}
 architectures = pytest.mark.parametrize("architecture", [*ARCHITECTURES, *NEWER])
@@ -44,16 +44,16 @@ def loss_and_gradients(loss_of: Any, inputs: dict[str, Any]) -> tuple[Tensor, di
     return loss.detach(), found
 
 
-def plain(model: nn.Module, ahead: MultiToken, data: list[TokenRecord]) -> Tensor:
-    """Record by record, position by position: the paper's equations as they stand."""
+def plain(model: nn.Module, ahead: MultiToken, data: list[TokenizedExample]) -> Tensor:
+    """Record by example, position by position: the paper's equations as they stand."""
     inner, total = causal_lm(model), torch.zeros((), dtype=torch.float64)
     depth = len(ahead.modules_ahead)
-    for record in data:
-        tokens = torch.from_numpy(record.input_ids.astype(np.int64))
+    for example in data:
+        tokens = torch.from_numpy(example.input_ids.astype(np.int64))
         length = len(tokens)
         hidden = trunk(model)(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
         for i in range(length - 1):
-            if record.trained[i + 1]:
+            if example.trained[i + 1]:
                 total = total - inner.lm_head(hidden[i]).log_softmax(-1)[tokens[i + 1]]
         for k, module in enumerate(ahead.modules_ahead, start=1):
             if length <= k:
@@ -66,7 +66,7 @@ def plain(model: nn.Module, ahead: MultiToken, data: list[TokenRecord]) -> Tenso
             block = module.block(inputs_embeds=torch.stack(rows)[None], use_cache=False)
             hidden = block.last_hidden_state[0]
             for i in range(length - k - 1):
-                if record.trained[i + k + 1]:
+                if example.trained[i + k + 1]:
                     scores = inner.lm_head(hidden[i]).log_softmax(-1)
                     total = total - ahead.weight / depth * scores[tokens[i + k + 1]]
     return total
@@ -110,11 +110,11 @@ def test_documents_of_a_packed_row_are_apart_under_document_attention_too() -> N
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_another_record_says_changes_nothing(layout: str) -> None:
     _, loss_of, ahead = built(depth=3)
-    one = token_record([5, 6, 7, 8, 9, 10])
+    one = tokenized_example([5, 6, 7, 8, 9, 10])
     silent = np.zeros(5, bool)
     found = []
     for others in ([20, 21, 22, 23, 24], [30, 40, 50, 60, 70]):
-        inputs = LAYOUTS[layout]([one, token_record(others, silent)])
+        inputs = LAYOUTS[layout]([one, tokenized_example(others, silent)])
         loss, gradients = loss_and_gradients(loss_of, inputs)
         found.append((loss, [g for n, g in gradients.items() if n.startswith("ahead.")]))
     assert found[0][0] == found[1][0]
@@ -145,8 +145,8 @@ def test_the_weight_scales_what_is_added_and_evaluation_has_none_of_it() -> None
         _, loss_of, _ = built(weight=weight)
         total, _ = loss_of(**inputs)
         loss_of.eval()
-        held_out, _ = loss_of(**inputs)
-        totals.append(float(total.detach() - held_out.detach()))
+        eval_data, _ = loss_of(**inputs)
+        totals.append(float(total.detach() - eval_data.detach()))
     assert totals[1] == pytest.approx(3 * totals[0], rel=1e-9)
     assert totals[0] > 0
 

@@ -21,7 +21,7 @@ from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.compile import CompiledBlocks, filled_rows
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.nn.recompute import BlockRecompute
-from tiny import records, tiny_model
+from tiny import examples, tiny_model
 
 counters = torch._dynamo.utils.counters
 
@@ -41,7 +41,7 @@ def graphs() -> int:
 
 def documents(seed: int, bucket: int = 64) -> dict[str, Any]:
     """A packed row of four documents, other lengths for other seeds, in a row of fixed length."""
-    return filled_rows(packed(records(4, seed=seed, longest=12)), bucket)
+    return filled_rows(packed(examples(4, seed=seed, longest=12)), bucket)
 
 
 def pair(architecture: str, **settings: Any) -> tuple[nn.Module, nn.Module, CompiledBlocks]:
@@ -119,7 +119,7 @@ def test_evaluation_neither_compiles_nor_sees_documents_of_a_training_pass() -> 
     plain, compiled, _ = pair("llama")
     gradients(compiled, documents(0))
     before = graphs()
-    rows = padded(records(3, seed=5))
+    rows = padded(examples(3, seed=5))
     with torch.no_grad():
         assert compiled(**rows)[0].item() == pytest.approx(plain(**rows)[0].item(), rel=1e-5)
     assert graphs() == before
@@ -165,7 +165,7 @@ def test_no_shape_at_all_is_refused() -> None:
 def test_filler_rounds_up_trains_nothing_and_is_a_document_of_its_own(
     count: int, seed: int, bucket: int
 ) -> None:
-    drawn = records(count, seed=seed)
+    drawn = examples(count, seed=seed)
     for inputs in (packed(drawn), padded(drawn)):
         length = inputs["input_ids"].shape[1]
         found = filled_rows(inputs, bucket)

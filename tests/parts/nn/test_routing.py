@@ -22,13 +22,13 @@ from hasten.parts.nn.router_balance import (
     sequence_balance,
     sequence_ids,
 )
-from tiny import records, tiny_model
+from tiny import examples, tiny_model
 
-RECORDS = records(5, seed=2)
-ORDERED = sorted(RECORDS, key=lambda r: -r.length)  # as packed() lays them out
-PADDED, PACKED = padded(RECORDS), packed(RECORDS)
+EXAMPLES = examples(5, seed=2)
+ORDERED = sorted(EXAMPLES, key=lambda r: -r.length)  # as packed() lays them out
+PADDED, PACKED = padded(EXAMPLES), packed(EXAMPLES)
 WHERE = {
-    "padded": sequence_ids([r.length for r in RECORDS], PADDED["input_ids"].shape),
+    "padded": sequence_ids([r.length for r in EXAMPLES], PADDED["input_ids"].shape),
     "packed": sequence_ids(PACKED["document_lengths"], PACKED["input_ids"].shape),
 }
 
@@ -125,7 +125,7 @@ def test_loads_count_every_token_and_no_filler(architecture: str) -> None:
             expected[expert] += int(WHERE["padded"][slot]) != FILLER
     assert balance.last is not None
     assert balance.last.tolist() == [expected]
-    assert sum(expected) == 2 * sum(r.length for r in RECORDS)
+    assert sum(expected) == 2 * sum(r.length for r in EXAMPLES)
 
 
 def test_a_bias_moves_by_speed_towards_the_experts_with_less_than_the_mean() -> None:
@@ -171,7 +171,7 @@ def test_the_loss_is_the_papers_with_each_sequence_weighed_by_its_trained_tokens
 def test_the_loss_does_not_depend_on_how_records_are_laid_out(architecture: str) -> None:
     """Padded rows, or one at a time: the sums agree, and so do loads and the routers' gradients."""
     found = []
-    for pieces in ([RECORDS], [[r] for r in RECORDS]):
+    for pieces in ([EXAMPLES], [[r] for r in EXAMPLES]):
         model: Any = tiny_model(architecture)
         balance = RouterBalance(model, speed=0.0, sequence_loss=0.3)
         for piece in pieces:
@@ -225,7 +225,7 @@ def test_groups_stay_limited_however_far_the_bias_moved() -> None:
 
 
 def test_a_pass_of_filler_alone_counts_nothing_and_adds_nothing() -> None:
-    """A rank without a record of its own takes part in a step like this."""
+    """A rank without an example of its own takes part in a step like this."""
     model: Any = tiny_model("deepseek_v3")
     labels = torch.full_like(PADDED["labels"], IGNORED)
     nobody = sequence_ids([0] * len(labels), labels.shape)

@@ -40,7 +40,7 @@ def scores(seed: int = 0) -> Tensor:
 
 
 def check(loss: Any, output: Tensor, target: Tensor) -> None:
-    """Loss and gradient over all records are those of the records one by one, added up."""
+    """Loss and gradient over all examples are those of the examples one by one, added up."""
     assert is_torch_mean(loss)
     whole, parts = output.clone().requires_grad_(), output.clone().requires_grad_()
     mean = loss(whole, target)

@@ -65,7 +65,7 @@ class PaperComparison:
         self._session, self._name, self._tell = session, name, tell
         self._counter = OperatorCounter(device)
         self._inner: Clock = session.setup.clock
-        self._counted_slots = self._steps = 0
+        self._counted_positions = self._steps = 0
 
     def note(self, metrics: StepMetrics) -> None:
         """After each step."""
@@ -77,9 +77,9 @@ class PaperComparison:
             self._counter.__enter__()
         elif self._steps == COUNTED_STEP:
             self._end()
-            self._counted_slots = metrics.slots
+            self._counted_positions = metrics.positions
         elif self._steps == COUNTED_STEP + 1 and not self._counter.failed:
-            paper = _scaled(self._counter.seconds, metrics.slots / max(self._counted_slots, 1))
+            paper = _scaled(self._counter.seconds, metrics.positions / max(self._counted_positions, 1))
             self._tell(line(self._inner.steps[-1], paper, self._name))
 
     def between_steps(self, *_: Any) -> None:

@@ -157,6 +157,6 @@ def _attention(name: str, given: list[Tensor], documents: Sequence[int]) -> floa
     width: int = query.shape[-1] + value.shape[-1]
     if query.dim() == 3:  # rows of all documents one after another: (rows, heads, width)
         pairs: float = query.shape[1] * sum(n * n for n in documents) / 2
-    else:  # (records, heads, rows, width)
+    else:  # (examples, heads, rows, width)
         pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] / 2
     return 2.0 * pairs * width * (2.5 if backward else 1.0)

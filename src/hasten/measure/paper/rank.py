@@ -90,7 +90,7 @@ class _RecipeTrace:
 
     def __init__(self, device: PaperDevice, paper: PaperRecipe, whole: bool) -> None:
         self._device, self._paper, self._whole = device, paper, whole
-        self._each = paper.records // paper.passes or 1  # records of a pass, over all ranks
+        self._each = paper.examples // paper.passes or 1  # examples of a pass, over all ranks
         self.last = Traced({}, frozenset(), {})
 
     def counts(self) -> Mapping[Key, float]:
@@ -101,8 +101,8 @@ class _RecipeTrace:
 
     def at(self, layers: int, passes: int) -> Mapping[Key, float]:
         paper = self._paper
-        records = paper.records if passes == paper.passes else self._each * passes
-        with paper.sized(layers, records) as sized:
+        examples = paper.examples if passes == paper.passes else self._each * passes
+        with paper.sized(layers, examples) as sized:
             ranks = sized.setup().layout.data_size
             share = max(1, round(self._each / ranks))
             documents = (paper.recipe.cutoff_len,) * share

@@ -1,7 +1,7 @@
-"""A recipe's session on the pretended device: its real plan, model and job, with records made up.
+"""A recipe's session on the pretended device: its real plan, model and job, with examples made up.
 
-Nothing is read but the model's config: weights have no values on paper, and every record is as long
-as the recipe allows. So a step is traced at full width, with as few layers and records as wanted.
+Nothing is read but the model's config: weights have no values on paper, and every example is as long
+as the recipe allows. So a step is traced at full width, with as few layers and examples as wanted.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from hasten.core.setup import Setup, prepare
 from hasten.measure.paper.step import treats_alike
 from hasten.models.load import load_tokenizer, read_config
 from hasten.models.presets import PRESETS
-from hasten.parts.data.collate import TokenRecord, token_record
+from hasten.parts.data.collate import TokenizedExample, tokenized_example
 from hasten.recipe.build import batch_of, facts_of, job_of, plan_of
 from hasten.recipe.candidates import candidates, first_plan
 from hasten.recipe.peak_flops import meter_of
 from hasten.recipe.prepared_data import PreparedData, PreparedDataIndex
 from hasten.recipe.schema import Recipe
 
-STEPS = 4  # of records; a trace takes two of them
+STEPS = 4  # of examples; a trace takes two of them
 NOT_WANTED: Mapping[str, Any] = {
     "resume": "never",
     "log_to": [],
@@ -59,12 +59,12 @@ class PaperTokenizer:
         return {str(number): number for number in range(self._size)}
 
 
-class PaperRecords(Sequence[TokenRecord]):
-    """Records of one length; every token carries loss."""
+class PaperExamples(Sequence[TokenizedExample]):
+    """Examples of one length; every token carries loss."""
 
     def __init__(self, count: int, length: int, vocabulary: int) -> None:
         ids = np.random.default_rng(0).integers(2, vocabulary, length, dtype=np.int32)
-        self._record = token_record(ids)
+        self._record = tokenized_example(ids)
         self.lengths: NDArray[np.int64] = np.full(count, length)
         self.trained_counts: NDArray[np.int64] = np.full(count, length - 1)
 
@@ -121,15 +121,15 @@ class PaperRecipe:
         return 2 + int(self.config.get("first_k_dense_replace") or 0)
 
     @cached_property
-    def records(self) -> int:
+    def examples(self) -> int:
         """Of a step, over all ranks."""
         batch = batch_of(self.recipe)
-        return batch.records or max(1, (batch.tokens or 0) // self.recipe.cutoff_len)
+        return batch.examples or max(1, (batch.tokens or 0) // self.recipe.cutoff_len)
 
     @cached_property
     def plan(self) -> Plan:
         """What trains the whole job; of ``plan: auto``, what it would begin with."""
-        with self._sized(self.layers, self.records, {}) as whole:
+        with self._sized(self.layers, self.examples, {}) as whole:
             plan = plan_of(whole.recipe, whole.facts)
             if self.recipe.auto_plan is None:
                 return plan
@@ -139,7 +139,7 @@ class PaperRecipe:
     @cached_property
     def passes(self) -> int:
         """Of this rank in a step."""
-        with self.sized(self.layers, self.records) as whole:
+        with self.sized(self.layers, self.examples) as whole:
             return whole.passes()
 
     @contextmanager
@@ -148,12 +148,12 @@ class PaperRecipe:
         with self._sized(2, 1, {}) as few:
             yield few.recipe
 
-    def sized(self, layers: int, records: int) -> AbstractContextManager[SizedRecipe]:
-        """The recipe with so many layers, and records of a step."""
-        return self._sized(layers, records, {"plan": self.plan.to_list()})
+    def sized(self, layers: int, examples: int) -> AbstractContextManager[SizedRecipe]:
+        """The recipe with so many layers, and examples of a step."""
+        return self._sized(layers, examples, {"plan": self.plan.to_list()})
 
     @contextmanager
-    def _sized(self, layers: int, records: int, more: Mapping[str, Any]) -> Iterator[SizedRecipe]:
+    def _sized(self, layers: int, examples: int, more: Mapping[str, Any]) -> Iterator[SizedRecipe]:
         with tempfile.TemporaryDirectory(prefix="hasten-paper-") as folder:
             config = {**self.config, "num_hidden_layers": layers}
             if config.get("layer_types"):
@@ -166,7 +166,7 @@ class PaperRecipe:
                 "model": str(model),
                 "from_scratch": True,
                 "device": "cuda",
-                "global_batch_size": records,
+                "global_batch_size": examples,
                 "global_batch_tokens": None,
                 "output": folder,
                 "max_steps": 10**6,
@@ -195,9 +195,9 @@ class SizedRecipe:
     def data(self) -> PreparedData:
         recipe = self.recipe
         rows = int(read_config(recipe.model).vocab_size)
-        records = PaperRecords(STEPS * (recipe.global_batch_size or 1), recipe.cutoff_len, rows)
+        examples = PaperExamples(STEPS * (recipe.global_batch_size or 1), recipe.cutoff_len, rows)
         note = PreparedDataIndex("paper", "paper", "paper", None, None)
-        return PreparedData(cast(Any, PaperTokenizer(rows)), cast(Any, records), (), note)
+        return PreparedData(cast(Any, PaperTokenizer(rows)), cast(Any, examples), (), note)
 
     @cached_property
     def facts(self) -> Facts:
@@ -212,10 +212,10 @@ class SizedRecipe:
     def passes(self) -> int:
         """Of this rank in the first step."""
         setup = self.setup()
-        assert setup.sampler is not None  # the job has records
+        assert setup.sampler is not None  # the job has examples
         layout = setup.layout
         pieces = next(setup.sampler.local_steps(0, layout.data_rank, layout.data_size))
-        return sum(len(setup.cut([setup.job.records[i] for i in piece])) for piece in pieces)
+        return sum(len(setup.cut([setup.job.examples[i] for i in piece])) for piece in pieces)
 
     def session(self) -> Session:
         session = assemble(self.setup())

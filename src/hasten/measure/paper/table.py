@@ -30,7 +30,7 @@ def table(trace: PaperTrace, name: str, cutoff_len: int) -> str:
     blocks = [
         f"{name} on paper, {device.name}{ranks}: counted without a GPU, nothing was measured",
         f"{first.layers} layers, {first.passes} passes a step on each rank, {trace.tokens:,.0f} "
-        f"tokens a step, every record {cutoff_len:,} tokens long",
+        f"tokens a step, every example {cutoff_len:,} tokens long",
         f"plan: {', '.join(first.plan) or 'none'}",
         "",
         _parts(first),

@@ -1,7 +1,7 @@
-"""What a proof is made on: the user's own model and first records, as far as memory and time allow.
+"""What a proof is made on: the user's own model and first examples, as far as memory and time allow.
 
 A proof compares gradients, and a float64 gradient of a large model fits no machine that trains it.
-So a proof may take the first records of the first step, cut to a length, and the first layers of
+So a proof may take the first examples of the first step, cut to a length, and the first layers of
 the model. What it took is said with every result.
 """
 
@@ -19,13 +19,13 @@ from hasten.core.facts import Facts
 from hasten.core.job import GlobalBatch, Job, ShuffledOrder, Stop
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.parts.data.collate import TokenRecord
+from hasten.parts.data.collate import TokenizedExample
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.parts.nn.losses import LanguageModelLoss
 
-FEWEST = 4  # records, so that there is something to cut, to pack and to keep apart
+FEWEST = 4  # examples, so that there is something to cut, to pack and to keep apart
 MOST_TOKENS = 4096
-SHORTEST = 32  # tokens that a record keeps at least
+SHORTEST = 32  # tokens that an example keeps at least
 # Bytes per parameter: float64 weights and gradients of the reference, or weights, gradients,
 # masters and working copies of a session, beside the reference's gradients that it is held against.
 BYTES = 32
@@ -39,7 +39,7 @@ class CheckBudget:
 
     layers: int | None
     tokens: int
-    record_tokens: int
+    example_tokens: int
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class CheckContext:
     Args:
         job_of: the job of a plan; with a seed of its own, and to a number of tokens, where given.
         read: a plan from its stored form.
-        known: facts of machine, model and records.
+        known: facts of machine, model and examples.
         folder: for the reference's gradients and whatever a technique writes.
         ranks: of the job, in processes that work at the same time, though this may be one alone.
     """
@@ -65,9 +65,9 @@ class CheckContext:
         return limits_of(self.known, ranks=self.ranks)
 
     def small(self, plan: Plan) -> Job:
-        """The plan's job on the proof's records: one step holds them all."""
+        """The plan's job on the proof's examples: one step holds them all."""
         job, limits = self.job_of(plan, None, None), self.limits
-        records = first_records(job, limits)
+        examples = first_examples(job, limits)
 
         def build() -> nn.Module:
             return shortened(job.build_model(), limits.layers)
@@ -75,19 +75,19 @@ class CheckContext:
         return replace(
             job,
             model=build,
-            records=records,
-            lengths=[r.length for r in records],
-            batch=GlobalBatch(records=len(records)),
+            examples=examples,
+            lengths=[r.length for r in examples],
+            batch=GlobalBatch(examples=len(examples)),
             stop=Stop(steps=25),  # fp16 may give up some to find its scale
-            held_out=(),
+            eval_data=(),
             metrics={},
         )
 
-    def taken(self, records: Any) -> dict[str, Any]:
+    def taken(self, examples: Any) -> dict[str, Any]:
         """What of the job a proof was made on."""
-        tokens = sum(r.length for r in records)
+        tokens = sum(r.length for r in examples)
         layers, limits = self.known.model.layers, self.limits
-        return {"records": len(records), "tokens": tokens, "layers": limits.layers or layers}
+        return {"examples": len(examples), "tokens": tokens, "layers": limits.layers or layers}
 
 
 def limits_of(
@@ -118,27 +118,27 @@ def limits_of(
     return CheckBudget(layers, tokens, max(SHORTEST, tokens // FEWEST))
 
 
-def first_records(job: Job, limits: CheckBudget) -> list[TokenRecord]:
-    """The first step's records, as many as the limits allow; more than that step's if it has few.
+def first_examples(job: Job, limits: CheckBudget) -> list[TokenizedExample]:
+    """The first step's examples, as many as the limits allow; more than that step's if it has few.
 
     Raises:
-        InputError: the job has fewer than two records that carry loss.
+        InputError: the job has fewer than two examples that carry loss.
     """
-    found: list[TokenRecord] = []
+    found: list[TokenizedExample] = []
     tokens = 0
     for number, step in enumerate(ShuffledOrder(job.lengths, job.batch, job.seed).steps(0)):
         if number and len(found) >= FEWEST:
             break
         for index in step:
-            record = _cut(job.records[index], limits.record_tokens)
-            if not record.trained_tokens:
+            example = _cut(job.examples[index], limits.example_tokens)
+            if not example.trained_tokens:
                 continue
-            if len(found) >= FEWEST and tokens + record.length > limits.tokens:
+            if len(found) >= FEWEST and tokens + example.length > limits.tokens:
                 return found
-            found.append(record)
-            tokens += record.length
+            found.append(example)
+            tokens += example.length
     if len(found) < 2:
-        raise InputError("the guard needs two records with trained tokens; this job has fewer")
+        raise InputError("the guard needs two examples with trained tokens; this job has fewer")
     return found
 
 
@@ -183,16 +183,16 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _cut(record: TokenRecord, tokens: int) -> TokenRecord:
+def _cut(example: TokenizedExample, tokens: int) -> TokenizedExample:
     """Its first tokens; where none of these is trained, those around the first that is."""
-    if record.length <= tokens:
-        return record
-    trained = [i for i in range(1, record.length) if record.trained[i]]
+    if example.length <= tokens:
+        return example
+    trained = [i for i in range(1, example.length) if example.trained[i]]
     start = 0
     if trained and trained[0] >= tokens:
-        start = min(trained[0] - tokens // 2, record.length - tokens)
-    return TokenRecord(
-        record.input_ids[start : start + tokens], record.trained[start : start + tokens]
+        start = min(trained[0] - tokens // 2, example.length - tokens)
+    return TokenizedExample(
+        example.input_ids[start : start + tokens], example.trained[start : start + tokens]
     )
 
 

@@ -281,13 +281,13 @@ class FirstStepProof:
     ) -> GradientRecord:
         """Take techniques away until their pass agrees with the host's; the host's gradients."""
         host = self._run(batch, [], is_host=True)
-        record, noise = GradientRecord(host.gradients, sketched), _Noise()
+        example, noise = GradientRecord(host.gradients, sketched), _Noise()
         loss = host.loss
         del host
 
         def difference(techniques: Sequence[Technique]) -> tuple[Difference | None, bool]:
             try:
-                found = compare(loss, record, noise, self._run(batch, techniques))
+                found = compare(loss, example, noise, self._run(batch, techniques))
             except _PassError as error:
                 found = Difference(f"its pass ends with {error}", math.inf, 0.0)
             return found, _on_any_rank(found is not None)
@@ -296,7 +296,7 @@ class FirstStepProof:
         if differs:
             again = self._run(batch, [], is_host=True, seed=SEED + 1)
             noise.loss = abs(again.loss - loss)
-            noise.gradients = {n: record.distance(n, g) for n, g in again.gradients.items()}
+            noise.gradients = {n: example.distance(n, g) for n, g in again.gradients.items()}
             if _on_any_rank(noise.loss > LOSS_BOUND * abs(loss)) and not self._is_noisy:
                 self._is_noisy = True
                 _LOG.warning(
@@ -323,7 +323,7 @@ class FirstStepProof:
             self.removals.append(Removal(best.without, reason))
             self.techniques, now, differs = best.rest, best.difference, best.differs
         self.was_complete = not differs
-        return record
+        return example
 
     def _near(
         self, loss: float, host: GradientRecord, noise: _Noise, other: _Pass

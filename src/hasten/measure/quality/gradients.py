@@ -2,7 +2,7 @@
 
 The first is what a ROUNDING technique owes.
 
-    (1) reference   the bare model in float64, record by record: no packing, padding, accumulation
+    (1) reference   the bare model in float64, example by example: no packing, padding, accumulation
     (2) gradient    the plan's whole way through session, feed, cut, engine, precision; one step
     (3) error       |g - r| / |r| over all tensors, and of the worst tensor
 
@@ -33,7 +33,7 @@ from hasten.core.setup import in_one_piece, prepare, run_once
 from hasten.core.step import batches, training
 from hasten.errors import InputError
 from hasten.measure.quality.bench import CheckContext, seeded, still, trainable
-from hasten.parts.data.collate import TokenRecord
+from hasten.parts.data.collate import TokenizedExample
 from hasten.parts.nn.causal_lm import causal_lm
 
 REFERENCE = "reference.pt"
@@ -81,7 +81,7 @@ class GradientRecorder(torch.optim.SGD):
 
 
 def reference(bench: CheckContext, plan: Plan) -> dict[str, Any]:
-    """Write the float64 gradient of the proof's records; what was taken, and the loss.
+    """Write the float64 gradient of the proof's examples; what was taken, and the loss.
 
     Of the plan only the adapter is heeded: it decides which parameters there are.
     """
@@ -94,16 +94,16 @@ def reference(bench: CheckContext, plan: Plan) -> dict[str, Any]:
         causal_lm(model).set_experts_implementation("eager")  # the grouped product has no float64
     module = job.loss(model).double().to(torch.device(job.device)).train()
     still(module)
-    records = [job.records[i] for i in range(len(job.records))]
-    count = sum(r.trained_tokens for r in records)
+    examples = [job.examples[i] for i in range(len(job.examples))]
+    count = sum(r.trained_tokens for r in examples)
     total = 0.0
-    for record in records:
-        loss, _ = module(**job.collate([record]).to(job.device).inputs)
+    for example in examples:
+        loss, _ = module(**job.collate([example]).to(job.device).inputs)
         (loss / count).backward()
         total += float(loss.detach())
     found = {n: _cpu(p.grad if p.grad is not None else p * 0) for n, p in trainable(module)}
     torch.save({"loss": total / count, "gradients": found}, bench.folder / REFERENCE)
-    return {"loss": total / count, **bench.taken(records)}
+    return {"loss": total / count, **bench.taken(examples)}
 
 
 def gradient(
@@ -112,14 +112,14 @@ def gradient(
     """Errors of one step of the plan against the reference.
 
     Args:
-        cut: as the plan cuts, all records in one micro-batch, or one record in each.
+        cut: as the plan cuts, all examples in one micro-batch, or one example in each.
         padded: rows laid out as the job does without a technique, whatever the plan's collator.
         step: which one with a finite gradient; no weight moves, so that all should have the same.
     """
     job = replace(bench.small(plan), optimizer=GradientRecorder, max_grad_norm=None)
     setup = prepare(job, plan, bench.known, bench.folder)
     if cut != "planned":
-        setup.cut = in_one_piece if cut == "whole" else lambda records: [[r] for r in records]
+        setup.cut = in_one_piece if cut == "whole" else lambda examples: [[r] for r in examples]
         setup.attempt = run_once
     if padded:
         setup.collate = job.collate
@@ -172,7 +172,7 @@ def _cpu(tensor: Tensor) -> Tensor:
 # Bits may differ where experts multiply the tokens of several documents in one product, so a
 # difference within rounding is none.
 
-DOCUMENTS = 4  # of the proof's records, laid out together
+DOCUMENTS = 4  # of the proof's examples, laid out together
 
 
 def leak(bench: CheckContext, plan: Plan) -> dict[str, Any]:
@@ -180,35 +180,35 @@ def leak(bench: CheckContext, plan: Plan) -> dict[str, Any]:
     job = bench.small(plan)
     session = assemble(prepare(job, plan, bench.known, bench.folder))
     still(session.loss_module)
-    records: list[TokenRecord] = [job.records[i] for i in range(min(DOCUMENTS, len(job.records)))]
-    changed = others(records)
+    examples: list[TokenizedExample] = [job.examples[i] for i in range(min(DOCUMENTS, len(job.examples)))]
+    changed = others(examples)
     worst, where = 0.0, 0
-    for index, record in enumerate(records):
-        before = _loss(session, records, index)
-        after = _loss(session, [record if i == index else c for i, c in enumerate(changed)], index)
+    for index, example in enumerate(examples):
+        before = _loss(session, examples, index)
+        after = _loss(session, [example if i == index else c for i, c in enumerate(changed)], index)
         change = abs(after - before) / max(abs(before), 1e-30)
         if not change <= worst:
             worst, where = change, index
-    return {"change": worst, "document": where, "documents": len(records)}
+    return {"change": worst, "document": where, "documents": len(examples)}
 
 
-def others(records: Sequence[TokenRecord]) -> list[TokenRecord]:
+def others(examples: Sequence[TokenizedExample]) -> list[TokenizedExample]:
     """The same lengths with another token at every position, of those that occur."""
-    low = min(int(r.input_ids.min()) for r in records)
-    span = max(int(r.input_ids.max()) for r in records) - low + 1
+    low = min(int(r.input_ids.min()) for r in examples)
+    span = max(int(r.input_ids.max()) for r in examples) - low + 1
     step = max(span // 3, 1)
     return [
-        TokenRecord((low + (r.input_ids - low + step) % span).astype(np.int32), r.trained)
-        for r in records
+        TokenizedExample((low + (r.input_ids - low + step) % span).astype(np.int32), r.trained)
+        for r in examples
     ]
 
 
-def _loss(session: Session, records: Sequence[TokenRecord], asked: int) -> float:
+def _loss(session: Session, examples: Sequence[TokenizedExample], asked: int) -> float:
     """The loss of one document among its neighbours, whose tokens carry none."""
     setup = session.setup
     silent = [
-        r if i == asked else TokenRecord(r.input_ids, np.zeros_like(r.trained))
-        for i, r in enumerate(records)
+        r if i == asked else TokenizedExample(r.input_ids, np.zeros_like(r.trained))
+        for i, r in enumerate(examples)
     ]
     batch = (setup.collate or setup.job.collate)(silent).to(setup.job.device)
     with setup.precision.region():

@@ -1,11 +1,11 @@
 """The guard: for every technique of a plan the proof that its fidelity owes, on the user's own job.
 
     EXACT     the plan's losses with and without it, over some steps, compared bit by bit
-    ROUNDING  one step's gradient against float64, record by record; of an optimizer, the move of
+    ROUNDING  one step's gradient against float64, example by example; of an optimizer, the move of
               the weights by the same gradients
-    LOSSY     held-out loss at equal tokens over paired seeds, not worse by more than the margin
+    LOSSY     eval loss at equal tokens over paired seeds, not worse by more than the margin
 
-and for the plan as a whole its invariances: another cut into micro-batches, other rows, records
+and for the plan as a whole its invariances: another cut into micro-batches, other rows, examples
 dealt to ranks, changed neighbours in a row must leave loss and gradient what they are. Where the
 plan fails, techniques are left out one at a time until it is known which of them is to blame.
 
@@ -42,7 +42,7 @@ from hasten.measure.recipe_experiment import environment
 from hasten.recipe.build import batch_of
 from hasten.recipe.schema import Recipe
 
-MARGIN = 0.01  # of the held-out loss
+MARGIN = 0.01  # of the eval loss
 Tell = Callable[[str], None]
 
 
@@ -54,7 +54,7 @@ class GuardDesign:
         steps: of an EXACT technique's comparison.
         seeds: pairs of trainings for each LOSSY technique; 0: none.
         tokens: of each such training.
-        margin: by how much the held-out loss may be worse.
+        margin: by how much the eval loss may be worse.
         budget_seconds: when the guard ends; what isn't proven by then is *not tested*, and there
             are as many seeds as fit.
     """
@@ -120,8 +120,8 @@ def guarded(
         InputError: the recipe asks for seeds with nothing held out.
     """
     lossy = any(t.fidelity is Fidelity.LOSSY for t in plan)
-    if design.seeds and lossy and recipe.held_out == 0:
-        raise InputError("held_out: seeds are compared by the held-out loss; hold records out")
+    if design.seeds and lossy and recipe.eval_data == 0:
+        raise InputError("eval_data: seeds are compared by the eval loss; hold examples out")
     if design.seeds and not design.tokens:
         design = replace(design, tokens=tokens_of(recipe, known))
     folder = Path(recipe.output) / "data" / "guard"
@@ -145,7 +145,7 @@ def guarded(
     finally:  # gradients and checkpoints are large; orders, answers and logs stay
         for path in folder.glob("*.pt"):
             path.unlink()
-        for path in folder.glob("arm-*"):
+        for path in folder.glob("variant-*"):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -175,10 +175,10 @@ def _key(recipe: Recipe, known: Facts, plan: Plan, data_key: str, design: GuardD
 
 def tokens_of(recipe: Recipe, known: Facts) -> int:
     """Tokens of some steps of the recipe, or of all where it has fewer."""
-    batch, records = batch_of(recipe), known.records
-    of_step = batch.tokens or (batch.records or 1) * records.tokens / max(records.count, 1)
+    batch, examples = batch_of(recipe), known.examples
+    of_step = batch.tokens or (batch.examples or 1) * examples.tokens / max(examples.count, 1)
     limits = [STEPS * of_step]
     limits += [recipe.max_steps * of_step] if recipe.max_steps else []
-    limits += [recipe.epochs * records.tokens] if recipe.epochs else []
+    limits += [recipe.epochs * examples.tokens] if recipe.epochs else []
     limits += [recipe.max_tokens] if recipe.max_tokens else []
     return max(int(min(limits)), 1)

@@ -1,4 +1,4 @@
-"""Whole steps of the job itself: losses and weights to the bit, and a training on held-out data."""
+"""Whole steps of the job itself: losses and weights to the bit, and a training on eval data."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hasten.recipe.build import total_steps
 def losses(bench: CheckContext, plan: Plan, steps: int) -> dict[str, Any]:
     """The losses of the job's first steps, no bit lost, and a digest of the weights after them."""
     job = replace(bench.job_of(plan, None, None), stop=Stop(steps=steps))
-    session = assemble(prepare(job, plan, bench.known, bench.folder / f"arm-{plan.key}"))
+    session = assemble(prepare(job, plan, bench.known, bench.folder / f"variant-{plan.key}"))
     found = [m.loss.hex() for m in itertools.islice(training(session), steps)]
     acted = [{"technique": t.name(), **asdict(t.probe(session))} for t in plan]
     return {"losses": found, "weights": _digest(session), "acted": acted}
 
 
 def train(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> dict[str, Any]:
-    """Train until so many tokens; the held-out loss and the job's own measures then.
+    """Train until so many tokens; the eval loss and the job's own measures then.
 
     Ranks that train apart end after as many steps as take so many tokens on the average.
     """
@@ -43,12 +43,12 @@ def train(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> dict[str, 
     last = evaluate(session)
     loss, own = _at(tokens, before, last)
     ends = last.tokens if before is None else min(tokens, last.tokens)
-    return {"held_out_loss": loss, "metrics": own, "tokens": ends, "steps": last.step}
+    return {"eval_loss": loss, "metrics": own, "tokens": ends, "steps": last.step}
 
 
 def _until(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> Setup:
     """A training to so many tokens."""
-    known, folder = bench.known, bench.folder / f"arm-{plan.key}-{seed}"
+    known, folder = bench.known, bench.folder / f"variant-{plan.key}-{seed}"
     try:
         return prepare(bench.job_of(plan, seed, tokens), plan, known, folder)
     except InputError:
@@ -59,7 +59,7 @@ def _until(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> Setup:
     job = bench.job_of(usual, seed, tokens)
     sampler = prepare(job, usual, known, folder).sampler
     if sampler is None:
-        raise InputError("the records' order isn't known, so that no number of tokens can be met")
+        raise InputError("the examples' order isn't known, so that no number of tokens can be met")
     job = replace(job, stop=Stop(steps=total_steps(job, sampler)))
     return prepare(job, plan, known, folder)
 
@@ -67,10 +67,10 @@ def _until(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> Setup:
 def _at(
     tokens: int, before: Evaluation | None, last: Evaluation
 ) -> tuple[float | None, dict[str, float | None]]:
-    """Held-out loss and the job's own measures after exactly so many tokens."""
+    """Eval loss and the job's own measures after exactly so many tokens."""
     share, first = _share(tokens, before, last), before or last
     own = {name: _between(first.metrics[name], last.metrics[name], share) for name in last.metrics}
-    return _between(first.held_out_loss, last.held_out_loss, share), own
+    return _between(first.eval_loss, last.eval_loss, share), own
 
 
 def _share(tokens: int, before: Evaluation | None, last: Evaluation) -> float:

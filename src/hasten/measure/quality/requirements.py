@@ -199,7 +199,7 @@ def _numbers(answer: Reply) -> Sequence[float]:
 
 # LOSSY, proven: the plan against the plan without the technique, seed by seed, at equal tokens.
 #
-# The held-out loss must not be worse by more than the margin, nor any measure of the job's own; of
+# The eval loss must not be worse by more than the margin, nor any measure of the job's own; of
 # those more is better, and worse means how many times as large the other's is.
 
 ADVICE = 5  # seeds with which a first answer is likely
@@ -256,9 +256,9 @@ def _lossy_row(
         return owed(technique, _test(margin), "worse", text, allowed=margin, seeds=len(pairs))
     if not usable:
         why = next((a["failed"] for pair in pairs for a in pair if "failed" in a), "")
-        text = why or "nothing is held out: give held_out"
+        text = why or "nothing is held out: give eval_data"
         return owed(technique, _test(margin), "not tested", text, allowed=margin)
-    measures = [_Measure("held-out loss", *_values(usable, _loss)), *_own_measures(usable)]
+    measures = [_Measure("eval loss", *_values(usable, _loss)), *_own_measures(usable)]
     found = [m.judged(margin) for m in measures]
     verdict = min((f.verdict for f in found), key=WORST_FIRST.index)
     upper = max(f.upper for f in found) - 1
@@ -322,7 +322,7 @@ def _measured(answer: Reply, name: str) -> float | None:
 
 
 def _loss(answer: Reply) -> float | None:
-    value = answer.get("held_out_loss")
+    value = answer.get("eval_loss")
     return value if value is not None and math.isfinite(value) and value > 0 else None
 
 
@@ -330,16 +330,16 @@ def _diverged(answer: Reply) -> bool:
     """It trained to no finite loss; a process that died for another reason says nothing of it."""
     if "failed" in answer:
         return str(answer["failed"]).startswith("NotFiniteError")
-    value = answer.get("held_out_loss")
+    value = answer.get("eval_loss")
     return value is not None and not math.isfinite(value)
 
 
-def _test(margin: float, names: Sequence[str] = ("held-out loss",)) -> str:
+def _test(margin: float, names: Sequence[str] = ("eval loss",)) -> str:
     measures = " and ".join(names)
     return f"{measures} at equal tokens, paired seeds, margin {100 * margin:g} % fixed before"
 
 
-# What ranks add to a guard's rows: records dealt to them, and gradients that travel between them.
+# What ranks add to a guard's rows: examples dealt to them, and gradients that travel between them.
 #
 # A wire of ROUNDING may send numbers in 16 bits, each rounded on its way there and back. So it is
 # not among the techniques that are tested together, whose bound is that of float32, but beside
@@ -350,7 +350,7 @@ Found = Mapping[str, Reply]  # of the orders `planned` and `wire` on all ranks, 
 
 
 def split_row(ranks: int, found: Found, bound: Bound) -> Invariance:
-    """Whether the step's records may be dealt to ranks: both ways agree with float64."""
+    """Whether the step's examples may be dealt to ranks: both ways agree with float64."""
     if ranks == 1:
         return Invariance("split over ranks", "not tested", None, None, ONE_PROCESS)
     what, here, alone = f"split over {ranks} ranks", found["planned"], found["single"]
@@ -400,15 +400,15 @@ def _failed(ranks: int, here: Reply, other: Reply) -> str | None:
 
 # What one step of a plan shows: gradients against float64, leaks, an optimizer's move.
 #
-# Every layout of the plan is held against the same reference, the bare job in float64 record by
-# record, so each is compared with each. On a job of several ranks the plan's layouts run on all of
+# Every layout of the plan is held against the same reference, the bare job in float64 example by
+# example, so each is compared with each. On a job of several ranks the plan's layouts run on all of
 # them, and the plan once in one process. Where the plan fails, techniques are left out one at a
 # time: those without which it passes are to blame.
 
 LAYOUTS = {  # name -> (what it is in words, cut, rows as without a technique)
     "planned": ("micro-batches as planned", "planned", False),
-    "whole": ("all records in one micro-batch", "whole", False),
-    "single": ("each record in a micro-batch", "single", False),
+    "whole": ("all examples in one micro-batch", "whole", False),
+    "single": ("each example in a micro-batch", "single", False),
     "padded": ("rows padded, whatever the plan's collator", "whole", True),
 }
 
@@ -582,7 +582,7 @@ class Gradients:
         if "failed" in reference:
             return str(reference["failed"])
         return (
-            f"{reference['records']} records, {reference['tokens']:,} tokens, {_layers(reference)}"
+            f"{reference['examples']} examples, {reference['tokens']:,} tokens, {_layers(reference)}"
         )
 
     def owed(self) -> list[GuardRow]:

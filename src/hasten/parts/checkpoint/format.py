@@ -197,7 +197,7 @@ NAMES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Digest:
-    """Size and two hashes of what passes: a fast one for every read, sha256 for the record."""
+    """Size and two hashes of what passes: a fast one for every read, sha256 for the example."""
 
     def __init__(self) -> None:
         self._bytes, self._fast, self._slow = 0, xxhash.xxh3_128(), hashlib.sha256()

@@ -1,6 +1,6 @@
 """Ranks train alone for some steps, then average their weights: local SGD, or DiLoCo.
 
-    (1) every rank: ``every`` steps of its own optimizer on its own records
+    (1) every rank: ``every`` steps of its own optimizer on its own examples
     (2) all ranks: exchange how far they have moved since (1), in few bits
     (3) the outer step: the mean itself, or Nesterov's momentum over such means
 

@@ -1,10 +1,10 @@
-"""Access patterns: recognise the order in which records are read, and ask for many at a time.
+"""Access patterns: recognise the order in which examples are read, and ask for many at a time.
 
     indices -> classify -> Pattern -> IndexedReader merges the next requests into one
 
-A store that charges per request (a disk, an object store) serves a range for the price of a record.
+A store that charges per request (a disk, an object store) serves a range for the price of an example.
 Where the order is sequential, strided, or shuffled within blocks, the reader asks for the range the
-pattern promises and keeps what it will need. In any other order it asks for single records, exactly
+pattern promises and keeps what it will need. In any other order it asks for single examples, exactly
 as without it: a guess would read what nobody wants. Bits and order never depend on the guess.
 """
 
@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 
 FEWEST = 16  # reads before anything is concluded from them
 WINDOW = 512  # reads that are remembered; two blocks, and the third that has begun, must fit
-SPAN = 64  # records of one merged request, where the pattern has no size of its own
-WIDEST_STRIDE = 8  # beyond it a range is mostly records that nobody wants
+SPAN = 64  # examples of one merged request, where the pattern has no size of its own
+WIDEST_STRIDE = 8  # beyond it a range is mostly examples that nobody wants
 
 
 class AccessOrder(Enum):
@@ -38,13 +38,13 @@ class AccessOrder(Enum):
 
 @dataclass(frozen=True)
 class Pattern:
-    """An order with its one number: the stride, the records of a block, the length of a round."""
+    """An order with its one number: the stride, the examples of a block, the length of a round."""
 
     order: AccessOrder
     size: int = 1
 
     def range(self, index: int, count: int) -> tuple[int, int]:
-        """[start, stop) worth one request when ``index`` of ``count`` records is asked for."""
+        """[start, stop) worth one request when ``index`` of ``count`` examples is asked for."""
         if self.order is AccessOrder.SEQUENTIAL:
             return index, min(index + SPAN, count)
         if self.order is AccessOrder.STRIDED and 0 < self.size <= WIDEST_STRIDE:
@@ -62,9 +62,9 @@ class Pattern:
 
 
 def classify(indices: Sequence[int]) -> Pattern:
-    """The order of record indices; RANDOM for fewer than 16 of them.
+    """The order of example indices; RANDOM for fewer than 16 of them.
 
-    Blocks are counted from record 0, as samplers cut them; a sequence may begin and end within one.
+    Blocks are counted from example 0, as samplers cut them; a sequence may begin and end within one.
     """
     seen = np.asarray(indices, np.int64)
     if len(seen) < FEWEST:
@@ -82,7 +82,7 @@ def classify(indices: Sequence[int]) -> Pattern:
 
 @runtime_checkable
 class RangeStore(Protocol):
-    """Records that can be read as a range for the price of one request.
+    """Examples that can be read as a range for the price of one request.
 
     ``read_range(i, i + 1)[0]`` is what ``store[i]`` is.
     """
@@ -94,7 +94,7 @@ class RangeStore(Protocol):
 class IndexedReader:
     """A map-style data set over a store: any order, few requests where the order has a pattern.
 
-    Holds the records of one request at most. When half of a merged request was read in vain, the
+    Holds the examples of one request at most. When half of a merged request was read in vain, the
     order has changed: the pattern is forgotten and watching begins again.
     """
 
@@ -105,7 +105,7 @@ class IndexedReader:
         self._window: deque[int] = deque(maxlen=WINDOW)
         self._next_look = FEWEST
         self._held: dict[int, Any] = {}
-        self._fetched = 0  # records of the last merged request that were kept
+        self._fetched = 0  # examples of the last merged request that were kept
 
     def __len__(self) -> int:
         return len(self.store)
@@ -135,8 +135,8 @@ class IndexedReader:
         known = {index, *self._window}  # a block found half-way will ask for its other half alone
         self._window.clear()
         self._held = {
-            i: record
-            for i, record in enumerate(read, start)
+            i: example
+            for i, example in enumerate(read, start)
             if i not in known and self.pattern.wants(index, i)
         }
         self._fetched = len(self._held)
@@ -177,7 +177,7 @@ def with_merged_reads(loader: Iterable[Any]) -> Iterable[Any]:
 
 
 def _block(seen: NDArray[np.int64]) -> int:
-    """Records of a block if the order is shuffled within blocks, else 0; two must be whole."""
+    """Examples of a block if the order is shuffled within blocks, else 0; two must be whole."""
     for size in range(4, len(seen) // 2 + 1):
         blocks = seen // size
         starts = np.flatnonzero(np.diff(blocks)) + 1  # where another block begins

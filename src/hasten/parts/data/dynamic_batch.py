@@ -5,8 +5,8 @@
         train(batch)
         batcher.update_after_step()
 
-A batch is a tensor, a mapping, tuple or list of tensors (columns with one row per record), or a
-list of anything else (records). Records keep their order and none is lost: what waits for a later
+A batch is a tensor, a mapping, tuple or list of tensors (columns with one row per example), or a
+list of anything else (examples). Examples keep their order and none is lost: what waits for a later
 call is said, and so is a loader whose batches are too small to grow.
 """
 
@@ -33,8 +33,8 @@ class DynamicBatcher:
     """Cuts what a loader gives into batches of a size that grows and shrinks with the memory.
 
     Args:
-        initial_size: records of the first batch.
-        max_size: records of a batch at most.
+        initial_size: examples of the first batch.
+        max_size: examples of a batch at most.
         growth_factor: how much a batch grows where there is head-room.
         memory_threshold: share of the memory that a step may use.
         device: whose memory counts; the current accelerator, or the host where there is none.
@@ -57,34 +57,34 @@ class DynamicBatcher:
         meter = meter or memory_meter(device or here or torch.device("cpu"))
         self._room = Headroom(initial_size, max_size, growth_factor, memory_threshold, meter)
         self._held: list[Any] = []
-        self._last = 0  # records of the batch that was given last
-        self._came = 0  # records that the loader gave last
+        self._last = 0  # examples of the batch that was given last
+        self._came = 0  # examples that the loader gave last
         self._said: set[str] = set()
         weakref.finalize(self, _tell_what_waits, self._held)  # at the program's end, too
 
     @property
     def size(self) -> int:
-        """Records of the next batch."""
+        """Examples of the next batch."""
         return self._room.size
 
     @property
     def held(self) -> int:
-        """Records that wait for the next call."""
-        return sum(record_count(part) for part in self._held)
+        """Examples that wait for the next call."""
+        return sum(example_count(part) for part in self._held)
 
     def adjust_batch(self, data: Any) -> Any:
         """What waited and ``data``, as far as they fit.
 
         As long as no size was too much for the memory, all of it, at most ``max_size``: without a
-        batcher the loader's batch would be trained whole. After that, ``size`` records; the rest
+        batcher the loader's batch would be trained whole. After that, ``size`` examples; the rest
         waits. A loop over the loader can't catch up with what waits, nor join small batches:
         ``batches`` does both.
 
         Warns:
-            UserWarning: once where records wait, and once where the loader's batches are too small
+            UserWarning: once where examples wait, and once where the loader's batches are too small
                 for the size to matter.
         """
-        count = record_count(data)
+        count = example_count(data)
         if count:
             self._held.append(data)
         if not self._room.ceiling:
@@ -93,14 +93,14 @@ class DynamicBatcher:
         if self.held:
             self._warn(
                 "waits",
-                f"{self.held} records wait: the loader gives {count} and a step takes "
+                f"{self.held} examples wait: the loader gives {count} and a step takes "
                 f'{self._last}. Take "for batch in batcher.batches(loader)", which trains every '
-                "record once",
+                "example once",
             )
         elif self._last == self._came == count < self.size:  # not the tail of an epoch
             self._warn(
                 "small",
-                f"the loader gives {count} records at a time, so batches stay at {count} of "
+                f"the loader gives {count} examples at a time, so batches stay at {count} of "
                 f"{self.size}; batcher.batches(loader) joins them",
             )
         self._came = count
@@ -112,9 +112,9 @@ class DynamicBatcher:
             yield self._take()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Every record of a loader once, in batches of the size that is current at each moment."""
+        """Every example of a loader once, in batches of the size that is current at each moment."""
         for data in loader:
-            if record_count(data):
+            if example_count(data):
                 self._held.append(data)
             while self.held >= self.size:
                 yield self._take()
@@ -146,14 +146,14 @@ class DynamicBatcher:
             forget: drops the gradients of an attempt that failed: ``optimizer.zero_grad``.
 
         Raises:
-            The error itself, if a single record doesn't fit, or if it isn't about memory.
+            The error itself, if a single example doesn't fit, or if it isn't about memory.
         """
-        whole = record_count(batch)
+        whole = example_count(batch)
         size = whole
         while True:
             try:
-                pieces = (select_records(batch, i, i + size) for i in range(0, whole, size))
-                return [step(piece, record_count(piece) / whole) for piece in pieces]
+                pieces = (select_examples(batch, i, i + size) for i in range(0, whole, size))
+                return [step(piece, example_count(piece) / whole) for piece in pieces]
             except (RuntimeError, MemoryError) as error:
                 if size <= 1 or not is_out_of_memory(error):
                     raise
@@ -173,7 +173,7 @@ class DynamicBatcher:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The size, what is known of the memory, and the records that wait."""
+        """The size, what is known of the memory, and the examples that wait."""
         return {"room": self._room.state_dict(), "held": list(self._held), "last": self._last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -189,51 +189,51 @@ class DynamicBatcher:
         wanted, parts = self.size, []
         while self._held and wanted:
             first = self._held.pop(0)
-            found = record_count(first)
+            found = example_count(first)
             if found > wanted:
-                self._held.insert(0, select_records(first, wanted, found))
-                first, found = select_records(first, 0, wanted), wanted
+                self._held.insert(0, select_examples(first, wanted, found))
+                first, found = select_examples(first, 0, wanted), wanted
             parts.append(first)
             wanted -= found
         if not parts:
-            raise ValueError("there are no records to make a batch of")
+            raise ValueError("there are no examples to make a batch of")
         self._last = self.size - wanted
         return parts[0] if len(parts) == 1 else join_batches(parts)
 
 
 def _tell_what_waits(held: list[Any]) -> None:
     if held:
-        count = sum(map(record_count, held))
-        words = f"{count} records still wait in a DynamicBatcher and aren't trained"
+        count = sum(map(example_count, held))
+        words = f"{count} examples still wait in a DynamicBatcher and aren't trained"
         warnings.warn(f"{words}; train those of batcher.flush()", ResourceWarning, stacklevel=2)
 
 
-def record_count(data: Any) -> int:
-    """Records of a batch.
+def example_count(data: Any) -> int:
+    """Examples of a batch.
 
     Raises:
         ValueError: it has no tensor and is no list, or its columns differ in length.
     """
     if isinstance(data, Tensor) and data.ndim:
         return int(data.shape[0])
-    if _is_records(data):
+    if _is_examples(data):
         return len(data)
     if isinstance(data, Mapping | tuple | list) and len(data):
         columns = list(data.values()) if isinstance(data, Mapping) else list(data)
-        counts = {record_count(column) for column in columns}
+        counts = {example_count(column) for column in columns}
         if len(counts) == 1:
             return counts.pop()
         raise ValueError(f"the columns of a batch have {sorted(counts)} rows; they must be equal")
     raise ValueError(f"a batch of type {type(data).__name__} has no rows; give tensors or a list")
 
 
-def select_records(data: Any, start: int, stop: int) -> Any:
-    """Some records of a batch, in its form; tensors are views."""
-    if isinstance(data, Tensor) or _is_records(data):
+def select_examples(data: Any, start: int, stop: int) -> Any:
+    """Some examples of a batch, in its form; tensors are views."""
+    if isinstance(data, Tensor) or _is_examples(data):
         return data[start:stop]
     if isinstance(data, Mapping):
-        return {name: select_records(column, start, stop) for name, column in data.items()}
-    columns = [select_records(column, start, stop) for column in data]
+        return {name: select_examples(column, start, stop) for name, column in data.items()}
+    columns = [select_examples(column, start, stop) for column in data]
     return columns if isinstance(data, list) else _as_tuple(data, columns)
 
 
@@ -242,8 +242,8 @@ def join_batches(parts: list[Any]) -> Any:
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(parts)
-    if _is_records(first):
-        return [record for part in parts for record in part]
+    if _is_examples(first):
+        return [example for part in parts for example in part]
     if isinstance(first, Mapping):
         return {name: join_batches([part[name] for part in parts]) for name in first}
     columns = [join_batches(list(column)) for column in zip(*parts, strict=True)]
@@ -254,7 +254,7 @@ def _as_tuple(like: tuple[Any, ...], columns: list[Any]) -> tuple[Any, ...]:
     return type(like)(*columns) if hasattr(like, "_fields") else tuple(columns)
 
 
-def _is_records(data: Any) -> bool:
+def _is_examples(data: Any) -> bool:
     """A list of anything but tensors; a ``DataLoader`` gives columns as a list of tensors."""
     return isinstance(data, list) and not (data and all(isinstance(v, Tensor) for v in data))
 
@@ -265,47 +265,47 @@ def release_memory() -> None:
         torch.accelerator.memory.empty_cache()
 
 
-# A batch sampler whose batches hold as many records as fit a budget of tokens.
+# A batch sampler whose batches hold as many examples as fit a budget of tokens.
 #
 # Works wherever a ``batch_sampler`` does: ``DataLoader``, the Hugging Face Trainer, Lightning.
 #
-#     Step (1) => shuffle the records, from (seed, epoch) alone
+#     Step (1) => shuffle the examples, from (seed, epoch) alone
 #     Step (2) => sort pools of them by length, so that rows of a batch are about equally long
-#     Step (3) => cut where the next record would exceed the budget
+#     Step (3) => cut where the next example would exceed the budget
 #     Step (4) => make the number of batches a multiple of the ranks
 #     Step (5) => deal: the ranks' batches of one step cost about the same; steps are shuffled
 #
 # Every rank computes the whole plan and takes its own part; nothing is communicated.
 
-POOL = 8192  # records sorted together: enough for equal rows, few enough for new company each epoch
+POOL = 8192  # examples sorted together: enough for equal rows, few enough for new company each epoch
 Batches = list[list[int]]
 TooLong = Literal["alone", "error", "drop"]
 
 
 class DynamicBatchSampler(Sampler[list[int]]):
-    """Batches of record indices within a budget of tokens.
+    """Batches of example indices within a budget of tokens.
 
     All ranks get the same number of batches. Where the number isn't a multiple of the ranks, the
-    largest batches are halved, so that every record comes exactly once per epoch over all ranks;
-    only where each batch is a single record already are the first ones repeated. With
+    largest batches are halved, so that every example comes exactly once per epoch over all ranks;
+    only where each batch is a single example already are the first ones repeated. With
     ``drop_last`` the surplus batches, at most ``world_size - 1``, are left out instead.
 
     A pass that begins after one that ended has the next epoch's order, as if ``set_epoch`` had been
     called; all ranks do alike.
 
     Args:
-        dataset: read for its length, and for lengths: its ``lengths``, else each record's
-            ``input_ids``, ``input``, ``inputs`` or ``tokens``, else ``len(record)``; of a tuple,
+        dataset: read for its length, and for lengths: its ``lengths``, else each example's
+            ``input_ids``, ``input``, ``inputs`` or ``tokens``, else ``len(example)``; of a tuple,
             its first member. Not read if ``lengths`` is given.
         max_tokens: budget of one batch.
-        lengths: tokens of each record.
-        shuffle: a new order each epoch; without it records keep their order.
-        padded: a batch costs its longest record x its number of records; else its sum of tokens.
-        too_long: a record above the budget is "alone" in its batch, an "error", or left out:
+        lengths: tokens of each example.
+        shuffle: a new order each epoch; without it examples keep their order.
+        padded: a batch costs its longest example x its number of examples; else its sum of tokens.
+        too_long: an example above the budget is "alone" in its batch, an "error", or left out:
             "drop". With the first and the last a warning names how many there are.
 
     Raises:
-        ValueError: a record has no length, or exceeds the budget and may not.
+        ValueError: an example has no length, or exceeds the budget and may not.
     """
 
     def __init__(
@@ -326,8 +326,8 @@ class DynamicBatchSampler(Sampler[list[int]]):
             raise ValueError(f"too_long is {too_long!r}; give {', '.join(get_args(TooLong))}")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; it must lie in 0..{world_size - 1} (world_size - 1)")
-        self.lengths = record_lengths(dataset) if lengths is None else np.asarray(lengths, np.int64)
-        self._records = _within(self.lengths, max_tokens, too_long)
+        self.lengths = example_lengths(dataset) if lengths is None else np.asarray(lengths, np.int64)
+        self._examples = _within(self.lengths, max_tokens, too_long)
         self.max_tokens, self.shuffle, self.seed = max_tokens, shuffle, seed
         self.rank, self.world_size = rank, world_size
         self.drop_last, self.padded = drop_last, padded
@@ -371,7 +371,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
         """The next iteration goes on after the batches that were done.
 
         Raises:
-            ValueError: the state is of other records, settings or another number of ranks.
+            ValueError: the state is of other examples, settings or another number of ranks.
         """
         here = self._identity()
         wrong = [name for name, value in here.items() if state["plan"].get(name) != value]
@@ -385,8 +385,8 @@ class DynamicBatchSampler(Sampler[list[int]]):
 
     def _identity(self) -> dict[str, Any]:
         return {
-            "records": len(self._records),
-            "tokens": int(self.lengths[self._records].sum()),
+            "examples": len(self._examples),
+            "tokens": int(self.lengths[self._examples].sum()),
             "max_tokens": self.max_tokens,
             "shuffle": self.shuffle,
             "seed": self.seed,
@@ -403,10 +403,10 @@ class DynamicBatchSampler(Sampler[list[int]]):
 
     def _make_plan(self) -> Batches:
         if not self.shuffle:
-            order = self._records
+            order = self._examples
             return self._even(_cut(order, self.lengths, self.max_tokens, self.padded))
         draw = np.random.default_rng([self.seed, self.epoch])
-        order = draw.permutation(self._records)
+        order = draw.permutation(self._examples)
         if self.padded and len(order):
             pools = [order[i : i + POOL] for i in range(0, len(order), POOL)]
             ordered = [pool[np.argsort(self.lengths[pool], kind="stable")] for pool in pools]
@@ -440,8 +440,8 @@ class DynamicBatchSampler(Sampler[list[int]]):
         return int(found.max() * len(batch) if self.padded else found.sum())
 
 
-def record_lengths(dataset: Any) -> NDArray[np.int64]:
-    """Tokens of each record, from ``dataset.lengths`` or from the records themselves."""
+def example_lengths(dataset: Any) -> NDArray[np.int64]:
+    """Tokens of each example, from ``dataset.lengths`` or from the examples themselves."""
     known = getattr(dataset, "lengths", None)
     if known is not None:
         return np.asarray(known, np.int64)
@@ -451,21 +451,21 @@ def record_lengths(dataset: Any) -> NDArray[np.int64]:
 LENGTH_KEYS = ("input_ids", "input", "inputs", "tokens")
 
 
-def _length(record: Any, index: int) -> int:
+def _length(example: Any, index: int) -> int:
     for key in LENGTH_KEYS:
-        found = record.get(key) if isinstance(record, Mapping) else getattr(record, key, None)
+        found = example.get(key) if isinstance(example, Mapping) else getattr(example, key, None)
         if found is not None and _has_length(found):
             return len(found)
-    if isinstance(record, tuple) and record:
-        first = record[0]
+    if isinstance(example, tuple) and example:
+        first = example[0]
         if _has_length(first) and getattr(first, "ndim", 1) == 1 and not isinstance(first, str):
             return len(first)
-        if not any(_has_length(part) for part in record):
-            return len(record)  # the tokens themselves
-    elif not isinstance(record, Mapping) and _has_length(record):
-        return len(record)
+        if not any(_has_length(part) for part in example):
+            return len(example)  # the tokens themselves
+    elif not isinstance(example, Mapping) and _has_length(example):
+        return len(example)
     raise ValueError(
-        f"record {index} is a {type(record).__name__} and doesn't say how many tokens it has: "
+        f"example {index} is a {type(example).__name__} and doesn't say how many tokens it has: "
         f"there is no {', '.join(LENGTH_KEYS)} with a length; give lengths="
     )
 
@@ -475,22 +475,22 @@ def _has_length(value: Any) -> bool:
 
 
 def _within(lengths: NDArray[np.int64], max_tokens: int, too_long: TooLong) -> NDArray[np.int64]:
-    """The records that are trained."""
+    """The examples that are trained."""
     if len(lengths) and lengths.min() < 1:
-        raise ValueError(f"record {int(lengths.argmin())} is empty; leave it out")
+        raise ValueError(f"example {int(lengths.argmin())} is empty; leave it out")
     over = np.flatnonzero(lengths > max_tokens)
     if not len(over):
         return np.arange(len(lengths))
     if too_long == "error":
         index = int(over[0])
         raise ValueError(
-            f"record {index} has {lengths[index]} tokens, more than max_tokens={max_tokens} "
-            f"({len(over)} such records, the longest {lengths.max()}); raise max_tokens or "
-            "cut the records"
+            f"example {index} has {lengths[index]} tokens, more than max_tokens={max_tokens} "
+            f"({len(over)} such examples, the longest {lengths.max()}); raise max_tokens or "
+            "cut the examples"
         )
     done = "are left out" if too_long == "drop" else "are a batch each"
     warnings.warn(
-        f"{len(over)} records have more than max_tokens={max_tokens} tokens, the longest "
+        f"{len(over)} examples have more than max_tokens={max_tokens} tokens, the longest "
         f"{lengths.max()}, and {done}",
         stacklevel=3,
     )
@@ -500,7 +500,7 @@ def _within(lengths: NDArray[np.int64], max_tokens: int, too_long: TooLong) -> N
 def _cut(
     order: NDArray[np.int64], lengths: NDArray[np.int64], max_tokens: int, padded: bool
 ) -> Batches:
-    """Consecutive records as long as they fit the budget."""
+    """Consecutive examples as long as they fit the budget."""
     batches: Batches = []
     batch: list[int] = []
     longest = tokens = 0

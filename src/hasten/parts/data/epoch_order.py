@@ -1,7 +1,7 @@
-"""The order of an epoch where records travel in company: in packed rows, or with their like.
+"""The order of an epoch where examples travel in company: in packed rows, or with their like.
 
-Both orders are pure functions of (seed, epoch), hold every record once per epoch, and give the same
-steps whatever the number of ranks. ``steps`` lists a step's records over all ranks together;
+Both orders are pure functions of (seed, epoch), hold every example once per epoch, and give the same
+steps whatever the number of ranks. ``steps`` lists a step's examples over all ranks together;
 ``local_steps`` gives one rank's part, in pieces that belong into one micro-batch each.
 """
 
@@ -17,7 +17,7 @@ from hasten.parts.data.packing import LengthCounts, plan_rows
 
 # Dealing: how a step's rows are shared among ranks so that none waits long for the slowest.
 #
-# Rows of equal tokens don't cost the same: attention grows with the square of each record's length.
+# Rows of equal tokens don't cost the same: attention grows with the square of each example's length.
 # The cost of a row is ``linear * sum(lengths) + quadratic * sum(lengths ** 2)``, and rows are dealt
 # by cost: dearest first, each to the rank with the least so far (Graham's LPT rule, 1969), then
 # exchanged between the dearest rank and the others as long as that lowers the maximum.
@@ -40,7 +40,7 @@ def row_costs(
     quadratic: float,
     linear: float = 1.0,
 ) -> NDArray[np.float64]:
-    """Cost of each row of record indices, (rows,)."""
+    """Cost of each row of example indices, (rows,)."""
     if not rows:
         return np.zeros(0)
     starts = np.cumsum([0, *(len(row) for row in rows[:-1])])
@@ -124,23 +124,23 @@ FEW_ROWS, NARROW_CLASS = 48, 0.0075
 class PackedOrder:
     """Rows packed over the whole epoch, so many to a step, dealt to ranks by cost.
 
-    The packing of lengths is computed once. Which of the records of one length lies where, and
+    The packing of lengths is computed once. Which of the examples of one length lies where, and
     which rows share a step, is drawn anew in every epoch; the last step may have fewer rows.
 
     Steps are a stratified draw. Rows of like cost stand together in bundles that divide evenly
     among 2, 4, 8... ranks, and each step takes one bundle from the cheapest stretch of the epoch,
-    one from the next, and so on (:func:`stratified`). At random: which records lie in a row, which
+    one from the next, and so on (:func:`stratified`). At random: which examples lie in a row, which
     rows of a cost class share a bundle, which bundles of a stretch share a step. Not at random: all
     steps have nearly the same mixture of cheap and dear rows, where a plain shuffle lets it vary.
 
     Args:
-        lengths: tokens of each record.
+        lengths: tokens of each example.
         row_tokens: tokens of a row at most.
         rows_per_step: rows of a step, over all ranks.
         quadratic: cost of a squared token of length, see ``row_costs``.
 
     Raises:
-        ValueError: a record is longer than a row, or a step has no row.
+        ValueError: an example is longer than a row, or a step has no row.
     """
 
     def __init__(
@@ -159,9 +159,9 @@ class PackedOrder:
         self.efficiency = self._rows.efficiency
 
     def rows(self, epoch: int) -> list[list[int]]:
-        """The epoch's rows of record indices, in the order in which they are trained."""
-        records = _generator(self.seed, epoch, RECORDS_DRAWN).permutation(len(self.lengths))
-        rows = self._rows.fill(self.lengths, records)
+        """The epoch's rows of example indices, in the order in which they are trained."""
+        examples = _generator(self.seed, epoch, RECORDS_DRAWN).permutation(len(self.lengths))
+        rows = self._rows.fill(self.lengths, examples)
         drawn = _generator(self.seed, epoch, ROWS_DRAWN)
         costs = row_costs(rows, self.lengths, self.quadratic)
         return [rows[i] for i in stratified(costs, self.rows_per_step, drawn).tolist()]
@@ -173,7 +173,7 @@ class PackedOrder:
             yield rows[start : start + self.rows_per_step]
 
     def steps(self, epoch: int) -> Iterator[list[int]]:
-        """The records of each step over all ranks together."""
+        """The examples of each step over all ranks together."""
         for rows in self.row_steps(epoch):
             yield [index for row in rows for index in row]
 
@@ -212,18 +212,18 @@ def stratified(
 
 
 class GroupedOrder:
-    """Records of like length share a step: windows of the shuffled epoch are sorted by length.
+    """Examples of like length share a step: windows of the shuffled epoch are sorted by length.
 
     Every other window is sorted downwards, so that a step across two windows has like lengths too.
-    The steps are then shuffled, or short and long records would take turns in waves.
+    The steps are then shuffled, or short and long examples would take turns in waves.
 
     Args:
-        lengths: tokens of each record.
-        records: records of a step; or ``tokens``, at most so many of a step's, one of the two.
-        window: records that are sorted together; larger windows pad less and mix less.
+        lengths: tokens of each example.
+        examples: examples of a step; or ``tokens``, at most so many of a step's, one of the two.
+        window: examples that are sorted together; larger windows pad less and mix less.
 
     Raises:
-        ValueError: not one of ``records`` and ``tokens`` is given, a window is empty, or a record
+        ValueError: not one of ``examples`` and ``tokens`` is given, a window is empty, or an example
             is longer than ``tokens``.
     """
 
@@ -232,20 +232,20 @@ class GroupedOrder:
         lengths: LengthCounts,
         *,
         window: int,
-        records: int | None = None,
+        examples: int | None = None,
         tokens: int | None = None,
         seed: int = 0,
     ) -> None:
-        if (records is None) == (tokens is None) or (records or tokens or 0) < 1 or window < 1:
-            raise ValueError("give window and one of records and tokens, each at least 1")
+        if (examples is None) == (tokens is None) or (examples or tokens or 0) < 1 or window < 1:
+            raise ValueError("give window and one of examples and tokens, each at least 1")
         self.lengths = np.asarray(lengths, np.int64)
-        self.window, self.records, self.tokens, self.seed = window, records, tokens, seed
+        self.window, self.examples, self.tokens, self.seed = window, examples, tokens, seed
         longest = int(self.lengths.max(initial=0))
         if tokens is not None and longest > tokens:
-            raise ValueError(f"tokens={tokens} can't hold the longest record of {longest} tokens")
+            raise ValueError(f"tokens={tokens} can't hold the longest example of {longest} tokens")
 
     def steps(self, epoch: int) -> Iterator[list[int]]:
-        """The records of each step over all ranks together, in ascending or descending length."""
+        """The examples of each step over all ranks together, in ascending or descending length."""
         order = _generator(self.seed, epoch, RECORDS_DRAWN).permutation(len(self.lengths))
         for number, start in enumerate(range(0, len(order), self.window)):
             window = order[start : start + self.window]
@@ -258,19 +258,19 @@ class GroupedOrder:
             yield flat[begins[i] : ends[i]]
 
     def local_steps(self, epoch: int, rank: int, world_size: int) -> Iterator[list[list[int]]]:
-        """One rank's records of each step as one piece: neighbours in length go to all ranks."""
+        """One rank's examples of each step as one piece: neighbours in length go to all ranks."""
         for step in self.steps(epoch):
             yield [step[rank::world_size]]
 
     def padding_share(self, epoch: int = 0) -> float:
-        """Padding / slots if each step were one tensor, padded to its longest record."""
+        """Padding / positions if each step were one tensor, padded to its longest example."""
         widths = [(len(step), int(self.lengths[step].max())) for step in self.steps(epoch)]
-        slots = sum(count * width for count, width in widths)
-        return 1 - int(self.lengths.sum()) / slots if slots else 0.0
+        positions = sum(count * width for count, width in widths)
+        return 1 - int(self.lengths.sum()) / positions if positions else 0.0
 
     def _ends(self, sizes: NDArray[np.int64]) -> list[int]:
-        if self.records is not None:
-            return [*range(self.records, len(sizes), self.records), len(sizes)]
+        if self.examples is not None:
+            return [*range(self.examples, len(sizes), self.examples), len(sizes)]
         sums = np.cumsum(sizes)
         ends: list[int] = []
         done = 0

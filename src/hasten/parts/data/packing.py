@@ -1,15 +1,15 @@
-"""Packing over a whole data set: which records fill rows of a fixed number of tokens.
+"""Packing over a whole data set: which examples fill rows of a fixed number of tokens.
 
-Best fit decreasing, on the histogram of lengths instead of on the records: a million records have
+Best fit decreasing, on the histogram of lengths instead of on the examples: a million examples have
 at most ``row_tokens`` different lengths, and rows of the same content are handled as one class with
-a count. Longest first, each record goes into the fullest row that still holds it.
+a count. Longest first, each example goes into the fullest row that still holds it.
 
-    (1) lengths -> how many records of each length
+    (1) lengths -> how many examples of each length
     (2) counts  -> classes of rows: (how many rows, the lengths in each)
-    (3) classes -> rows of record indices; which of the records of one length is drawn by the caller
+    (3) classes -> rows of example indices; which of the examples of one length is drawn by the caller
 
 The histogram form is from Krell et al., Efficient Sequence Packing without Cross-contamination
-(arXiv:2107.02027); best fit decreasing over whole records from Ding et al., Fewer Truncations
+(arXiv:2107.02027); best fit decreasing over whole examples from Ding et al., Fewer Truncations
 Improve Language Modeling (arXiv:2404.10830). Where best fit stays above the lower bound, three
 other ways are tried, and the fewest rows are taken: rows filled exactly, one at a time; patterns,
 where lengths have few different values; a cover by full rows, where every row would have to be full
@@ -40,18 +40,18 @@ from hasten.parts.data.row_search import (
     whole_patterns,
 )
 
-# Perfect packings: where every row has to be full, records are covered by rows that are.
+# Perfect packings: where every row has to be full, examples are covered by rows that are.
 #
 # Where the tokens are a whole number of rows and not one row more will do, each row is full to the
-# last token. Long rows of few records leave so little choice that filling one row after the other
+# last token. Long rows of few examples leave so little choice that filling one row after the other
 # ends badly however often it is tried. But then there are few full rows, and they are listed:
 #
-#     (1) pairs: two records that fill a row share one in some best packing, since whatever else
+#     (1) pairs: two examples that fill a row share one in some best packing, since whatever else
 #         lies beside the one fits into the room of the other (Martello and Toth, Knapsack
 #         Problems, 1990)
-#     (2) beginning: where many rows are left, the longest record is put with the fewest that fill
+#     (2) beginning: where many rows are left, the longest example is put with the fewest that fill
 #         its row, until twenty rows are left; in some order drawn anew for each attempt
-#     (3) cover: of all full rows of what is left, some that hold every record once; the length that
+#     (3) cover: of all full rows of what is left, some that hold every example once; the length that
 #         the fewest rows could still hold comes first, and of these first the row that takes the
 #         least from the others (:mod:`hasten.parts.data.row_search`)
 #
@@ -68,11 +68,11 @@ ATTEMPTS = (8, 4000)  # beginnings before and after all rows are covered at once
 DIVES = ((300,) * 50, tuple(300 << n for n in range(1, 10)))
 LAST_DIVES = (300,) * 4
 
-Lengths = NDArray[np.int64]  # how many records there are of each length
+Lengths = NDArray[np.int64]  # how many examples there are of each length
 
 
 def perfect_rows(counts: NDArray[np.int64], row_tokens: int) -> Classes | None:
-    """Full rows of all ``counts[length]`` records; None where none are found within the work."""
+    """Full rows of all ``counts[length]`` examples; None where none are found within the work."""
     left = np.zeros(row_tokens + 1, np.int64)
     left[: len(counts)] = counts
     if int(left @ np.arange(row_tokens + 1)) % row_tokens:
@@ -85,7 +85,7 @@ def perfect_rows(counts: NDArray[np.int64], row_tokens: int) -> Classes | None:
 
 
 def _pairs(left: Lengths) -> Classes:
-    """Takes rows of one and of two records out of ``left``."""
+    """Takes rows of one and of two examples out of ``left``."""
     row = len(left) - 1
     done: Classes = [(int(left[row]), (row,))] if left[row] else []
     left[row] = 0
@@ -114,8 +114,8 @@ class _Search:
             return found
         if number <= 3 * LAST_ROWS:
             most = MOST_IN_A_ROW if left.sum() <= FEW_RECORDS else LAST_RECORDS
-            for dives, records in itertools.product(DIVES, range(4, most + 1)):
-                if (found := self._covered(left, records, dives)) is not None:
+            for dives, examples in itertools.product(DIVES, range(4, most + 1)):
+                if (found := self._covered(left, examples, dives)) is not None:
                     return found
         if number > LAST_ROWS:
             return self._begun(left, number, attempts, ATTEMPTS[1])
@@ -136,7 +136,7 @@ class _Search:
         return None
 
     def _beginning(self, left: Lengths, number: int, attempt: int) -> list[Pattern] | None:
-        """So many rows, taken out of ``left``; None where a record fills none."""
+        """So many rows, taken out of ``left``; None where an example fills none."""
         draw = random.Random(attempt) if attempt else None
         sizes = np.flatnonzero(left).tolist()
         counts = {size: int(left[size]) for size in sizes}
@@ -155,10 +155,10 @@ class _Search:
             rows.append(row)
         return rows
 
-    def _covered(self, left: Lengths, records: int, dives: Sequence[int]) -> list[Pattern] | None:
-        """All that is left in rows of at most so many records."""
+    def _covered(self, left: Lengths, examples: int, dives: Sequence[int]) -> list[Pattern] | None:
+        """All that is left in rows of at most so many examples."""
         sizes = np.flatnonzero(left)[::-1]
-        listed, work = full_rows(sizes, left[sizes], self.row_tokens, records)
+        listed, work = full_rows(sizes, left[sizes], self.row_tokens, examples)
         self.work -= work
         cover = RowSearch(listed, left[sizes])
         for number, looks in enumerate(dives):
@@ -178,9 +178,9 @@ class _Search:
 
 LengthCounts = Sequence[int] | NDArray[Any]
 
-GOOD_ENOUGH = 1.001  # rows over the lower bound at which many records get no second attempt
-MANY = 50_000  # records from which one attempt has to be worth it
-FIT_ATTEMPTS, FEW = 60, 1_000  # so many attempts up to so many records, fewer for more
+GOOD_ENOUGH = 1.001  # rows over the lower bound at which many examples get no second attempt
+MANY = 50_000  # examples from which one attempt has to be worth it
+FIT_ATTEMPTS, FEW = 60, 1_000  # so many attempts up to so many examples, fewer for more
 QUICK = 10  # attempts before a search for rows that are all full, where they would have to be
 PATTERN_WORK = MOST_VALUES**2 * 4096  # values squared times row_tokens: what patterns cost
 CLOSE = 0.005  # fullness within which packing and grouping count as equal
@@ -197,44 +197,44 @@ class Efficiency:
 
     @property
     def fullness(self) -> float:
-        """Tokens / slots of all rows."""
+        """Tokens / positions of all rows."""
         return self.tokens / (self.rows * self.row_tokens) if self.rows else 1.0
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A packing of lengths: which lengths lie in which row, before records are chosen for them.
+    """A packing of lengths: which lengths lie in which row, before examples are chosen for them.
 
-    ``slots`` (records,) are the lengths row after row, ``starts`` (rows + 1,) where each begins.
+    ``positions`` (examples,) are the lengths row after row, ``starts`` (rows + 1,) where each begins.
     """
 
-    slots: NDArray[np.int64]
+    positions: NDArray[np.int64]
     starts: NDArray[np.int64]
     efficiency: Efficiency
 
     def fill(
         self, lengths: LengthCounts, order: NDArray[np.int64] | None = None
     ) -> list[list[int]]:
-        """Record indices of each row; records of equal length are taken in ``order``."""
+        """Record indices of each row; examples of equal length are taken in ``order``."""
         sizes = np.asarray(lengths, np.int64)
         order = np.arange(len(sizes)) if order is None else order
         chosen = np.empty(len(sizes), np.int64)
-        chosen[_sorted_by(self.slots)] = order[_sorted_by(sizes[order])]
+        chosen[_sorted_by(self.positions)] = order[_sorted_by(sizes[order])]
         flat, ends = chosen.tolist(), self.starts.tolist()
         return [flat[a:b] for a, b in itertools.pairwise(ends)]
 
 
 def pack_lengths(lengths: LengthCounts, row_tokens: int) -> list[list[int]]:
-    """Rows of record indices, every record once, at most ``row_tokens`` tokens in a row.
+    """Rows of example indices, every example once, at most ``row_tokens`` tokens in a row.
 
     Raises:
-        ValueError: a record is longer than a row, or has no token.
+        ValueError: an example is longer than a row, or has no token.
     """
     return plan_rows(lengths, row_tokens).fill(lengths)
 
 
 def plan_rows(lengths: LengthCounts, row_tokens: int) -> Rows:
-    """The packing without the choice of records; see :func:`pack_lengths`."""
+    """The packing without the choice of examples; see :func:`pack_lengths`."""
     sizes = np.asarray(lengths, np.int64)
     if sizes.ndim != 1 or (len(sizes) and sizes.min() < 1):
         raise ValueError("lengths must be one row of whole numbers, each at least 1")
@@ -243,8 +243,8 @@ def plan_rows(lengths: LengthCounts, row_tokens: int) -> Rows:
     if len(sizes) and sizes.max() > row_tokens:
         where = int(sizes.argmax())
         raise ValueError(
-            f"record {where} has {sizes[where]} tokens, more than a row of {row_tokens}; raise "
-            "row_tokens or cut the record"
+            f"example {where} has {sizes[where]} tokens, more than a row of {row_tokens}; raise "
+            "row_tokens or cut the example"
         )
     counts = np.bincount(sizes, minlength=1)
     bound, classes = _fewest(counts, row_tokens, len(sizes))
@@ -256,11 +256,11 @@ def plan_rows(lengths: LengthCounts, row_tokens: int) -> Rows:
     return Rows(np.concatenate([empty, *rows]), starts, figures)
 
 
-def _fewest(counts: NDArray[np.int64], row_tokens: int, records: int) -> tuple[int, Classes]:
-    """A lower bound and the best of what is tried; more is tried for fewer records."""
+def _fewest(counts: NDArray[np.int64], row_tokens: int, examples: int) -> tuple[int, Classes]:
+    """A lower bound and the best of what is tried; more is tried for fewer examples."""
     bound = lower_bound(counts, row_tokens)
     classes = _best_fit(counts, row_tokens)
-    slack = GOOD_ENOUGH if records > MANY else 1
+    slack = GOOD_ENOUGH if examples > MANY else 1
     values = np.count_nonzero(counts)
     if _rows(classes) > bound * slack and values**2 * row_tokens <= PATTERN_WORK:
         by_patterns, whole = whole_patterns(counts, row_tokens)
@@ -270,8 +270,8 @@ def _fewest(counts: NDArray[np.int64], row_tokens: int, records: int) -> tuple[i
         bound = max(bound, by_patterns)
         last = min(_best_fit(rest, row_tokens), exact_fit(rest, row_tokens), key=_rows)
         classes = min(classes, whole + last, key=_rows)
-    attempts = min(FIT_ATTEMPTS, max(2, FIT_ATTEMPTS * FEW // max(records, 1)))
-    for attempt in range(attempts if records <= MANY else 1):
+    attempts = min(FIT_ATTEMPTS, max(2, FIT_ATTEMPTS * FEW // max(examples, 1)))
+    for attempt in range(attempts if examples <= MANY else 1):
         if _rows(classes) <= bound * slack:
             break
         if attempt == QUICK and int(counts @ np.arange(len(counts))) == bound * row_tokens:
@@ -286,8 +286,8 @@ def _fewest(counts: NDArray[np.int64], row_tokens: int, records: int) -> tuple[i
 def lower_bound(counts: NDArray[Any], row_tokens: int) -> int:
     """Rows that no packing can do without, from ``counts[length]``.
 
-    All tokens have to lie somewhere; no row holds more records than the shortest that fill one;
-    and no two records of more than half a row share one, so that those between ``cut`` and half a
+    All tokens have to lie somewhere; no row holds more examples than the shortest that fill one;
+    and no two examples of more than half a row share one, so that those between ``cut`` and half a
     row only fit beside the shorter of them (Martello and Toth's L2, for 32 values of ``cut``).
     """
     sizes = np.arange(len(counts))
@@ -313,8 +313,8 @@ def lower_bound(counts: NDArray[Any], row_tokens: int) -> int:
 
 
 def _best_fit(counts: NDArray[np.int64], row_tokens: int) -> Classes:
-    """Best fit decreasing. A row that takes a record is the fullest that holds the next one too,
-    so ``room // length`` records of one length go into each row at once."""
+    """Best fit decreasing. A row that takes an example is the fullest that holds the next one too,
+    so ``room // length`` examples of one length go into each row at once."""
     open_rows: dict[int, list[tuple[int, Pattern]]] = {}  # by the room that is left
     rooms: list[int] = []  # the keys of open_rows, ascending
     closed: Classes = []
@@ -355,23 +355,23 @@ class PackingMethod:
 
     method: Literal["pack", "group", "both"]
     packed: float  # fullness of packed rows
-    grouped: float  # fullness of micro-batches padded to their longest, records sorted by length
+    grouped: float  # fullness of micro-batches padded to their longest, examples sorted by length
     reason: str
 
 
 def choose_method(lengths: LengthCounts, row_tokens: int, together: int = 16) -> PackingMethod:
-    """Pack rows of fixed length, or group records of like length ``together`` at a time.
+    """Pack rows of fixed length, or group examples of like length ``together`` at a time.
 
-    Records that don't add up to a row leave a packed row half empty, and still pad nothing when
-    they travel with records of their own length. ``both``: either way fills as well.
+    Examples that don't add up to a row leave a packed row half empty, and still pad nothing when
+    they travel with examples of their own length. ``both``: either way fills as well.
     """
     packed = plan_rows(lengths, row_tokens).efficiency.fullness
     sizes = np.sort(np.asarray(lengths, np.int64))
     starts = np.arange(0, len(sizes), together)
     ends = np.append(starts[1:], len(sizes))[: len(starts)]
-    slots = int((sizes[ends - 1] * (ends - starts)).sum())
-    grouped = int(sizes.sum()) / slots if slots else 1.0
-    figures = f"packed rows of {row_tokens} are {packed:.1%} full, grouped records {grouped:.1%}"
+    positions = int((sizes[ends - 1] * (ends - starts)).sum())
+    grouped = int(sizes.sum()) / positions if positions else 1.0
+    figures = f"packed rows of {row_tokens} are {packed:.1%} full, grouped examples {grouped:.1%}"
     if abs(packed - grouped) <= CLOSE:
         return PackingMethod("both", packed, grouped, f"{figures}: either will do")
     if packed > grouped:

@@ -1,12 +1,12 @@
 """Searches for rows without a gap: one row at a time, a cover by full rows, patterns of lengths.
 
-A row without a gap costs nothing that could have been saved, so each row is searched for records
+A row without a gap costs nothing that could have been saved, so each row is searched for examples
 that fill it to the last token (after the minimum bin slack of Gupta and Ho, A New Heuristic
-Algorithm for the One-Dimensional Bin-Packing Problem, 1999), from the longest record that is left.
+Algorithm for the One-Dimensional Bin-Packing Problem, 1999), from the longest example that is left.
 Two ways to choose among such rows:
 
-    longest first   the fullest row found, trying longer records first
-    fewest first    a row of as few records as can fill it; short ones, which fit anywhere, are left
+    longest first   the fullest row found, trying longer examples first
+    fewest first    a row of as few examples as can fill it; short ones, which fit anywhere, are left
                     for the last rows, where little choice remains
 """
 
@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# A cover: full rows, out of a list of all there are, that hold every record exactly once.
+# A cover: full rows, out of a list of all there are, that hold every example exactly once.
 #
 # Knuth's Algorithm X (Dancing Links, arXiv:cs/0011047) with bits in the place of links: the rows
 # that can still be taken are the ones of one long integer, and taking a row strikes out, by one
-# ``&`` for each of its lengths, all rows that need more records of that length than are left.
+# ``&`` for each of its lengths, all rows that need more examples of that length than are left.
 
 MOST_IN_A_ROW = 7
 LONGEST_LIST = 100_000  # full rows
@@ -39,24 +39,24 @@ Table = NDArray[np.int64]
 def full_rows(
     sizes: Table, counts: Table, row_tokens: int, most: int = MOST_IN_A_ROW
 ) -> tuple[Table, int]:
-    """Full rows of three to ``most`` records, as places in ``sizes``, (rows, 7); and the work.
+    """Full rows of three to ``most`` examples, as places in ``sizes``, (rows, 7); and the work.
 
-    ``sizes`` descend; places in a row ascend, and ``len(sizes)`` stands where there is no record.
-    Lists that would become too long end with rows of fewer records.
+    ``sizes`` descend; places in a row ascend, and ``len(sizes)`` stands where there is no example.
+    Lists that would become too long end with rows of fewer examples.
     """
     place = np.full(row_tokens + 1, -1, np.int64)
     place[sizes] = np.arange(len(sizes))
     listed = [np.zeros((0, MOST_IN_A_ROW), np.int64)]
     work = 0
-    for records in range(3, most + 1):
-        begun = _beginnings(sizes, row_tokens, records)
+    for examples in range(3, most + 1):
+        begun = _beginnings(sizes, row_tokens, examples)
         work += WORK_TO_LIST * (MOST_BEGINNINGS if begun is None else len(begun) + 500)
         if begun is None:
             break
         last = place[row_tokens - sizes[begun].sum(axis=1)]
         kept = last >= begun[:, -1]
         rows = np.full((int(kept.sum()), MOST_IN_A_ROW), len(sizes), np.int64)
-        rows[:, : records - 1], rows[:, records - 1] = begun[kept], last[kept]
+        rows[:, : examples - 1], rows[:, examples - 1] = begun[kept], last[kept]
         rows = rows[(np.append(counts, 1)[rows] >= _copies(rows, len(sizes))).all(axis=1)]
         if sum(map(len, listed)) + len(rows) > LONGEST_LIST:
             break
@@ -64,12 +64,12 @@ def full_rows(
     return np.concatenate(listed), work
 
 
-def _beginnings(sizes: Table, row_tokens: int, records: int) -> Table | None:
-    """All but the last record of rows that could be full, (beginnings, records - 1); None: many."""
+def _beginnings(sizes: Table, row_tokens: int, examples: int) -> Table | None:
+    """All but the last example of rows that could be full, (beginnings, examples - 1); None: many."""
     falling = -sizes
     begun = np.zeros((1, 0), np.int64)
     room = np.array([row_tokens])
-    for more in range(records, 1, -1):  # records that the row still lacks
+    for more in range(examples, 1, -1):  # examples that the row still lacks
         low = np.searchsorted(falling, (more - 1) * sizes[-1] - room, "left")
         if begun.shape[1]:
             low = np.maximum(low, begun[:, -1])
@@ -86,7 +86,7 @@ def _beginnings(sizes: Table, row_tokens: int, records: int) -> Table | None:
 
 
 def _copies(rows: Table, none: int) -> Table:
-    """How many records of its length the row has up to each place; 0 where there is no record."""
+    """How many examples of its length the row has up to each place; 0 where there is no example."""
     copies = np.ones_like(rows)
     for at in range(1, rows.shape[1]):
         same = rows[:, at] == rows[:, at - 1]
@@ -100,7 +100,7 @@ class RowSearch:
 
     Args:
         rows: as of :func:`full_rows`.
-        counts: how many records of each length the rows together must hold.
+        counts: how many examples of each length the rows together must hold.
     """
 
     def __init__(self, rows: Table, counts: Table) -> None:
@@ -143,7 +143,7 @@ class RowSearch:
     def _choices(
         self, alive: int, left: list[int], place: int
     ) -> list[tuple[float, int, int, list[int]]]:
-        """The rows that hold a length, with what stays of rows and records; most rows first."""
+        """The rows that hold a length, with what stays of rows and examples; most rows first."""
         found = []
         mine = alive & self.needing[place][0]
         while mine:
@@ -162,7 +162,7 @@ class RowSearch:
 
 
 def _needing(rows: Table, lengths: int) -> list[list[int]]:
-    """For each length the rows, as bits, that need more than 0, 1, 2... records of it."""
+    """For each length the rows, as bits, that need more than 0, 1, 2... examples of it."""
     copies = _copies(rows, lengths)
     needing: list[list[int]] = [[] for _ in range(lengths)]
     for number in range(1, max(int(copies.max(initial=0)), 1) + 1):
@@ -187,10 +187,10 @@ def _needing(rows: Table, lengths: int) -> list[list[int]]:
 # to list:
 #
 #     (1) basis: one pattern per length, as many of it as fit
-#     (2) prices: what one more record of each length would cost with the basis
+#     (2) prices: what one more example of each length would cost with the basis
 #     (3) knapsack: the row worth most at these prices; worth no more than 1: (5)
 #     (4) it enters the basis for the pattern that is used up first; (2)
-#     (5) whole uses of each pattern, rounded down; the caller packs the few records that are left
+#     (5) whole uses of each pattern, rounded down; the caller packs the few examples that are left
 
 Pattern = tuple[int, ...]  # the lengths in one row
 Classes = list[tuple[int, Pattern]]  # (rows, the lengths in each of them)
@@ -201,10 +201,10 @@ EXACT = 1e-7  # of a row: below, a better price is rounding
 
 
 def whole_patterns(counts: NDArray[Any], row_tokens: int) -> tuple[int, Classes]:
-    """A lower bound of rows, and rows by patterns for nearly all of ``counts[length]`` records.
+    """A lower bound of rows, and rows by patterns for nearly all of ``counts[length]`` examples.
 
     At most one row for each different length is missing. The bound holds however the programme
-    ends: any prices at which no row is worth more than 1 bound the rows by what the records cost.
+    ends: any prices at which no row is worth more than 1 bound the rows by what the examples cost.
     """
     sizes = np.flatnonzero(counts)[::-1]
     need = np.asarray(counts)[sizes].astype(np.float64)
@@ -260,7 +260,7 @@ def _rounded(
     basis: NDArray[np.float64],
     uses: NDArray[np.float64],
 ) -> Classes:
-    """Whole uses of the basis' patterns that need no record twice."""
+    """Whole uses of the basis' patterns that need no example twice."""
     left = need.astype(np.int64)
     classes: Classes = []
     for column in np.argsort(-uses, kind="stable").tolist():
@@ -277,13 +277,13 @@ def _rounded(
 
 LOOKS = 4000  # lengths that a search for an exact fit looks at before it takes the best so far
 SKIPPED = 0.2  # chance that an attempt after the first passes over a length
-MOST_RECORDS = 8  # of a row that is searched by the number of its records
+MOST_RECORDS = 8  # of a row that is searched by the number of its examples
 
 
 def exact_fit(
     counts: NDArray[Any], row_tokens: int, attempt: int = 0, fewest: bool = False
 ) -> Classes:
-    """Rows of all ``counts[length]`` records, one pattern after the other.
+    """Rows of all ``counts[length]`` examples, one pattern after the other.
 
     Attempts after number 0 pass over some lengths at random, always the same for the same number.
     """
@@ -307,7 +307,7 @@ def exact_fit(
 def _fullest(
     sizes: list[int], left: dict[int, int], row_tokens: int, draw: random.Random | None
 ) -> Pattern:
-    """The fullest row that begins with the longest record; longer records are tried first."""
+    """The fullest row that begins with the longest example; longer examples are tried first."""
     taken = [sizes[-1]]
     best: tuple[int, Pattern] = (row_tokens - sizes[-1], (sizes[-1],))
     looks = LOOKS
@@ -333,14 +333,14 @@ def _fullest(
 def of_fewest(
     sizes: list[int], left: dict[int, int], row_tokens: int, draw: random.Random | None
 ) -> Pattern | None:
-    """A full row of as few records as possible with the longest among them, or None."""
+    """A full row of as few examples as possible with the longest among them, or None."""
     taken = [sizes[-1]]
     looks = LOOKS
 
     def search(room: int, top: int, more: int) -> bool:
-        """Fill ``room`` with ``more`` records, none longer than ``top``; they stay in ``taken``."""
+        """Fill ``room`` with ``more`` examples, none longer than ``top``; they stay in ``taken``."""
         nonlocal looks
-        if more == 1:  # the last record's length is known
+        if more == 1:  # the last example's length is known
             if room > top or taken.count(room) >= left.get(room, 0):
                 return False
             taken.append(room)

@@ -45,7 +45,7 @@ class TrainerSettings:
     """What the trainer knows, for "auto"; None: it was told nothing."""
 
     world: int = 1
-    batch: int | None = None  # records of one step over all ranks
+    batch: int | None = None  # examples of one step over all ranks
     micro_batch: int | None = None  # of one pass on one rank
     clipping: float | None = None
     learning_rate: float = 2e-4
@@ -61,7 +61,7 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Records of a step over all ranks, of one pass on one rank, and passes; None: not said."""
+    """Examples of a step over all ranks, of one pass on one rank, and passes; None: not said."""
 
     train: int | None
     micro: int | None
@@ -162,7 +162,7 @@ def batch_sizes(  # noqa: C901  # each size may be what is missing
     if train and steps and not micro:
         if train % (steps * world):
             raise ValueError(
-                f"a step of {train} records can't be dealt evenly to {steps} passes on {world} "
+                f"a step of {train} examples can't be dealt evenly to {steps} passes on {world} "
                 "rank(s)"
             )
         micro = train // (steps * world)
@@ -171,7 +171,7 @@ def batch_sizes(  # noqa: C901  # each size may be what is missing
         if given[0] and given[1] and train % (micro * world):
             raise ValueError(
                 f"train_batch_size {train} can't be dealt to {world} rank(s) in passes of {micro} "
-                "(train_micro_batch_size_per_gpu) records"
+                "(train_micro_batch_size_per_gpu) examples"
             )
     if train and not micro and not steps and train % world == 0:
         micro, steps = train // world, 1
@@ -183,7 +183,7 @@ def batch_sizes(  # noqa: C901  # each size may be what is missing
         )
     if given[1] and given[2] and train and train != (micro or 0) * (steps or 0) * world:
         raise ValueError(
-            f"the step has {train} records, but train_micro_batch_size_per_gpu {micro} x "
+            f"the step has {train} examples, but train_micro_batch_size_per_gpu {micro} x "
             f"gradient_accumulation_steps {steps} x {world} rank(s) is "
             f"{(micro or 0) * (steps or 0) * world}"
         )

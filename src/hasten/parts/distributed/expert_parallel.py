@@ -4,10 +4,10 @@
     shared = share_experts(model, experts)                  # this rank keeps half of each layer's
     ddp = replicated(model, shared)                         # the rest is on every rank
     gradients = ExpertGradients(shared.parameters(), replicas, divisor=4)
-    loss_of(ddp, my_records).backward()                     # every rank, the same number of times
+    loss_of(ddp, my_examples).backward()                     # every rank, the same number of times
     optimizer.step()                                        # as if one process had seen it all
 
-Ranks keep different records. Router, shared experts and attention are replicas, whose gradients
+Ranks keep different examples. Router, shared experts and attention are replicas, whose gradients
 DistributedDataParallel averages. An expert's gradient is complete on the rank that holds it, since
 its tokens came there; it is summed over the other groups' copies of it alone and divided like the
 rest (Lepikhin et al., GShard, arXiv:2006.16668; Rajbhandari et al., DeepSpeed-MoE,

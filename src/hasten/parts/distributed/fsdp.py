@@ -182,7 +182,7 @@ def shard_groups(module: nn.Module) -> list[ShardGroup]:
 
 
 def _parameter_groups(member: Any) -> Sequence[Any]:
-    """FSDP2's own record of what it reduces at once."""
+    """FSDP2's own example of what it reduces at once."""
     state = member._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:

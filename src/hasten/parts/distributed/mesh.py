@@ -41,7 +41,7 @@ class MeshSizes:
 
     @property
     def data_size(self) -> int:
-        """Ranks, or groups of them, that see different records."""
+        """Ranks, or groups of them, that see different examples."""
         return self.dp * self.shard
 
     def data_rank(self, rank: int) -> int:

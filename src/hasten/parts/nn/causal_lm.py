@@ -9,7 +9,7 @@ from torch import nn
 
 # Modules that choose keys for attention and answer with places, through which no gradient flows.
 INDEXERS = ("DeepseekV32Indexer", "DeepseekV4Indexer")
-# Modules that have nothing to do where every record is shorter than what they compress to one key.
+# Modules that have nothing to do where every example is shorter than what they compress to one key.
 COMPRESSORS = ("DeepseekV4HCACompressor", "DeepseekV4CSACompressor")
 
 CACHES = ("past_key_values", "cache")  # what Transformers calls the argument, before 5.24 and since
@@ -61,7 +61,7 @@ def freeze_indexers(model: nn.Module) -> int:
 
 
 def may_rest(model: nn.Module) -> bool:
-    """Whether weights that learn may have no gradient in a step, as the records are short."""
+    """Whether weights that learn may have no gradient in a step, as the examples are short."""
     return any(type(module).__name__ in COMPRESSORS for module in model.modules())
 
 

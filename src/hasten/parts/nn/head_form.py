@@ -7,7 +7,7 @@ stand-ins in the place of trunk and head, and the form that explains its result 
     logits = cap tanh(scale head(state_scale states) / cap)
     loss   = cross-entropy of logits + router_weight x balance of the routers' choices
 
-The stand-ins record what they are called with, so that a prompt put before the tokens, a second
+The stand-ins example what they are called with, so that a prompt put before the tokens, a second
 head or a loss that somebody adds shows. Nothing of the size of the model is computed, weights are
 not read (a skeleton on the meta device will do), and the random state stays as it was.
 
@@ -132,7 +132,7 @@ def balance_of_choices(
         mass = mass + probability.sum(0)
         tokens = tokens + (len(logits) if counted is None else counted.sum())
     if isinstance(tokens, Tensor):
-        tokens = tokens.clamp_min(1)  # a rank without records runs filler alone
+        tokens = tokens.clamp_min(1)  # a rank without examples runs filler alone
     found: Tensor = (choices / tokens * (mass / tokens)).sum() * experts
     return found
 

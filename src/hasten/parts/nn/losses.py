@@ -4,7 +4,7 @@
 computes logits for labelled positions alone, a chunk at a time, and forms the gradients in the
 forward pass, so that no more than one chunk of logits ever exists: with a vocabulary of 100,000 and
 four-byte floats, one slot's logits take 0.4 MB. Both read the same :class:`LossTerms`; in ``eval``
-mode both are plain cross-entropy, so that a held-out loss means the same whatever was trained on.
+mode both are plain cross-entropy, so that an eval loss means the same whatever was trained on.
 
 Both equal the loss of the model's own ``forward``. ``LabelOnlyLoss`` applies the scales and the cap
 that :mod:`hasten.parts.nn.head_form` finds in it and refuses a ``forward`` that does more. Where a
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hasten.machine.memory import device_bytes
-from hasten.parts.data.collate import TokenRecord, padded
+from hasten.parts.data.collate import TokenizedExample, padded
 from hasten.parts.kernels import amx
 from hasten.parts.kernels import rowwise as row_kernels
 from hasten.parts.nn.causal_lm import causal_lm, trunk
@@ -91,7 +91,7 @@ class LossTerms:
             raise ValueError(f"scale is {self.scale}; give a number above 0")
 
     def measured(self) -> LossTerms:
-        """What a held-out loss is made of: cross-entropy of the model as it is."""
+        """What an eval loss is made of: cross-entropy of the model as it is."""
         return replace(self, label_smoothing=0.0, z_loss=0.0)
 
 
@@ -404,7 +404,7 @@ class LabelOnlyLoss(LanguageModelLoss):
         here = next((p.device for p in model.parameters()), "cpu")
         self.chunk = chunk_rows(chunk, inner.lm_head.out_features, chunk_bytes_on(here))
         self.largest_logits = 0  # rows of logits that existed at once, for whoever asks
-        self.largest_slots = 0  # of a micro-batch: rows that the common way would have had
+        self.largest_positions = 0  # of a micro-batch: rows that the common way would have had
         if plain_class(inner.lm_head) is nn.Linear:
             inner.lm_head = LabelOnlyHead(inner.lm_head)
 
@@ -421,7 +421,7 @@ class LabelOnlyLoss(LanguageModelLoss):
         if self.form.state_scale != 1:
             rows = rows * self.form.state_scale
         self.largest_logits = max(self.largest_logits, min(len(wanted), self.chunk))
-        self.largest_slots = max(self.largest_slots, labels.numel())
+        self.largest_positions = max(self.largest_positions, labels.numel())
         if isinstance(head, TakesLabels):
             loss: Tensor = head(rows, wanted, self.chunk, terms)
             return loss, output
@@ -513,37 +513,37 @@ class ObjectiveLoss(nn.Module):
 # The measure that classification tasks and the common trainers report as accuracy, taken without
 # sampling: at each position that carries a label, the most likely next token against the label.
 
-ROWS = 16  # records at once
+ROWS = 16  # examples at once
 CHUNK = 1024  # positions whose logits exist at once
 
 
 class TokenRecords(Protocol):
-    """Token records by position."""
+    """Token examples by position."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> TokenRecord: ...
+    def __getitem__(self, index: int, /) -> TokenizedExample: ...
 
 
-def token_accuracy(model: nn.Module, records: TokenRecords) -> float:
-    """Share (0 to 1) of the records' trained tokens that come first among the model's logits.
+def token_accuracy(model: nn.Module, examples: TokenRecords) -> float:
+    """Share (0 to 1) of the examples' trained tokens that come first among the model's logits.
 
     Args:
         model: a Hugging Face causal language model, with an adapter or without, in ``eval`` mode.
-        records: from position 1 on, each trained token is predicted from those before it.
+        examples: from position 1 on, each trained token is predicted from those before it.
 
     Raises:
-        ValueError: no record has a trained token.
+        ValueError: no example has a trained token.
     """
     right = seen = 0
     device = next(model.parameters()).device
-    for start in range(0, len(records), ROWS):
-        rows = [records[i] for i in range(start, min(start + ROWS, len(records)))]
+    for start in range(0, len(examples), ROWS):
+        rows = [examples[i] for i in range(start, min(start + ROWS, len(examples)))]
         batch = {name: tensor.to(device) for name, tensor in padded(rows).items()}
         hits, count = _hits(model, batch["input_ids"], batch["labels"])
         right, seen = right + hits, seen + count
     if not seen:
-        raise ValueError("token accuracy needs a record with a trained token")
+        raise ValueError("token accuracy needs an example with a trained token")
     return right / seen
 
 

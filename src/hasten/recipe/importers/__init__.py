@@ -60,7 +60,7 @@ MOST_KEYS, DEEPEST = 2000, 12
 # Share of keys, from which on a file is another tool's: marks of the second kind are common words.
 UNKNOWN_SHARE = 0.5
 UNKNOWN_SHARES = {training_arguments: 0.2, ms_swift: 0.2}
-MISSING = {"model": "a model", "dataset": "records", "max_steps": "an end"}
+MISSING = {"model": "a model", "dataset": "examples", "max_steps": "an end"}
 
 
 @dataclass(frozen=True)

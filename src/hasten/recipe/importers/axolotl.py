@@ -33,7 +33,7 @@ from hasten.recipe.importers.training import (
     per_epoch,
     pure,
     recompute,
-    records_kept,
+    examples_kept,
     schedule,
     settle,
     share_or_count,
@@ -67,7 +67,7 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         passes = whole(total) // whole(size or 1) if total else 1
         batch(draft, ("micro_batch_size", 1), ("gradient_accumulation_steps", passes), ranks)
         if total and given.get("gradient_accumulation_steps") is None:
-            draft.note("batch_size", "mapped", "records or rows of a step on a rank")
+            draft.note("batch_size", "mapped", "examples or rows of a step on a rank")
         if given.get("warmup_ratio") is None and given.get("warmup_steps") is None:
             default_warmup(draft)
         settle(draft)
@@ -114,7 +114,7 @@ def adapter(draft: RecipeDraft, key: str, value: Any) -> None:
 
 # Data sets.
 
-# Types whose records are recognised by their columns.
+# Types whose examples are recognised by their columns.
 SHAPES = ("chat_template", "completion", "sharegpt", "pretrain")
 FIELDS = {
     "field": "text",
@@ -225,7 +225,7 @@ def _configuration(draft: RecipeDraft, key: str, name: str, value: Any) -> None:
     if is_off(value):
         return
     if name == "split" and not PART.fullmatch(str(value)):
-        words = "a part of a split isn't taken: the split train is read; max_records limits it"
+        words = "a part of a split isn't taken: the split train is read; max_examples limits it"
         draft.row(key, value, "unmapped", words)
     elif value != "train" or name == "name":
         draft.row(key, value, "mapped", f"dataset: the {name} is part of its name")
@@ -266,7 +266,7 @@ def _type(
     entry: Mapping[str, Any],
     columns: dict[str, str],
 ) -> None:
-    """The shape of the records, which hasten recognises, and the prompt around them."""
+    """The shape of the examples, which hasten recognises, and the prompt around them."""
     if isinstance(kind, Mapping):
         for name, item in kind.items():
             known = FIELDS.get(str(name))
@@ -305,7 +305,7 @@ def template(draft: RecipeDraft, key: str, value: Any) -> None:
         return
     types = _types(draft)
     if types and types <= {*PROMPTS, "completion"}:
-        draft.note(key, "needless", f"records of type {', '.join(sorted(types))} don't use it")
+        draft.note(key, "needless", f"examples of type {', '.join(sorted(types))} don't use it")
         return
     base = str(value).removeprefix("tokenizer_default_fallback_")
     if value == "tokenizer_default":
@@ -327,7 +327,7 @@ def template(draft: RecipeDraft, key: str, value: Any) -> None:
 
 PROMPTS: Mapping[str, str] = {
     "alpaca": "alpaca"
-}  # records whose prompt is written without a template
+}  # examples whose prompt is written without a template
 # Its names of templates whose text is the same on dialogues with and without a system text.
 TEMPLATES: Mapping[str, str] = {
     "alpaca": "alpaca-chat",
@@ -394,7 +394,7 @@ def too_long(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in ("drop", "truncate"):
         draft.say(key, "too_long", value)
     elif value is not None:
-        words = "a longer record isn't an error here: too_long is truncate, split or drop"
+        words = "a longer example isn't an error here: too_long is truncate, split or drop"
         draft.note(key, "unmapped", words)
 
 
@@ -464,7 +464,7 @@ KEYS: dict[str, Handler] = (
         "lora_target_modules": targets,
         "lora_target_linear": implied("lora_targets", "all-linear"),
         "sample_packing": packing,
-        "batch_flattening": records_kept,
+        "batch_flattening": examples_kept,
         "micro_batch_size": later,
         "gradient_accumulation_steps": later,
         "batch_size": later,

@@ -137,13 +137,13 @@ def packing(draft: RecipeDraft) -> None:
     packed_rows(draft, key, cutoff)
     draft.at_default = False
     if key == "packing":
-        words = "records of a row see each other there; here each sees itself (as neat_packing)"
+        words = "examples of a row see each other there; here each sees itself (as neat_packing)"
         draft.row(key, given.get(key, LEFT_OUT), "unmapped", words)
 
 
 def stage(draft: RecipeDraft, key: str, value: Any) -> None:
     """Others are refused before a key is read."""
-    draft.note(key, "mapped", "records with a loss mask, or text")
+    draft.note(key, "mapped", "examples with a loss mask, or text")
 
 
 def what_learns(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -161,7 +161,7 @@ def targets(draft: RecipeDraft, key: str, value: Any) -> None:
 def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
     """Names stand in dataset_info.json; a name that is a file is one.
 
-    ``max_samples`` takes the first so many records of each data set.
+    ``max_samples`` takes the first so many examples of each data set.
     """
     names = [n.strip() for n in value.split(",")] if isinstance(value, str) else list(value or [])
     folder = str(draft.given.get("dataset_dir") or "data")
@@ -174,8 +174,8 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
         found = [str(name) for name in names]
     most = draft.given.get("max_samples")
     if most is not None:
-        found = [{"path": path, "max_records": whole(most)} for path in found]
-        draft.note("max_samples", "mapped", "max_records of each data set, the first ones")
+        found = [{"path": path, "max_examples": whole(most)} for path in found]
+        draft.note("max_samples", "mapped", "max_examples of each data set, the first ones")
     if found:
         one = len(found) == 1 and isinstance(found[0], str)
         draft.say(key, "dataset", found[0] if one else found)
@@ -224,7 +224,7 @@ def thinking(draft: RecipeDraft, key: str, value: Any) -> None:
     draft.note(key, "needless" if known else "unmapped", words)
 
 
-def held_out(draft: RecipeDraft, key: str, value: Any) -> None:
+def eval_data(draft: RecipeDraft, key: str, value: Any) -> None:
     """Only beside ``eval_dataset`` nothing is split off."""
     if draft.given.get("eval_dataset"):
         draft.note(key, "needless", "eval_dataset is given")
@@ -237,9 +237,9 @@ def eval_dataset(draft: RecipeDraft, key: str, value: Any) -> None:
     if len(names) == 1:
         folder = Path(str(draft.given.get("dataset_dir") or "data"))
         path = names[0] if Path(names[0]).suffix else f"{folder / 'dataset_info.json'}:{names[0]}"
-        draft.say(key, "held_out", path)
+        draft.say(key, "eval_data", path)
     elif names:
-        draft.note(key, "unmapped", "held_out is one file: join them")
+        draft.note(key, "unmapped", "eval_data is one file: join them")
 
 
 KEYS: dict[str, Handler] = (
@@ -256,7 +256,7 @@ KEYS: dict[str, Handler] = (
         "preprocessing_num_workers": workers,
         "packing": later,
         "neat_packing": later,
-        "val_size": held_out,
+        "val_size": eval_data,
         "eval_dataset": eval_dataset,
         "per_device_train_batch_size": later,
         "gradient_accumulation_steps": later,

@@ -27,7 +27,7 @@ from hasten.recipe.importers.training import (
     found_file,
     half,
     packed_rows,
-    records_kept,
+    examples_kept,
     schedule,
     settle,
 )
@@ -69,7 +69,7 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         batching(draft)
         batch(draft, ("micro_batch_size", 1), ("passes", passes), max(ranks // size, 1))
         if total:
-            draft.note("global_batch_size", "mapped", "records of a step over all ranks")
+            draft.note("global_batch_size", "mapped", "examples of a step over all ranks")
         settle(draft)
         draft.values.setdefault("finetuning_type", "full")
         if draft.given.get("optim_config") is None:  # torch's AdamW without arguments
@@ -81,10 +81,10 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
 
 
 def batching(draft: RecipeDraft) -> None:
-    """Padded records, records in one row, or as many as fit into a pass's tokens."""
+    """Padded examples, examples in one row, or as many as fit into a pass's tokens."""
     key, strategy = "batching_strategy", str(draft.given.get("batching_strategy") or "normal")
     if strategy == "padding_free":
-        records_kept(draft, key, True)
+        examples_kept(draft, key, True)
     elif strategy.startswith("dynamic"):
         packed_rows(draft, key, whole(draft.setting("cutoff_len", CUTOFF)))
         if strategy == "dynamic_batching":
@@ -194,7 +194,7 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
         return
     path = found_file(value, draft.folder)
     if path is None:
-        words = f"there is no file {value} here or above: name the files of its records"
+        words = f"there is no file {value} here or above: name the files of its examples"
         draft.note(key, "unmapped", words)
         return
     listing = read_yaml_file(path, "list of data sets")
@@ -209,7 +209,7 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
         place = str(found.pop("path", name))
         source: dict[str, Any] = {"path": str(found_file(place, draft.folder) or place)}
         size, weight = found.pop("size", None), found.pop("weight", None)
-        source |= {"max_records": whole(size)} if size else {}
+        source |= {"max_examples": whole(size)} if size else {}
         source |= {"weight": float(weight)} if weight else {}
         if size or weight:
             draft.row(f"{key}.{name}", size or weight, "unmapped", "it is drawn with repeats there")

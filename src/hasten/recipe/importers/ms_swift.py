@@ -27,7 +27,7 @@ from hasten.recipe.importers.training import (
     deepspeed,
     half,
     packed_rows,
-    records_kept,
+    examples_kept,
     settle,
     share_or_count,
     steps,
@@ -61,7 +61,7 @@ TOOL_DEFAULTS = {
 }
 RATES = {"lora": 1e-4, "full": 1e-5}
 BETA2 = 0.95
-RECORDS = 16  # of a step, where the file leaves out the accumulation
+EXAMPLES = 16  # of a step, where the file leaves out the accumulation
 TRUNCATION = {"delete": "drop", "right": "truncate", "split": "split"}
 ZERO = {
     "zero0": None,
@@ -80,12 +80,12 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         packing(draft)
         if given.get("micro_batch_size") is not None or given.get("global_batch_size") is not None:
             each = whole(draft.setting("micro_batch_size", 1))
-            passes = max(whole(draft.setting("global_batch_size", RECORDS)) // (each * ranks), 1)
+            passes = max(whole(draft.setting("global_batch_size", EXAMPLES)) // (each * ranks), 1)
             batch(draft, ("micro_batch_size", 1), ("passes", passes), ranks)
             draft.note("global_batch_size", "mapped", "of a step over all ranks")
         else:
             each = whole(draft.setting("per_device_train_batch_size", 1))
-            passes = max(math.ceil(RECORDS / each / ranks), 1)
+            passes = max(math.ceil(EXAMPLES / each / ranks), 1)
             size = ("per_device_train_batch_size", 1)
             batch(draft, size, ("gradient_accumulation_steps", passes), ranks)
         if given.get("adam_beta2") is None:
@@ -118,7 +118,7 @@ def packing(draft: RecipeDraft) -> None:
         row = draft.setting("packing_length", draft.setting("max_length", 2048))
         packed_rows(draft, "packing", whole(row))
     elif draft.given.get("padding_free") in (True, "true"):
-        records_kept(draft, "padding_free", True)
+        examples_kept(draft, "padding_free", True)
 
 
 def tuner(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -128,28 +128,28 @@ def tuner(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
-    """``ID_OR_PATH:SUBSET#COUNT``, as text or list; a count takes so many records."""
+    """``ID_OR_PATH:SUBSET#COUNT``, as text or list; a count takes so many examples."""
     names = value.split() if isinstance(value, str) else list(value or ())
     sources: list[Any] = []
     for name in map(str, names):
         path, _, count = name.partition("#")
         if ":" in path and not path.startswith(("/", ".")):
             path += ":train"  # a subset, of which the split train is read
-        sources.append({"path": path, "max_records": whole(count)} if count else path)
+        sources.append({"path": path, "max_examples": whole(count)} if count else path)
         if "#" in name:
-            words = f"the first {count} records of {path}; there they are drawn"
+            words = f"the first {count} examples of {path}; there they are drawn"
             draft.row(f"{key}: {name}", name, "unmapped", words)
     if sources:
         one = len(sources) == 1 and isinstance(sources[0], str)
         draft.say(key, "dataset", sources[0] if one else sources)
 
 
-def held_out_file(draft: RecipeDraft, key: str, value: Any) -> None:
+def eval_file(draft: RecipeDraft, key: str, value: Any) -> None:
     names = [value] if isinstance(value, str) else list(value or ())
     if len(names) == 1 and "#" not in names[0]:
-        draft.say(key, "held_out", names[0])
+        draft.say(key, "eval_data", names[0])
     elif names:
-        draft.note(key, "unmapped", "held_out is one file or name: join them")
+        draft.note(key, "unmapped", "eval_data is one file or name: join them")
 
 
 def precision(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -163,7 +163,7 @@ def too_long(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in TRUNCATION:
         draft.say(key, "too_long", TRUNCATION[value])
     elif value is not None:
-        draft.note(key, "unmapped", "records are cut at their end, split or dropped")
+        draft.note(key, "unmapped", "examples are cut at their end, split or dropped")
 
 
 def targets(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -220,7 +220,7 @@ KEYS: dict[str, Handler] = (
         "tuner_type": tuner,
         "train_type": tuner,
         "dataset": datasets,
-        "val_dataset": held_out_file,
+        "val_dataset": eval_file,
         "split_dataset_ratio": share_or_count,
         "torch_dtype": precision,
         "packing": later,

@@ -186,20 +186,20 @@ recompute = switch(
 
 
 def share_or_count(draft: RecipeDraft, key: str, value: Any) -> None:
-    """What is held out: a share below 1, or a number of records."""
+    """What is held out: a share below 1, or a number of examples."""
     number = float(value or 0)
-    draft.say(key, "held_out", number if number < 1 else whole(number))
+    draft.say(key, "eval_data", number if number < 1 else whole(number))
 
 
-def records_kept(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Records of a pass are laid out in one row without padding, and stay apart."""
+def examples_kept(draft: RecipeDraft, key: str, value: Any) -> None:
+    """Examples of a pass are laid out in one row without padding, and stay apart."""
     if value in (True, "auto", "true"):
         draft.use(key, "packed")
         draft.add("document_attention")
 
 
 def packed_rows(draft: RecipeDraft, key: str, row_tokens: int) -> None:
-    """Rows that are filled with records: the batch of the source counts such rows.
+    """Rows that are filled with examples: the batch of the source counts such rows.
 
     A row is a micro-batch here, so the plan needs no further cut.
     """
@@ -212,10 +212,10 @@ def packed_rows(draft: RecipeDraft, key: str, row_tokens: int) -> None:
 def batch(
     draft: RecipeDraft, size: tuple[str, int], accumulation: tuple[str, int], ranks: int
 ) -> None:
-    """Records of a pass x passes x ranks make the global batch; packed rows are counted in tokens.
+    """Examples of a pass x passes x ranks make the global batch; packed rows are counted in tokens.
 
     Args:
-        size: the key of records of a pass on a rank, and the tool's default.
+        size: the key of examples of a pass on a rank, and the tool's default.
         accumulation: the key of passes, and the tool's default.
     """
     key, each = size[0], whole(draft.setting(*size))
@@ -227,7 +227,7 @@ def batch(
         unit = f"rows of {draft.row_tokens} tokens"
     else:
         draft.say(key, "global_batch_size", count)
-        unit = "records"
+        unit = "examples"
     draft.at_default = False
     if accumulation[0] in draft.given:
         words = f"{each} {unit} x {passes} passes x {ranks} ranks make the global batch"
@@ -296,7 +296,7 @@ def evaluations(draft: RecipeDraft, key: str, count: float) -> None:
         words = "say eval_every in steps; `hasten doctor` says how many there are"
         draft.note(key, "unmapped", words)
     elif count <= 1:
-        draft.note(key, "needless", "held-out records are evaluated at the end")
+        draft.note(key, "needless", "eval examples are evaluated at the end")
     else:
         draft.say(key, "eval_every", round(1 / count, 6))
 
@@ -309,12 +309,12 @@ def settle(draft: RecipeDraft) -> None:
     if scheduler == "constant":
         words = "a constant schedule ignores warm-up, as transformers' get_constant_schedule does"
         draft.withdraw("warmup_steps", words)
-    draft.values.setdefault("held_out", 0.0)
-    draft.why.setdefault("held_out", f"held_out: {draft.tool} holds nothing out by itself")
-    if not draft.values["held_out"]:
+    draft.values.setdefault("eval_data", 0.0)
+    draft.why.setdefault("eval_data", f"eval_data: {draft.tool} holds nothing out by itself")
+    if not draft.values["eval_data"]:
         draft.withdraw("eval_every", "nothing is held out")
     if "eval_every" not in draft.values:
-        words = "patience counts evaluations: say eval_every and held_out too"
+        words = "patience counts evaluations: say eval_every and eval_data too"
         draft.withdraw("patience", words, "unmapped")
 
 

@@ -26,7 +26,7 @@ from hasten.recipe.importers.training import (
     TRAINING,
     batch,
     packed_rows,
-    records_kept,
+    examples_kept,
     settle,
 )
 
@@ -52,7 +52,7 @@ TRL_DEFAULTS = {
     "gradient_checkpointing": True,
     "bf16|fp16": True,
 }
-STRATEGIES = {"bfd": "", "bfd_split": "split"}  # others cut records where a row ends
+STRATEGIES = {"bfd": "", "bfd_split": "split"}  # others cut examples where a row ends
 
 
 def is_script(given: Mapping[str, Any]) -> bool:
@@ -120,12 +120,12 @@ def trl_packing(draft: RecipeDraft) -> None:
         length = draft.setting("max_length", draft.setting("max_seq_length", TRL_LENGTH))
         packed_rows(draft, "packing", whole(length))
         if strategy == "wrapped":
-            words = "records are cut at the end of a row there; here each stays whole"
+            words = "examples are cut at the end of a row there; here each stays whole"
             draft.note("packing_strategy", "unmapped", words)
         elif strategy == "bfd_split":
             draft.say("packing_strategy", "too_long", "split")
     elif given.get("padding_free") in (True, "true"):
-        records_kept(draft, "padding_free", True)
+        examples_kept(draft, "padding_free", True)
 
 
 def trl_loss(draft: RecipeDraft) -> None:
@@ -141,7 +141,7 @@ def trl_loss(draft: RecipeDraft) -> None:
     draft.say(key, "loss_on", "everything")
     draft.at_default = False
     if given.get("completion_only_loss") is None:
-        words = "left out: say loss_on: answers if the records are prompt and completion"
+        words = "left out: say loss_on: answers if the examples are prompt and completion"
         draft.note("completion_only_loss", "unmapped", words)
 
 
@@ -157,9 +157,9 @@ def dataset(draft: RecipeDraft, key: str, value: Any) -> None:
     elif split != "train":
         name += f":{split}"
     most = given.get("max_train_samples")
-    draft.say(key, "dataset", [{"path": name, "max_records": whole(most)}] if most else name)
+    draft.say(key, "dataset", [{"path": name, "max_examples": whole(most)}] if most else name)
     if most:
-        draft.note("max_train_samples", "mapped", "max_records of the data set, the first ones")
+        draft.note("max_train_samples", "mapped", "max_examples of the data set, the first ones")
 
 
 def mixture(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -198,7 +198,7 @@ def targets(draft: RecipeDraft, key: str, value: Any) -> None:
 def length(draft: RecipeDraft, key: str, value: Any) -> None:
     if value is None and not draft.at_default:
         if key in draft.given:
-            draft.note(key, "unmapped", "records aren't cut there; cutoff_len limits them here")
+            draft.note(key, "unmapped", "examples aren't cut there; cutoff_len limits them here")
         return
     draft.say(key, "cutoff_len", whole(value))
 
@@ -215,7 +215,7 @@ def sampling(draft: RecipeDraft, key: str, value: Any) -> None:
     if value == "group_by_length":
         draft.use(key, "length_grouped")
     elif value not in (None, "random"):
-        draft.note(key, "unmapped", "records are drawn at random")
+        draft.note(key, "unmapped", "examples are drawn at random")
 
 
 def precision(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -227,7 +227,7 @@ def precision(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def stopped_shuffle(draft: RecipeDraft, key: str, value: Any) -> None:
-    draft.note(key, "needless", "records are shuffled each epoch, as by Trainer")
+    draft.note(key, "needless", "examples are shuffled each epoch, as by Trainer")
 
 
 KEYS: dict[str, Handler] = (

@@ -29,7 +29,7 @@ from hasten.techniques.wire.traffic import ReplicaTraffic
 
 @dataclass(frozen=True)
 class DDP(Technique):
-    """Every rank holds the whole model and its own records; gradients are averaged in buckets."""
+    """Every rank holds the whole model and its own examples; gradients are averaged in buckets."""
 
     slot = Slot.LAYOUT
     bucket_cap_mb: int = knob(

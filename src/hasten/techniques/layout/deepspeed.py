@@ -130,7 +130,7 @@ class DeepSpeed(Technique):
     def _known(self, setup: Setup) -> TrainerSettings:
         return TrainerSettings(
             world=setup.facts.world.size,
-            batch=setup.job.batch.records,
+            batch=setup.job.batch.examples,
             clipping=setup.job.max_grad_norm,
             hidden=setup.facts.model.hidden_size,
             fp16=self.dtype == "fp16",
@@ -177,7 +177,7 @@ def _extensions(facts: Facts) -> Path:
 
 
 class Zero:
-    """Ranks among which ZeRO deals out the model's state; each has its own records."""
+    """Ranks among which ZeRO deals out the model's state; each has its own examples."""
 
     whole = False
 

@@ -47,7 +47,7 @@ from hasten.techniques.layout import mesh as layout_dealt
 class ExpertParallel(Technique):
     """Each rank holds a part of every layer's experts, tokens travel to theirs; the rest is whole.
 
-    Ranks keep their own records, and what isn't an expert is averaged as under ``ddp``.
+    Ranks keep their own examples, and what isn't an expert is averaged as under ``ddp``.
     """
 
     slot = Slot.LAYOUT

@@ -67,7 +67,7 @@ class PipelineEngine(PlainEngine):
         except ValueError as error:
             raise InputError(f"pipeline: {error}") from error
         self._filled = [
-            MicroBatch(inputs, m.counts, m.records)
+            MicroBatch(inputs, m.counts, m.examples)
             for inputs, m in zip(pieces, micro_batches, strict=False)
         ]
         self._filled += [MicroBatch(inputs, WorkCounts()) for inputs in pieces[given:]]
@@ -120,7 +120,7 @@ class Pipeline(Technique):
     slot = Slot.LAYOUT
     stages: int = setting(0, "ranks of one pipeline; 0: all there are")
     micro_batch_size: int = knob(
-        1, "records of a micro-batch; 0: as BATCH and SAMPLER cut them", low=1, high=64, log=True
+        1, "examples of a micro-batch; 0: as BATCH and SAMPLER cut them", low=1, high=64, log=True
     )
     schedule: str = knob("1f1b", "order of passes on a rank", choices=SCHEDULES)
     checkpoint: str = knob(
@@ -157,8 +157,8 @@ class Pipeline(Technique):
             return
         before = setup.cut
 
-        def smaller(records: Sequence[Any]) -> list[list[Any]]:
-            pieces = before(records)
+        def smaller(examples: Sequence[Any]) -> list[list[Any]]:
+            pieces = before(examples)
             return [p for piece in pieces for p in collate.by_count(piece, self.micro_batch_size)]
 
         setup.cut = smaller

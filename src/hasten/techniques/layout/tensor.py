@@ -29,7 +29,7 @@ from hasten.techniques.precision import AutocastRegion
 
 @dataclass(frozen=True)
 class TensorParallel(Technique):
-    """Heads, MLP widths and vocabulary are dealt out; all ranks see the same records."""
+    """Heads, MLP widths and vocabulary are dealt out; all ranks see the same examples."""
 
     slot = Slot.LAYOUT
     size: int | None = setting(None, "ranks that share each layer; none: all of them")

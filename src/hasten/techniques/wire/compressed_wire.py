@@ -88,7 +88,7 @@ def _reason(layout: str, sizes: MeshSizes, wire: Wire, settings: CompressionSett
         )
     if sizes.data_size == 1:
         return (
-            f"all ranks of {layout} see the same records, so no gradients travel between ranks "
+            f"all ranks of {layout} see the same examples, so no gradients travel between ranks "
             "that a wire could make small; leave the wire's technique out"
         )
     if sizes.dp > 1 and sizes.shard > 1 and settings.scope == "all":
@@ -290,8 +290,8 @@ class Compressed:
 def dense_steps(setup: Setup, share: float) -> int:
     job = setup.job
     steps = job.stop.steps
-    if steps is None and job.stop.epochs is not None and len(job.records) and job.batch.records:
-        steps = job.stop.epochs * math.ceil(len(job.records) / job.batch.records)
+    if steps is None and job.stop.epochs is not None and len(job.examples) and job.batch.examples:
+        steps = job.stop.epochs * math.ceil(len(job.examples) / job.batch.examples)
     if not share:
         return 0
     return UNKNOWN_START if steps is None else math.ceil(share * steps)

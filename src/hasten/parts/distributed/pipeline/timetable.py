@@ -31,7 +31,7 @@ class StageEvent:
 def bubble_share(events: Sequence[StageEvent]) -> float:
     """The share of the ranks' time without a pass, from the first event to the last."""
     if not events:
-        raise ValueError("there are no events: record a step first")
+        raise ValueError("there are no events: example a step first")
     ranks = {e.rank for e in events}
     span = max(e.end for e in events) - min(e.start for e in events)
     busy = sum(e.end - e.start for e in events)
@@ -41,7 +41,7 @@ def bubble_share(events: Sequence[StageEvent]) -> float:
 def drawing(events: Sequence[StageEvent], title: str) -> str:
     """The timetable as one SVG: a row per rank, a box per pass, its number inside if it fits."""
     if not events:
-        raise ValueError("there are no events to draw: record a step first")
+        raise ValueError("there are no events to draw: example a step first")
     ranks = sorted({e.rank for e in events})
     first, last = min(e.start for e in events), max(e.end for e in events)
     width, left, row = 960, 64.0, 24.0

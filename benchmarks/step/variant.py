@@ -1,7 +1,7 @@
-"""One run of one arm, in a process of its own: trains, then judges the weights it left behind.
+"""One run of one variant, in a process of its own: trains, then judges the weights it left behind.
 
 The judge is the same for all: Transformers' model in float32 from the saved folder, loss summed
-over the held-out records' trained tokens. It comes after everything that is measured.
+over the eval examples' trained tokens. It comes after everything that is measured.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from step.given import IGNORED, Given
 
 
 @dataclass(frozen=True)
-class Arm:
-    """Where an arm's code is, how it is set up, and which packages its user has installed."""
+class Variant:
+    """Where a variant's code is, how it is set up, and which packages its user has installed."""
 
     module: str
     settings: dict[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
-    own_order: bool = False  # chooses which records share a step; not where order is matched
+    own_order: bool = False  # chooses which examples share a step; not where order is matched
     never_matched: bool = False
 
     def chooses(self, matched: bool) -> bool:
@@ -40,49 +40,49 @@ PLAN = (
     *("bf16_master_weights", "fused_adamw"),
 )
 GROUPED = {"bf16": True, "train_sampling_strategy": "group_by_length"}
-ARMS: dict[str, Arm] = {
-    "hasten": Arm("hasten_arm", {"plan": list(PLAN)}),
-    "hasten_defaults": Arm("hasten_arm", {"plan": []}),
-    "hf_defaults": Arm("hf_arm"),
-    "hf_best": Arm("hf_arm", GROUPED, own_order=True),
+VARIANTS: dict[str, Variant] = {
+    "hasten": Variant("hasten_variant", {"plan": list(PLAN)}),
+    "hasten_defaults": Variant("hasten_variant", {"plan": []}),
+    "hf_defaults": Variant("hf_variant"),
+    "hf_best": Variant("hf_variant", GROUPED, own_order=True),
     # the same steps in four passes each: smaller logits, and less padding within a pass
-    "hf_best_4x8": Arm(
-        "hf_arm",
+    "hf_best_4x8": Variant(
+        "hf_variant",
         {**GROUPED, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4},
         own_order=True,
     ),
-    "hf_compile": Arm("hf_arm", {**GROUPED, "torch_compile": True}, own_order=True),
-    "trl_packing": Arm("trl_arm", needs=("trl", "datasets"), never_matched=True),
-    "trl_packing_rows": Arm(
-        "trl_arm", {"row_by_row": True}, needs=("trl", "datasets"), never_matched=True
+    "hf_compile": Variant("hf_variant", {**GROUPED, "torch_compile": True}, own_order=True),
+    "trl_packing": Variant("trl_variant", needs=("trl", "datasets"), never_matched=True),
+    "trl_packing_rows": Variant(
+        "trl_variant", {"row_by_row": True}, needs=("trl", "datasets"), never_matched=True
     ),
-    "lightning_bf16": Arm("lightning_arm", needs=("lightning",)),
-    "plain_loop": Arm("loop_arm"),
+    "lightning_bf16": Variant("lightning_variant", needs=("lightning",)),
+    "plain_loop": Variant("loop_variant"),
 }
 
 
 def run(name: str, folder: Path, out: Path, profile: bool = False) -> None:
-    """Train one arm and leave ``result.json`` in ``out``."""
-    arm, given = ARMS[name], Given.read(folder)
+    """Train one variant and leave ``result.json`` in ``out``."""
+    variant, given = VARIANTS[name], Given.read(folder)
     out.mkdir(parents=True, exist_ok=True)
     clock = Clock(given.settings.warmup)
-    train: Callable[..., dict[str, Any]] = importlib.import_module(f"step.{arm.module}").train
-    changes = dict(arm.settings)
+    train: Callable[..., dict[str, Any]] = importlib.import_module(f"step.{variant.module}").train
+    changes = dict(variant.settings)
     if profile:
         changes["profile"] = True
     if name == "hasten" and given.settings.architecture in ("v2_lite", "v3"):
         changes["plan"] = [*changes["plan"], "experts_implementation"]
-    if arm.chooses(given.settings.matched):
+    if variant.chooses(given.settings.matched):
         changes["own_order"] = True
     else:
         changes.pop("train_sampling_strategy", None)
     notes = train(given, clock, out, **changes)
-    loss = held_out_loss(given, Path(notes.pop("saved")))
-    found = {**clock.result(), **notes, "held_out_loss": loss, "threads": torch.get_num_threads()}
+    loss = eval_loss(given, Path(notes.pop("saved")))
+    found = {**clock.result(), **notes, "eval_loss": loss, "threads": torch.get_num_threads()}
     (out / "result.json").write_text(json.dumps(found))
 
 
-def held_out_loss(given: Given, saved: Path) -> float:
+def eval_loss(given: Given, saved: Path) -> float:
     """Loss per trained token of the weights in ``saved``, a model's folder or an adapter's."""
     from transformers import AutoModelForCausalLM
 
@@ -95,7 +95,7 @@ def held_out_loss(given: Given, saved: Path) -> float:
     model.eval().to(device())
     total, count = 0.0, 0
     with torch.no_grad():
-        for features in given.held_out_batches():
+        for features in given.eval_batches():
             batch = {k: v.to(device()) for k, v in padded(features).items()}
             labels = batch.pop("labels")[:, 1:]
             logits = model(**batch).logits[:, :-1]

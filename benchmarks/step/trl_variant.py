@@ -1,8 +1,8 @@
 """TRL's SFTTrainer with packing: whole rows of documents, kept apart by their positions.
 
 Rows are filled best-fit-decreasing, flattened, and attended document by document (padding-free),
-as TRL does by default. A step has as many rows as 32 records fill. Recomputation, on by default in
-TRL, is off, since no other arm recomputes. The run ends after as many tokens as hasten's.
+as TRL does by default. A step has as many rows as 32 examples fill. Recomputation, on by default in
+TRL, is off, since no other variant recomputes. The run ends after as many tokens as hasten's.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from trl import SFTConfig, SFTTrainer
 from step.clock import Clock
 from step.common import model_of, tokens_of
 from step.given import IGNORED, Given
-from step.hf_arm import Watch, arguments
+from step.hf_variant import Watch, arguments
 
 
 def train(
     given: Given, clock: Clock, out: Path, own_order: bool = True, row_by_row: bool = False
 ) -> dict[str, Any]:
-    """Train on records that are tokenised already; TRL packs them.
+    """Train on examples that are tokenised already; TRL packs them.
 
     ``row_by_row`` passes a step's rows one at a time: the mask of a flattened row is dense, and
     grows with the square of its length.
     """
     disable_progress_bars()
     chosen = given.settings
-    records = given.all_records()
+    examples = given.all_records()
     data = Dataset.from_dict(
         {
-            "input_ids": [r["input_ids"] for r in records],
-            "completion_mask": [[int(v != IGNORED) for v in r["labels"]] for r in records],
+            "input_ids": [r["input_ids"] for r in examples],
+            "completion_mask": [[int(v != IGNORED) for v in r["labels"]] for r in examples],
         }
     )
     rows = max(1, round(chosen.batch * float(given.train.lengths.mean()) / chosen.longest))
@@ -65,7 +65,7 @@ def train(
         counts.append(tokens_of(examples))
         batch = flatten(examples)
         if batch["input_ids"].numel() != counts[-1]:
-            raise RuntimeError("TRL's batch holds padding; the arm counts on padding-free packing")
+            raise RuntimeError("TRL's batch holds padding; the variant counts on padding-free packing")
         return batch
 
     trainer.data_collator = collate

@@ -17,7 +17,7 @@ from step.prepare import recipe_of
 def train(
     given: Given, clock: Clock, out: Path, plan: list[Any], profile: bool = False
 ) -> dict[str, Any]:
-    """Train; hasten opens the records that were tokenised beforehand, as in a second run."""
+    """Train; hasten opens the examples that were tokenised beforehand, as in a second run."""
     shutil.copytree(given.folder / "data", out / "data")
     recipe = recipe_of(given.settings, given.folder, out, plan)
     watch = None
@@ -44,7 +44,7 @@ def train(
         "plan": summary["plan"],
         "acted": summary["acted"],
         "skipped": [text for text in said if text.startswith("going on without")],
-        "own_held_out_loss": summary["held_out_loss"],
+        "own_eval_loss": summary["eval_loss"],
     }
     if watch is not None:
         notes["profile"] = watch.table()

@@ -1,6 +1,6 @@
 """A good engineer's own loop on the Hugging Face model: little padding, no logits without label.
 
-A step's records are sorted by length and cut into passes, so that padding is short; the head runs
+A step's examples are sorted by length and cut into passes, so that padding is short; the head runs
 on labelled positions alone; bf16 by autocast, fused AdamW, one division by the step's labels.
 """
 
@@ -27,18 +27,18 @@ def train(given: Given, clock: Clock, out: Path) -> dict[str, Any]:
     learns = [p for group in optimizer.param_groups for p in group["params"]]
     clock.started()
     for step in given.steps:
-        records = sorted((given.train.features(i) for i in step), key=_length, reverse=True)
-        labelled = sum(label != IGNORED for r in records for label in r["labels"])
-        size = -(-len(records) // PASSES)
+        examples = sorted((given.train.features(i) for i in step), key=_length, reverse=True)
+        labelled = sum(label != IGNORED for r in examples for label in r["labels"])
+        size = -(-len(examples) // PASSES)
         total = 0.0
-        for start in range(0, len(records), size):
-            loss = _loss_sum(model, padded(records[start : start + size])) / labelled
+        for start in range(0, len(examples), size):
+            loss = _loss_sum(model, padded(examples[start : start + size])) / labelled
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(learns, given.settings.clip)
         optimizer.step()
         optimizer.zero_grad()
-        clock.step(tokens_of(records))
+        clock.step(tokens_of(examples))
         clock.losses.append(total)
     model.save_pretrained(str(out / "model"))
     return {"saved": str(out / "model"), "settings": {"passes": PASSES}}
@@ -55,5 +55,5 @@ def _loss_sum(model: Any, rows: dict[str, torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(logits.float(), labels[chosen], reduction="sum")
 
 
-def _length(record: Features) -> int:
-    return len(record["input_ids"])
+def _length(example: Features) -> int:
+    return len(example["input_ids"])

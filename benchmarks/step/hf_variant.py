@@ -1,4 +1,4 @@
-"""Transformers' Trainer; what differs between its arms are ``TrainingArguments`` alone."""
+"""Transformers' Trainer; what differs between its variants are ``TrainingArguments`` alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Watch(TrainerCallback):
 
 
 def arguments(given: Given, out: Path) -> dict[str, Any]:
-    """What every arm of Transformers and TRL sets, and nothing that slows it down."""
+    """What every variant of Transformers and TRL sets, and nothing that slows it down."""
     chosen = given.settings
     return {
         "output_dir": str(out / "trainer"),

@@ -1,4 +1,4 @@
-"""The arms of bench_layouts.py: layouts on so many ranks, each on a model that it can cut."""
+"""The variants of bench_layouts.py: layouts on so many ranks, each on a model that it can cut."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.core.facts import Facts, ModelFacts, RecordFacts
+from hasten.core.facts import Facts, ModelFacts, ExampleStats
 from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
@@ -17,7 +17,7 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine import host
 from hasten.machine.environment import World
-from hasten.parts.data.collate import padded, token_record
+from hasten.parts.data.collate import padded, tokenized_example
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.optim.weight_average import decayed_groups
 from hasten.techniques.layout.ddp import DDP
@@ -38,7 +38,7 @@ HEADS = 4
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """``layout`` None: each process trains the model by itself, and nothing travels."""
 
     model: str
@@ -47,34 +47,34 @@ class Arm:
 
 @dataclass(frozen=True)
 class Load:
-    """What a process has to do in a step: ``records`` of ``tokens`` each, under any layout."""
+    """What a process has to do in a step: ``examples`` of ``tokens`` each, under any layout."""
 
     size: str = "7M"
-    records: int = 4
+    examples: int = 4
     tokens: int = 128
 
 
-def arms(world: int) -> dict[str, Arm]:
-    """Every layout that ``world`` ranks allow; a step's records are ``world`` times a process's."""
+def variants(world: int) -> dict[str, Variant]:
+    """Every layout that ``world`` ranks allow; a step's examples are ``world`` times a process's."""
     found = {
-        "ddp": Arm(DENSE, DDP()),
-        "fsdp2": Arm(DENSE, FSDP2()),
-        "tensor_parallel": Arm(DENSE, TensorParallel()),
-        "pipeline 1f1b": Arm(DENSE, Pipeline(micro_batch_size=2)),
-        "pipeline zero_bubble": Arm(DENSE, Pipeline(micro_batch_size=2, schedule="zero_bubble")),
-        "ddp of experts": Arm(EXPERTS, DDP()),
-        "expert_parallel": Arm(EXPERTS, ExpertParallel()),
+        "ddp": Variant(DENSE, DDP()),
+        "fsdp2": Variant(DENSE, FSDP2()),
+        "tensor_parallel": Variant(DENSE, TensorParallel()),
+        "pipeline 1f1b": Variant(DENSE, Pipeline(micro_batch_size=2)),
+        "pipeline zero_bubble": Variant(DENSE, Pipeline(micro_batch_size=2, schedule="zero_bubble")),
+        "ddp of experts": Variant(EXPERTS, DDP()),
+        "expert_parallel": Variant(EXPERTS, ExpertParallel()),
     }
     if world == 4:
         found |= {
-            "dp 2 x shard 2": Arm(DENSE, FSDP2(replicas=2)),
-            "dp 2 x tp 2": Arm(DENSE, Hybrid(dp=2, tp=2)),
-            "shard 2 x tp 2": Arm(DENSE, Hybrid(shard=2, tp=2)),
-            "dp 2 x pp 2": Arm(DENSE, Pipeline(stages=2, micro_batch_size=2)),
-            "shard 2 x pp 2": Arm(DENSE, Hybrid(shard=2, pp=2)),
-            "pp 2 x tp 2": Arm(DENSE, Hybrid(pp=2, tp=2)),
-            "dp 4 x ep 2": Arm(EXPERTS, ExpertParallel(size=2)),
-            "shard 4 x ep 2": Arm(EXPERTS, Hybrid(shard=4, ep=2)),
+            "dp 2 x shard 2": Variant(DENSE, FSDP2(replicas=2)),
+            "dp 2 x tp 2": Variant(DENSE, Hybrid(dp=2, tp=2)),
+            "shard 2 x tp 2": Variant(DENSE, Hybrid(shard=2, tp=2)),
+            "dp 2 x pp 2": Variant(DENSE, Pipeline(stages=2, micro_batch_size=2)),
+            "shard 2 x pp 2": Variant(DENSE, Hybrid(shard=2, pp=2)),
+            "pp 2 x tp 2": Variant(DENSE, Hybrid(pp=2, tp=2)),
+            "dp 4 x ep 2": Variant(EXPERTS, ExpertParallel(size=2)),
+            "shard 4 x ep 2": Variant(EXPERTS, Hybrid(shard=4, ep=2)),
         }
     return found
 
@@ -112,39 +112,39 @@ def model(kind: str, size: str) -> nn.Module:
     return made
 
 
-def session(arm: Arm, load: Load, world: World) -> Session:
-    """A run that never ends; ``world`` is this process's own where the arm has no layout.
+def session(variant: Variant, load: Load, world: World) -> Session:
+    """A run that never ends; ``world`` is this process's own where the variant has no layout.
 
     Raises:
         InputError: the layout can't work here.
     """
-    ranks = world.size if arm.layout is not None else 1
+    ranks = world.size if variant.layout is not None else 1
     draw = torch.Generator().manual_seed(1)
-    rows = torch.randint(3, VOCABULARY, (16 * ranks * load.records, load.tokens), generator=draw)
-    records = [token_record(row.numpy(), [True] * load.tokens) for row in rows]
+    rows = torch.randint(3, VOCABULARY, (16 * ranks * load.examples, load.tokens), generator=draw)
+    examples = [tokenized_example(row.numpy(), [True] * load.tokens) for row in rows]
     job = Job(
-        model=lambda: model(arm.model, load.size),
+        model=lambda: model(variant.model, load.size),
         loss=WholeLogitsLoss,
         optimizer=lambda named: torch.optim.AdamW(decayed_groups(named, 0.1), lr=1e-4, fused=True),
         stop=Stop(steps=ENDLESS),
         collate=with_language_counts(padded),
-        records=records,
-        lengths=[load.tokens] * len(records),
-        batch=GlobalBatch(records=ranks * load.records),
+        examples=examples,
+        lengths=[load.tokens] * len(examples),
+        batch=GlobalBatch(examples=ranks * load.examples),
     )
-    known = _facts(arm, load, world, len(records))
-    plan = Plan([arm.layout] if arm.layout is not None else [])
+    known = _facts(variant, load, world, len(examples))
+    plan = Plan([variant.layout] if variant.layout is not None else [])
     if reasons := obstacles(plan, known):
         raise InputError(reasons[0])
     return assemble(prepare(job, plan, known))
 
 
-def _facts(arm: Arm, load: Load, world: World, records: int) -> Facts:
+def _facts(variant: Variant, load: Load, world: World, examples: int) -> Facts:
     shape = SHAPES[load.size]
-    layers = shape["num_hidden_layers"] if arm.model == DENSE else 4
+    layers = shape["num_hidden_layers"] if variant.model == DENSE else 4
     about = ModelFacts(
-        *(arm.model, 0, shape["hidden_size"], layers, VOCABULARY),
-        experts=8 if arm.model == EXPERTS else 0,
+        *(variant.model, 0, shape["hidden_size"], layers, VOCABULARY),
+        experts=8 if variant.model == EXPERTS else 0,
         heads=HEADS,
         key_value_heads=HEADS,
         head_reason="",  # of Llama and Qwen3: head and cross-entropy, no more
@@ -153,5 +153,5 @@ def _facts(arm: Arm, load: Load, world: World, records: int) -> Facts:
         hardware=host.hardware(),
         world=world,
         model=about,
-        records=RecordFacts(records, records * load.tokens, load.tokens),
+        examples=ExampleStats(examples, examples * load.tokens, load.tokens),
     )
