@@ -4,7 +4,7 @@
     python benchmarks/bench_article.py --folder /tmp/article --ranks 1 --dataset gsm8k_train.jsonl
 
 Each switch alone, and all together, against the baseline on the same ranks: an experiment as
-``hasten speedup --plan article --variants alone`` makes it, with its example, so that a second start
+``hasten speedup --plan article --design single`` makes it, with its example, so that a second start
 goes on. On one rank the row of gradient compression says why it is missing.
 
     python benchmarks/bench_article.py --folder /tmp/article --beside-auto --budget 6m
@@ -157,7 +157,7 @@ def main() -> None:
         return
     title = f"The articles' switches on {given.ranks} rank(s)"
     with Display() as display:
-        report = ablate(recipe, "alone", design=design, title=title, audience=display)
+        report = ablate(recipe, "single", design=design, title=title, audience=display)
     print(render_markdown(report))
     print(claims_table(report))
     print(f"\nreport: {write_report(report, Path(recipe.output))}")

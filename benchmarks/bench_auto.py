@@ -1,10 +1,10 @@
-"""Whether ``plan: auto`` finds the best plan: its choice against the best row of a ladder.
+"""Whether ``plan: auto`` finds the best plan: its choice against the best row of a cumulative.
 
     python benchmarks/bench_auto.py [--budget 3m] [--rounds 8] [--change KEY=VALUE] [RECIPE ...]
     python benchmarks/bench_auto.py --planted 3 [--budget 3m] [--change KEY=VALUE]
 
-For each recipe: a choice is raced anew; the techniques of the first plan are measured as a ladder;
-then the choice, the best row of the ladder, the whole first plan (which a forecast alone would
+For each recipe: a choice is raced anew; the techniques of the first plan are measured as a cumulative;
+then the choice, the best row of the cumulative, the whole first plan (which a forecast alone would
 take) and the job without techniques take turns. Printed are the choice, the best row, ratios with
 their intervals, and the time of the search with its share of an hour's training.
 
@@ -121,9 +121,9 @@ def _row(name: str, recipe: Recipe, rounds: int, folder: Path) -> str:
     plan = subject.plan
     chosen = Plan.from_list(choice.entries, catalogue())
     design = Design(rounds=max(rounds // 2, 3), steps=3, warmup=2, longest_warmup=6, evaluations=0)
-    ladder = measured(subject, plan.ladder(), {}, design, True, silent).variants
+    cumulative = measured(subject, plan.cumulative(), {}, design, True, silent).variants
     best = max(
-        (variant for variant in ladder if variant.rounds),
+        (variant for variant in cumulative if variant.rounds),
         key=lambda variant: paired_ratio(variant.beside, variant.rounds).median if variant.beside else 1.0,
     )
     final = Design(rounds=rounds, steps=3, warmup=2, longest_warmup=6, evaluations=0)

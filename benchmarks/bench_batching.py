@@ -27,13 +27,13 @@ from hasten.measure.workers import WorkerPool
 from hasten.progress import SilentProgress
 from hasten.recipe.schema import Recipe
 from hasten.techniques.attention import DocumentAttention
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.sampler import LengthGrouped
 
 VARIANTS: dict[str, tuple[Technique, ...]] = {
     "padded": (),
-    "budgeted": (Accumulate(micro_batch_tokens=2048),),
+    "budgeted": (GradientAccumulation(micro_batch_tokens=2048),),
     "length_grouped": (LengthGrouped(),),
     "packed": (Packed(), DocumentAttention()),
 }

@@ -44,8 +44,8 @@ class Bench:
 
     def quantised(self, way: ModuleType, bits: int) -> Turns:
         flat, residual, kept, out = self.flat, self.residual, self.kept, self.out
-        wire, n = QuantisedCodec(bits), len(self.flat)
-        messages = wire.encode(flat).repeat(RANKS, 1)
+        communication, n = QuantisedCodec(bits), len(self.flat)
+        messages = communication.encode(flat).repeat(RANKS, 1)
         size, blocks = -(-n // 256) * 32 * bits, -(-n // 256)
         codes = messages[:, :size]
         scales = messages[:, size : size + 2 * blocks].view(torch.int16)
@@ -94,16 +94,16 @@ class Bench:
 
     def cast(self, name: str) -> Turns:
         flat, residual, kept, out, n = self.flat, self.residual, self.kept, self.out, len(self.flat)
-        wire = CastCodec(name)
-        messages = wire.encode(flat).repeat(RANKS, 1)
+        communication = CastCodec(name)
+        messages = communication.encode(flat).repeat(RANKS, 1)
         first = messages[0]
         return {
-            "encode": (lambda: wire.encode(flat, first), 1),
-            "feedback": (lambda: wire.encode_with_feedback(flat, residual, first, kept), 1),
-            "in place": (lambda: wire.encode_with_feedback(flat, residual, first), 1),
-            "decode": (lambda: wire.decode(first, n, out), 1),
-            "add": (lambda: wire.decode(first, n, out, add=True), 1),
-            "mean of 4": (lambda: wire.decode_mean(messages, n, out), RANKS),
+            "encode": (lambda: communication.encode(flat, first), 1),
+            "feedback": (lambda: communication.encode_with_feedback(flat, residual, first, kept), 1),
+            "in place": (lambda: communication.encode_with_feedback(flat, residual, first), 1),
+            "decode": (lambda: communication.decode(first, n, out), 1),
+            "add": (lambda: communication.decode(first, n, out, add=True), 1),
+            "mean of 4": (lambda: communication.decode_mean(messages, n, out), RANKS),
         }
 
     def ways(self, with_torch: bool) -> dict[str, Turns]:

@@ -1,4 +1,4 @@
-"""What slices of time gain: the demo's ladder, measured in whole turns and in slices.
+"""What slices of time gain: the demo's cumulative, measured in whole turns and in slices.
 
     python benchmarks/bench_slices.py [--rounds 4] [--pairs 2]
 
@@ -37,7 +37,7 @@ def main() -> None:
         for number in range(asked.pairs):
             for slices in (False, True) if number % 2 == 0 else (True, False):
                 way = replace(design, slices=slices)
-                found[slices].append(ablate(recipe, "ladder", design=way, fresh=True))
+                found[slices].append(ablate(recipe, "cumulative", design=way, fresh=True))
     print("| row | deviation, whole turns | in slices | time in slices over whole turns |")
     print("|---|---|---|---|")
     shares = []

@@ -19,7 +19,7 @@ from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.sampler import LengthGrouped
-from hasten.techniques.wire.compress import Quantised
+from hasten.techniques.communication.compress import Quantised
 
 
 class Counting(lightning.LightningModule):

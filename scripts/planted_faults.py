@@ -1181,7 +1181,7 @@ PARTS: tuple[Fault, ...] = (
         file="machine/memory.py",
         old=(
             "        if self.good >= self.ceiling:"
-            "  # it was good by luck: its batches were smaller\n"
+            "  # it was good by chance: its batches were smaller\n"
             "            self.good = 0\n"
         ),
         new="",
@@ -1245,8 +1245,8 @@ EVIDENCE: tuple[Fault, ...] = (
         name="processes-need-not-agree",
         kind="wrong comparison",
         file="measure/significance.py",
-        old="max(by_rounds, luck.chance(mean - edge))",
-        new="min(by_rounds, luck.chance(mean - edge))",
+        old="max(by_rounds, process_variance.chance(mean - edge))",
+        new="min(by_rounds, process_variance.chance(mean - edge))",
         tests=("tests/measure/test_luck.py",),
     ),
     Fault(
@@ -1314,7 +1314,7 @@ EVIDENCE: tuple[Fault, ...] = (
         tests=("tests/measure/test_cohorts.py",),
     ),
     Fault(
-        name="not-a-number-passes-the-guard",
+        name="not-a-number-passes-the-verification",
         kind="missing check",
         file="measure/quality/requirements.py",
         old="return math.inf if any(math.isnan(s) for s in shares) else max(shares)",
@@ -1322,7 +1322,7 @@ EVIDENCE: tuple[Fault, ...] = (
         tests=("tests/measure/quality/test_guard.py",),
     ),
     Fault(
-        name="guard-compares-losses-alone",
+        name="verification-compares-losses-alone",
         kind="missing check",
         file="measure/quality/requirements.py",
         old='parts = ("losses", "weights")',
@@ -1330,7 +1330,7 @@ EVIDENCE: tuple[Fault, ...] = (
         tests=("tests/measure/quality/test_guard.py",),
     ),
     Fault(
-        name="guard-hears-the-first-rank-alone",
+        name="verification-hears-the-first-rank-alone",
         kind="wrong reduction",
         file="measure/workers.py",
         old="first | max(judged, key=_error_of)",

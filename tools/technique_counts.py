@@ -72,7 +72,7 @@ PARTS = (
     Part("fused_adamw", f"{OPTIM}.fused_adamw:FusedAdamW.step"),
     Part("compact_adamw", f"{OPTIM}.compact_adamw:CompactAdamW.step"),
     Part("muon", f"{OPTIM}.muon:MuonAdamW.step"),
-    Part("recompute", f"{NN}.recompute:BlockRecompute._region", _with_gradient),
+    Part("activation_checkpointing", f"{NN}.recompute:BlockRecompute._region", _with_gradient),
 )
 _INHERITED = object()
 PROOF = "hasten.measure.quality.first_step:FirstStepProof.check"

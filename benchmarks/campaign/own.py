@@ -23,7 +23,7 @@ import torch
 from campaign.ledger import NotHereError, Outcome
 from campaign.lives import outcome
 from fault_kit import PlantedLoss
-from hasten.core.health import Guards
+from hasten.core.health import StepChecks
 from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.recipe.schema import Recipe, load_recipe
@@ -48,7 +48,7 @@ def nans(draw: random.Random, folder: Path, size: int) -> list[Outcome]:
         planted = {step: draw.choice([math.nan, math.inf, -math.inf]) for step in steps}
         job = language_job(steps=12, data=data, loss=lambda m, p=planted: PlantedLoss(m, p))
         session = session_of(job)
-        session.setup.guards = Guards(quarantine=folder / "quarantined.jsonl")
+        session.setup.step_checks = StepChecks(quarantine=folder / "quarantined.jsonl")
         skipped = [m.step for m in training(session) if m.skipped]
         whole = all(bool(p.isfinite().all()) for p in session.model.parameters())
         good = whole and skipped == steps

@@ -1,6 +1,6 @@
 """One row, measured: variants are built once and take turns, five repeats each, until the time is up.
 
-  1. for each variant the first choice that fits on paper, and that gets through its warm-up in truth
+  1. for each variant the first choice that fits by simulation, and that gets through its warm-up in truth
   2. one step in which the host's waits for the device are counted
   3. turns of some steps, all variants in each repeat, the order shifted from repeat to repeat
   4. after every repeat the file is written
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpu.paper import paper_step
+from gpu.predictions import simulated_step
 from gpu.results import Found, summary, write
 from gpu.rows import Choice, Row
 from gpu.work import Variant, Work
@@ -44,7 +44,7 @@ from hasten.parts.optim.weight_average import decayed_groups
 
 REPEATS, WARMUP, MOST_STEPS = 5, 2, 10
 REHEARSED = 2  # repeats, where their times mean nothing
-SHARE = 0.92  # of a device's memory that a choice may need on paper
+SHARE = 0.92  # of a device's memory that a choice may need by simulation
 STEPS_OF_RECORDS = 32
 
 
@@ -175,12 +175,12 @@ def first_that_fits(
     limit = device_memory(device)
     for choice in row.variants[variant]:
         words = [str(t) for t in choice.techniques(row.batch)]
-        paper = paper_step(row, choice)
+        paper = simulated_step(row, choice)
         line: Found = {"variant": variant, "plan": words, "paper": paper and paper.to_dict()}
         tried.append(line)
         if paper is not None and paper.needed_bytes > SHARE * limit:
             needed = paper.needed_bytes / 1e9
-            line["outcome"] = f"not tried: needs {needed:.0f} of {limit / 1e9:.0f} GB on paper"
+            line["outcome"] = f"not tried: needs {needed:.0f} of {limit / 1e9:.0f} GB by simulation"
             continue
         found = None
         host.reset_memory_peak(device)

@@ -63,7 +63,7 @@ def report(folder: Path) -> str:
     measured = [f for f in found if "machine" in f]
     blocks = ["# hasten on a GPU"]
     if any(f.get("rehearsal") for f in found):
-        blocks.append("**A rehearsal on a pretended GPU: no figure here was measured.**")
+        blocks.append("**A rehearsal on a simulated GPU: no figure here was measured.**")
     if measured:
         first = measured[0]
         versions = ", ".join(f"{k} {v}" for k, v in first["machine"]["versions"].items())
@@ -95,14 +95,14 @@ def said_of(found: Found) -> str:
 
 
 def _beside_paper(found: Found, variant: Found) -> list[str]:
-    """Waits, peak and parts of a step as they are, beside what they are on paper."""
-    paper, seconds = variant.get("paper"), paper_seconds(found, variant)
+    """Waits, peak and parts of a step as they are, beside what they are by simulation."""
+    paper, seconds = variant.get("paper"), simulated_seconds(found, variant)
     if paper is None or variant.get("syncs") is None:
         return []
     peak = variant.get("peak_memory_bytes", 0)
     lines = [
-        f"waits {variant['syncs']}, on paper {paper['syncs']:.0f}; "
-        f"peak {peak / 1e9:.1f} GB, on paper {paper['peak_bytes'] / 1e9:.1f} GB"
+        f"waits {variant['syncs']}, by simulation {paper['syncs']:.0f}; "
+        f"peak {peak / 1e9:.1f} GB, by simulation {paper['peak_bytes'] / 1e9:.1f} GB"
     ]
     parts = variant.get("parts")
     if parts and seconds:
@@ -110,12 +110,12 @@ def _beside_paper(found: Found, variant: Found) -> list[str]:
             f"{p} {1e3 * parts.get(p, 0.0):,.0f} ms ({seconds.get(p, 0.0) * 1e3:,.0f})"
             for p in PARTS
         )
-        lines.append(f"{', '.join(told)}; in brackets on paper")
+        lines.append(f"{', '.join(told)}; in brackets by simulation")
     return lines
 
 
-def paper_seconds(found: Found, variant: Found) -> Mapping[str, float]:
-    """Seconds of a step's parts on paper, on the device of the row; none where it wasn't traced."""
+def simulated_seconds(found: Found, variant: Found) -> Mapping[str, float]:
+    """Seconds of a step's parts by simulation, on the device of the row; none where it wasn't traced."""
     by_device = (variant.get("paper") or {}).get("seconds", {})
     name = found["machine"]["device_name"].lower()
     here = [device for device in by_device if device.partition("-")[0] in name]
@@ -168,7 +168,7 @@ def _line(found: Found | None, row: Row) -> str:
 
 def _of_paper(found: Found, variant: Found, rate: float) -> float | None:
     """The measured speed as a share of the most that paper allows."""
-    seconds = sum(paper_seconds(found, variant).values())
+    seconds = sum(simulated_seconds(found, variant).values())
     return rate * seconds / variant["paper"]["tokens"] if seconds else None
 
 

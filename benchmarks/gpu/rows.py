@@ -1,7 +1,7 @@
 """The rows of docs/measurements/gpu.md as data: shape, load, the ways to fit it, and the goal.
 
 Shapes repeat the published ``config.json`` of each model; the weights are random. A row lists its
-choices in the order in which they are tried: the first that fits the device's memory on paper is
+choices in the order in which they are tried: the first that fits the device's memory by simulation is
 run, and where memory runs out after all, the next.
 
 A full 8 B with float32 masters fits an H200 (141 GB) once its moments have 8 bits. An H100 (80 GB)
@@ -18,13 +18,13 @@ from typing import Any
 from hasten.core.technique import Technique
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 
 Shape = Mapping[str, Any]
 
@@ -111,7 +111,7 @@ class Choice:
 
     def techniques(self, batch: int) -> tuple[Technique, ...]:
         """The whole plan, where a step has ``batch`` examples."""
-        cut = (Accumulate(micro_batch_size=self.examples),) if self.examples < batch else ()
+        cut = (GradientAccumulation(micro_batch_size=self.examples),) if self.examples < batch else ()
         return (*self.plan, *cut)
 
 
@@ -146,21 +146,21 @@ _LORA = (LoRA(rank=16, targets="all-linear"), *MASTERS)
 _SMALL_MOMENTS = CompactAdamW(moments="int8")
 _FLOAT8 = (*ROWS_OF_TOKENS, Float8(), _SMALL_MOMENTS)
 
-_EXPERTS_CHOICES = (*_sizes(_LORA, 4, 2, 1), *_sizes((*_LORA, Recompute()), 2, 1))
+_EXPERTS_CHOICES = (*_sizes(_LORA, 4, 2, 1), *_sizes((*_LORA, ActivationCheckpointing()), 2, 1))
 _LORA_CHOICES = (
     *_sizes(_LORA, 4, 2, 1),
-    *_sizes((*_LORA, Recompute()), 4, 2, 1),
+    *_sizes((*_LORA, ActivationCheckpointing()), 4, 2, 1),
 )
 _FULL_CHOICES = (
     *_sizes((*MASTERS, _SMALL_MOMENTS), 1),
-    *_sizes((*MASTERS, _SMALL_MOMENTS, Recompute(budget=0.5)), 1),
-    *_sizes((*MASTERS, _SMALL_MOMENTS, Recompute()), 4, 2, 1),
+    *_sizes((*MASTERS, _SMALL_MOMENTS, ActivationCheckpointing(budget=0.5)), 1),
+    *_sizes((*MASTERS, _SMALL_MOMENTS, ActivationCheckpointing()), 4, 2, 1),
     *_sizes((*ROWS_OF_TOKENS, _SMALL_MOMENTS), 1),
-    *_sizes((*ROWS_OF_TOKENS, _SMALL_MOMENTS, Recompute()), 4, 2, 1),
+    *_sizes((*ROWS_OF_TOKENS, _SMALL_MOMENTS, ActivationCheckpointing()), 4, 2, 1),
 )
 _FLOAT8_CHOICES = (
-    *_sizes((*_FLOAT8, Recompute()), 2, 1, weights="float32"),
-    *_sizes((*_FLOAT8, Recompute()), 2, 1),
+    *_sizes((*_FLOAT8, ActivationCheckpointing()), 2, 1, weights="float32"),
+    *_sizes((*_FLOAT8, ActivationCheckpointing()), 2, 1),
 )
 _PLAIN = (Autocast(),)
 _MASTERS_ANYWHERE = (*ROWS_OF_TOKENS, BF16MasterWeights(emulate=True))

@@ -8,7 +8,7 @@
 
 It needs the repository and no download: weights are random, of the published shapes, and examples
 are random tokens. What is given in minutes is the whole run's, the start and the models included.
-A rehearsal runs the same on a pretended GPU, with models of few layers; its times mean nothing.
+A rehearsal runs the same on a simulated GPU, with models of few layers; its times mean nothing.
 ``smoke`` runs anywhere.
 """
 
@@ -24,7 +24,7 @@ sys.path[:0] = [str(REPOSITORY / "benchmarks"), str(REPOSITORY / "src")]
 # Read when torch starts: near the limit, pieces of memory of the wrong sizes would decide what fits
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 from hasten.errors import InputError  # noqa: E402
-from hasten.measure.paper.roofline import paper_device  # noqa: E402
+from hasten.measure.gpu_simulation.roofline import simulated_device  # noqa: E402
 
 MINUTES, ALL_MINUTES = 3.0, 9.0
 
@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="the row's file, whole after every repeat")
     parser.add_argument("--out", type=Path, default=Path("gpu-rows"), help="the folder of --all")
     parser.add_argument("--minutes", type=float, help="for the row (3), or for everything (9)")
-    parser.add_argument("--rehearse", metavar="GPU", help="on paper, on a GPU of this name")
+    parser.add_argument("--rehearse", metavar="GPU", help="by simulation, on a GPU of this name")
     given = parser.parse_args()
     if given.minutes is not None and not 0.05 <= given.minutes <= 24 * 60:
         parser.error(f"--minutes is {given.minutes:g}; give 0.05 to 1440")
@@ -47,7 +47,7 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--report {given.report} is no folder; give the one of --out")
     if given.rehearse:
         try:
-            paper_device(given.rehearse)
+            simulated_device(given.rehearse)
         except InputError as error:
             parser.error(f"--rehearse: {error}")
     return given
@@ -56,9 +56,9 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     given = arguments()
     if given.rehearse and (given.row or given.all):
-        from hasten.measure.paper.pretended import pretend_devices
+        from hasten.measure.gpu_simulation.simulated_device import simulate_devices
 
-        pretend_devices(paper_device(given.rehearse))  # before torch is imported
+        simulate_devices(simulated_device(given.rehearse))  # before torch is imported
     from gpu import results, stages
 
     if given.list or given.report:
@@ -75,7 +75,7 @@ def main() -> int:
 def _ended(code: int, given: argparse.Namespace) -> int:
     if given.rehearse:
         sys.stdout.flush()
-        os._exit(code)  # the pretended device's threads don't end by themselves
+        os._exit(code)  # the simulated device's threads don't end by themselves
     return code
 
 

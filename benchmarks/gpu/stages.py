@@ -40,7 +40,7 @@ CEILING_SECONDS = 4.0
 SHARE_FOR_CEILING = 0.05  # of a row's time
 PEERS = ("liger-kernel", "triton", "accelerate")
 FEW_LAYERS = 2  # of a rehearsal
-PRELOADED = ("torch._dynamo", "peft", "transformers.trainer", "hasten.measure.paper.step")
+PRELOADED = ("torch._dynamo", "peft", "transformers.trainer", "hasten.measure.gpu_simulation.step")
 
 
 def run_all(folder: Path, minutes: float, rehearse: str | None = None) -> None:
@@ -150,15 +150,15 @@ def _stage(
 def _rehearsed(
     name: str, row: Row | None, device: str, found: Found, path: Path | None, until: float
 ) -> None:
-    """The same stage on the pretended device, where a row's model has few layers."""
-    from hasten.measure.paper.roofline import paper_device
-    from hasten.measure.paper.step import on_pretended_device
-    from hasten.measure.paper.tracer import Tracer
+    """The same stage on the simulated device, where a row's model has few layers."""
+    from hasten.measure.gpu_simulation.roofline import simulated_device
+    from hasten.measure.gpu_simulation.step import on_simulated_device
+    from hasten.measure.gpu_simulation.tracer import Tracer
 
     if row is not None:
         layers = FEW_LAYERS + row.shape.get("first_k_dense_replace", 0)
         row = dataclasses.replace(row, shape={**row.shape, "num_hidden_layers": layers})
-    with on_pretended_device(Tracer(paper_device("h100"))):
+    with on_simulated_device(Tracer(simulated_device("h100"))):
         _stage(name, row, device, found, path, until)
 
 
@@ -190,7 +190,7 @@ def machine(device: str, seconds: float) -> Found:
 def kernels(device: str, rehearsal: bool) -> Found:
     """Each kernel on small inputs against float64, at the widths of the first row's model."""
     there = gpu_check.kernels_on(device)
-    if rehearsal:  # a pretended device gives no numbers
+    if rehearsal:  # a simulated device gives no numbers
         return {"status": "complete", "said": f"{len(there)} kernels to try", "verdicts": []}
     sizes = gpu_check.sizes_of(facts_of(ROWS[0], device, [1]).model)
     verdicts = registry.figures_of(there, device, sizes, fresh=True).proofs

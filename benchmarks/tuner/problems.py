@@ -94,14 +94,14 @@ def seconds_and_bytes(s: dict[str, Any]) -> tuple[float, float]:
     moved = 3.0 * width / 4 * (0.55 if s["fused"] else 1.0) * (0.8 if s["compiled"] else 1.0)
     moved *= 0.9 if s["fused"] and s["compiled"] else 1.0
     launches = 64 / s["micro_batch"] * 0.05 * (0.4 if s["compiled"] else 1.0)
-    wire = 0.0 if s["shards"] == 1 else 0.5 * math.log2(s["shards"])
+    communication = 0.0 if s["shards"] == 1 else 0.5 * math.log2(s["shards"])
     update = {"fp32": 0.6, "bf16": 0.45, "int8": 0.55}[s["moments"]] / s["shards"]
     wait = 0.0 if s["read_ahead"] else 0.35
     state = {"fp32": 8, "bf16": 4, "int8": 2.1}[s["moments"]]
     kept = {"none": 1.0, "half": 0.55, "all": 0.15}[s["recompute"]]
     activations = 1.1 * s["micro_batch"] * width * kept * (0.8 if s["fused"] else 1.0)
     memory = (4 + 4 + state) / s["shards"] + activations + 1.0 + 0.2 * s["compiled"]
-    return compute + moved + launches + wire + update + wait, memory
+    return compute + moved + launches + communication + update + wait, memory
 
 
 def errors(

@@ -42,9 +42,9 @@ from hasten.recipe.build import batch_of, requested_plan
 from hasten.recipe.schema import Recipe, load_recipe, recipe_from
 from hasten.recipe.yaml_reader import read_duration
 from hasten.report.judgement import floor_of, ratio_between
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.tune.api import tune
-from hasten.tune.report import duel_rows
+from hasten.tune.report import final_rows
 from hasten.tune.study_folder import StudyResult
 from hasten.tune.subjects import TuneOptions
 
@@ -190,7 +190,7 @@ def _doubled(subject: ExperimentSubject, budget: float, told: Told) -> dict[str,
 def _cut(subject: ExperimentSubject, size: int | None) -> Plan:
     """The plan with micro-batches of so many examples; None, or the whole step: uncut."""
     whole = batch_of(subject.recipe).examples or 0
-    own = [] if size is None or size >= whole else [Accumulate(micro_batch_size=size)]
+    own = [] if size is None or size >= whole else [GradientAccumulation(micro_batch_size=size)]
     return Plan([*(t for t in subject.plan if t.slot is not Slot.BATCH), *own])
 
 
@@ -219,7 +219,7 @@ def _compared(
     kinds |= dict.fromkeys([n for n in plans if n not in kinds], "other")
     found = measured(subject, plans, kinds, design, False, told)
     return {
-        **duel_rows(found.variants),
+        **final_rows(found.variants),
         "design": found.design,
         "variant_of": variant_of,
         "plans": {name: plan.to_list() for name, plan in plans.items()},
@@ -290,7 +290,7 @@ def _pairs(variants: Sequence[Variant], base: Variant) -> list[dict[str, Any]]:
 def table(found: Mapping[str, Any]) -> str:
     """All of it as lines."""
     lines = [f"{found['machine']}, {found['date']}; {found['command']}", ""]
-    lines.append(f"{'study':>7}{'seconds':>9}{'trials':>8}{'OOM':>5}  its own duel")
+    lines.append(f"{'study':>7}{'seconds':>9}{'trials':>8}{'OOM':>5}  its own final_comparison")
     for row in found["repeats"]:
         numbers = f"{row['seed']:7}{row['seconds']:9.0f}{row['trials']:8}{row['out_of_memory']:5}"
         changed = ", ".join(f"{k}={v}" for k, v in row["changes"].items())

@@ -38,11 +38,11 @@ from hasten.tune.space import plan_space
 
 TUNED = (
     *("packed", "fused_layers", "labelled_token_loss"),
-    *("autocast", "bf16_master_weights", "accumulate"),
+    *("autocast", "bf16_master_weights", "gradient_accumulation"),
 )
 BOUNDS = {
-    "accumulate.micro_batch_size": (1, 8),
-    "accumulate.micro_batch_tokens": (1, 0),  # cut by examples alone
+    "gradient_accumulation.micro_batch_size": (1, 8),
+    "gradient_accumulation.micro_batch_tokens": (1, 0),  # cut by examples alone
     "labelled_token_loss.chunk": (1, 0),
 }
 ROUNDS, STEPS, WARMUP, BLOCK = 6, 2, 2, 24

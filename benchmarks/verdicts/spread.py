@@ -2,7 +2,7 @@
 
 Copies of one plan, half of them with glibc's defaults and half with memory that is kept in huge
 pages, take turns and are built anew several times. Within a kind, what neither the copy nor the
-build explains is the luck of a process, and the noise of its rounds besides.
+build explains is the process_variance of a process, and the noise of its rounds besides.
 """
 
 from __future__ import annotations

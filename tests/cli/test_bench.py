@@ -53,7 +53,7 @@ def test_a_bench_s_file_gives_training_an_mfu_that_the_report_repeats(
     assert 0 < min(mfus) <= summary["mfu"] <= max(mfus)
     code, out, _ = hasten("report", tmp_path / "run")
     assert f"{summary['mfu']:.1%}" in out
-    code, out, _ = hasten("doctor", path)
+    code, out, _ = hasten("check", path)
     assert "MFU of" in out
 
 
@@ -87,7 +87,7 @@ def test_speedup_measures_once_and_every_variant_has_its_mfu(tmp_path: Path, has
     values = small(tmp_path, ceiling="measure", plan=["packed"], device="cpu", max_examples=60)
     path = written(tmp_path / "r.yaml", **values)
     code, out, err = hasten(
-        "speedup", path, "--no-guard", "--rounds", 2, "--steps", 1, "--warmup", 1
+        "speedup", path, "--no-verify", "--rounds", 2, "--steps", 1, "--warmup", 1
     )
     assert code == 0, err
     assert err.count("measuring this machine") == 1

@@ -57,7 +57,7 @@ def alike(path: Path, count: int = 60) -> Path:
 def test_train_report_and_doctor_work_on_one_recipe(tmp_path: Path, hasten: Hasten) -> None:
     data = alike(tmp_path / "alike.jsonl")
     path = recipe(tmp_path, plan=["packed", "labelled_token_loss"], dataset=str(data))
-    code, out, err = hasten("doctor", path)
+    code, out, err = hasten("check", path)
     assert code == 0, out + err
     assert "[[" in out
     assert "no obstacle" in out
@@ -137,7 +137,7 @@ BAD: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         "can't hold the longest example",
     ),
     "a micro-batch too small for an example": (
-        lambda f: {"plan": [{"accumulate": {"micro_batch_tokens": 20}}]},
+        lambda f: {"plan": [{"gradient_accumulation": {"micro_batch_tokens": 20}}]},
         "can't hold the longest example",
     ),
     "too many bad lines": (
@@ -172,7 +172,7 @@ def test_bad_input_is_one_sentence_exit_code_2_and_nothing_trained(
 
 def test_doctor_finds_all_that_is_wrong_at_once(tmp_path: Path, hasten: Hasten) -> None:
     path = recipe(tmp_path, dataset=str(tmp_path / "none.jsonl"), plan=["pcked"])
-    code, out, _ = hasten("doctor", path)
+    code, out, _ = hasten("check", path)
     assert code == 2
     failed = [line for line in out.splitlines() if line.startswith("FAIL")]
     assert [line.split()[1] for line in failed] == ["data", "plan"]
@@ -289,7 +289,7 @@ def test_two_processes_train_like_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "option"), [("speedup", "--json"), ("speedup", "--bundle"), ("guard", "--json")]
+    ("command", "option"), [("speedup", "--json"), ("speedup", "--bundle"), ("verification", "--json")]
 )
 def test_a_file_that_could_not_be_written_is_refused_before_any_work(
     command: str, option: str, tmp_path: Path, hasten: Hasten

@@ -81,7 +81,7 @@ def test_an_experiment_is_stored_done_again_and_a_planted_loss_is_exit_code_4(
     price = {"currency": "CNY", "per_device_hour": 0.6}
     path = recipe(tmp_path, plan=["packed", "autocast"], price=price)
     kept_there = tmp_path / "before"
-    code, _, err = hasten("speedup", path, "--variants", "all", "--bundle", kept_there)
+    code, _, err = hasten("speedup", path, "--design", "all", "--bundle", kept_there)
     assert code == 0, err
     stored = read_bundle(kept_there)
     assert stored == read_bundle(tmp_path / "run")
@@ -117,7 +117,7 @@ def test_a_climb_that_keeps_nothing_says_that_there_is_no_report(
 ) -> None:
     pretend(monkeypatch, [1.0])
     path = recipe(tmp_path, plan=["packed"])
-    asked = ("--variants", "climb", "--no-guard", "--json", tmp_path / "found.json")
+    asked = ("--design", "greedy", "--no-verify", "--json", tmp_path / "found.json")
     code, out, err = hasten("speedup", path, *asked)
     assert code == 0, err
     assert "kept: nothing" in out
@@ -131,7 +131,7 @@ def test_a_report_may_be_asked_for_where_it_stands_anyway(
     pretend(monkeypatch, [1.2])
     path, place = recipe(tmp_path, plan=["packed"]), tmp_path / "run" / "report.json"
     place.parent.mkdir()
-    code, out, err = hasten("speedup", path, "--no-guard", "--json", place)
+    code, out, err = hasten("speedup", path, "--no-verify", "--json", place)
     assert code == 0, out + err
     assert json.loads(place.read_text())["variants"]
 
@@ -139,9 +139,9 @@ def test_a_report_may_be_asked_for_where_it_stands_anyway(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--order", "gain"), "say --variants climb"),
-        (("--no-guard", "--seeds", "3"), "leave --no-guard out"),
-        (("--variants", "climb", "--only", "packed"), "shorten the plan"),
+        (("--order", "gain"), "say --design greedy"),
+        (("--no-verify", "--seeds", "3"), "leave --no-verify out"),
+        (("--design", "greedy", "--only", "packed"), "shorten the plan"),
     ],
 )
 def test_an_option_that_nothing_would_read_is_refused(
@@ -165,7 +165,7 @@ def test_the_articles_plan_puts_their_promises_beside_what_was_measured(
     assert said["12.5 -> 18.4 it/s, +47 %"]["verdict"] == "fell short"
     assert any(c["verdict"].startswith("not comparable") for c in claims)
     assert {c["technique"].partition("(")[0] for c in claims} >= {"autocast", "fused_layers"}
-    two = ("--plan", "article", "nproc=2", "--no-guard", "--variants", "alone")
+    two = ("--plan", "article", "nproc=2", "--no-verify", "--design", "single")
     code, out, err = hasten("speedup", recipe(tmp_path), *two)
     assert code == 0, out + err
     report = json.loads((tmp_path / "run" / "report.json").read_text())

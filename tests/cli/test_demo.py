@@ -74,7 +74,7 @@ def test_the_demo_measures_verifies_trains_and_says_one_figure(
         assert not verdict_is_missing(variant)
     assert report["variants"][0]["padding_share"] > 0.1
     assert report["variants"][1]["padding_share"] == 0
-    assert {row["technique"]: row["verdict"] for row in report["guard"]} == {
+    assert {row["technique"]: row["verdict"] for row in report["verification"]} == {
         "packed": "equal",
         "document_attention": "equal",
     }
@@ -167,7 +167,7 @@ def test_seven_rows_of_one_technique_each_whatever_the_processor_can(tmp_path: P
     for sets in ((), ("avx512f",), ("avx512f", "amx_bf16")):
         told: list[str] = []
         subject = module.with_usable_techniques(subject_on(tmp_path, sets), told.append)
-        plans, _ = plans_of(subject.plan, "ladder")
+        plans, _ = plans_of(subject.plan, "cumulative")
         counts = [len(plan) for plan in plans.values()]
         assert counts == list(range(7)), subject.plan
         assert subject.recipe.plan == [t.name() for t in subject.plan]
@@ -198,12 +198,12 @@ def test_where_others_use_the_processor_variants_compute_with_the_cores_that_are
 
 
 def report_on(speeds: dict[str, float], rounds: int = 4, step: float = 0.2) -> dict[str, Any]:
-    """A ladder of the demo's plan, of which these rows were measured."""
+    """A cumulative of the demo's plan, of which these rows were measured."""
     variants = []
     for number, name in enumerate(["baseline", *(f"+ {n}" for n in PLAN)]):
         if name in speeds:
             plan = Plan.from_list(PLAN[:number], catalogue())
-            kind: Any = "ladder" if 0 < number < len(PLAN) else "all" if number else "baseline"
+            kind: Any = "cumulative" if 0 < number < len(PLAN) else "all" if number else "baseline"
             found = Variant(name, plan, kind=kind)
             jitter = [1 + 0.001 * (-1) ** turn * number for turn in range(rounds)]
             found.rounds = [1000 * speeds[name] * share for share in jitter]
@@ -278,7 +278,7 @@ def test_the_training_has_as_many_steps_as_fit_into_its_time(step: float, steps:
 
 
 def test_the_whole_demo_chooses_on_a_made_up_machine_as_the_table_says() -> None:
-    plans, kinds = plans_of(Plan.from_list(PLAN, catalogue()), "ladder")
+    plans, kinds = plans_of(Plan.from_list(PLAN, catalogue()), "cumulative")
     for step in (0.2, 2.0, 6.0):
         machine = Machine(lambda techniques, step=step: step / 1.3**techniques)
         found, _ = measured_on(machine, plans, kinds, module.DESIGN)

@@ -32,7 +32,7 @@ def test_it_is_checked_trained_and_planned(
     tmp_path: Path, hasten: Hasten, architecture: str
 ) -> None:
     path = recipe(tmp_path, architecture, max_steps=1)
-    code, out, err = hasten("doctor", path)
+    code, out, err = hasten("check", path)
     assert code == 0, out + err
     own = "eager" if architecture == "deepseek_v4" else "sdpa"
     assert f"attention: {own}" in out
@@ -49,7 +49,7 @@ def test_doctor_fails_where_train_would(
 ) -> None:
     lora = {"finetuning_type": "lora", "lora_targets": ["wq_b"]}  # an indexer's, which never learn
     path = recipe(tmp_path, "deepseek_v32", **lora)
-    for command in ("doctor", "train"):
+    for command in ("check", "train"):
         code, out, err = hasten(command, path)
         assert code == 2
         assert "the target 'wq_b' finds nothing to adapt" in out + err
@@ -58,7 +58,7 @@ def test_doctor_fails_where_train_would(
         raise ValueError(f"no {kind} here")
 
     monkeypatch.setattr(transformers.PreTrainedModel, "set_attn_implementation", refuses)
-    for command in ("doctor", "train"):
+    for command in ("check", "train"):
         code, out, err = hasten(command, path)
         assert code == 2
         assert "a deepseek_v32 model can't take sdpa attention: no sdpa here" in out + err

@@ -77,7 +77,7 @@ def test_a_winner_stays_if_every_proof_that_it_owes_was_made(
     verdict: str, fidelity: str, stays: bool
 ) -> None:
     row = {"technique": "float8", "verdict": verdict, "fidelity": fidelity, "text": "why"}
-    found = objections({"invariance": [], "guard": [row]})
+    found = objections({"invariance": [], "verification": [row]})
     assert found == ([] if stays else ["float8: why"])
 
 
@@ -88,7 +88,7 @@ def test_the_price_of_a_million_tokens_is_that_of_all_devices_and_of_spot_hours(
         currency="EUR", per_device_hour=3.0, spot_per_device_hour=1.0, spot_share=0.5, devices=None
     )
     report = {
-        "duel": None,
+        "final_comparison": None,
         "winner": {"ratio": {"median": 2.0}},
         "start": {"rate": 1000.0},
         "objective": "money",

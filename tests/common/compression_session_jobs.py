@@ -16,13 +16,13 @@ from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.parts.comm import exchange
 from hasten.techniques.adapter import LoRA
-from hasten.techniques.batch import Accumulate, AdaptiveBatch
+from hasten.techniques.batch import GradientAccumulation, AdaptiveBatch
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast, BF16MasterWeights
-from hasten.techniques.wire.compress import Half, PowerSGD, Quantised, TopK
+from hasten.techniques.communication.compress import Half, PowerSGD, Quantised, TopK
 from tiny import job_facts, language_job, examples, run, tiny_model
 
-WIRES: tuple[Technique, ...] = (
+COMMUNICATIONS: tuple[Technique, ...] = (
     Half(minimum=0, check_every=1),
     Quantised(bits=4, minimum=0, check_every=1),
     TopK(minimum=0, check_every=1),
@@ -45,9 +45,9 @@ def weights(found: Session) -> list[float]:
     return [float(flat.sum()), float(flat.abs().sum()), float(flat[::7].sum())]
 
 
-def seen(found: Session, wire: Technique) -> dict[str, Any]:
+def seen(found: Session, communication: Technique) -> dict[str, Any]:
     metrics = run(found)
-    proof = wire.probe(found)
+    proof = communication.probe(found)
     return {
         "losses": [m.loss for m in metrics],
         "norms": [m.grad_norm for m in metrics],
@@ -59,9 +59,9 @@ def seen(found: Session, wire: Technique) -> dict[str, Any]:
 
 
 def runs(world: World) -> dict[str, Any]:
-    found = {wire.name(): seen(session(world, wire), wire) for wire in WIRES}
+    found = {communication.name(): seen(session(world, communication), communication) for communication in COMMUNICATIONS}
     beside: dict[str, tuple[Technique, ...]] = {
-        "accumulate": (Accumulate(micro_batch_size=2),),
+        "gradient_accumulation": (GradientAccumulation(micro_batch_size=2),),
         "adaptive_batch": (AdaptiveBatch(initial_size=2),),
         "bf16_master_weights": (BF16MasterWeights(),),
         "lora": (LoRA(),),
@@ -75,24 +75,24 @@ def runs(world: World) -> dict[str, Any]:
 
 def resumed(world: World) -> dict[str, Any]:
     """Saved after 5 of 8 steps, read back by a fresh session."""
-    wire = Quantised(bits=4, minimum=0, check_every=1)
-    whole = session(world, wire)
+    communication = Quantised(bits=4, minimum=0, check_every=1)
+    whole = session(world, communication)
     whole_losses = [m.loss for m in run(whole)]
-    first = session(world, wire, steps=5)
+    first = session(world, communication, steps=5)
     run(first)
     tensors, meta = state_of(first)
-    mine = first.setup.wire.compressor.state_dict()["travel"]["residual"]  # type: ignore[attr-defined]
+    mine = first.setup.communication.compressor.state_dict()["travel"]["residual"]  # type: ignore[attr-defined]
     # What rank 0 writes, every rank reads.
     boxes: list[Any] = [(tensors, meta)] if world.is_main else [None]
     dist.broadcast_object_list(boxes)
     tensors, meta = boxes[0]
-    again = session(world, wire)
+    again = session(world, communication)
     restore(again, tensors, meta)
-    back = again.setup.wire.compressor.state_dict()["travel"]["residual"]  # type: ignore[attr-defined]
+    back = again.setup.communication.compressor.state_dict()["travel"]["residual"]  # type: ignore[attr-defined]
     rest = [m.loss for m in run(again)]
     return {
         "own memory": all(torch.equal(mine[k], back[k]) for k in mine) and len(mine) > 0,
-        "ranks": len(meta["slots"]["wire"]["state"]["ranks"]),
+        "ranks": len(meta["slots"]["communication"]["state"]["ranks"]),
         "rest": rest,
         "whole": whole_losses[5:],
         "weights": weights(again),
@@ -101,10 +101,10 @@ def resumed(world: World) -> dict[str, Any]:
 
 def merged(world: World) -> dict[str, Any]:
     """The memory of three ranks, read by two: the mean is kept."""
-    wire = Quantised(bits=4, minimum=0)
-    found = session(world, wire)
+    communication = Quantised(bits=4, minimum=0)
+    found = session(world, communication)
     run(found)
-    held: Any = found.setup.wire
+    held: Any = found.setup.communication
     mine = held.compressor.state_dict()
     name = next(iter(mine["travel"]["residual"]))
     shape = mine["travel"]["residual"][name]
@@ -114,34 +114,34 @@ def merged(world: World) -> dict[str, Any]:
         states.append({**mine, "travel": travel})
     held.load_state_dict({"technique": "quantised", "ranks": states})
     after = held.compressor.state_dict()["travel"]["residual"][name]
-    return {"mean": float(after.mean()), "said": wire.probe(found).evidence}
+    return {"mean": float(after.mean()), "said": communication.probe(found).evidence}
 
 
 def between_hosts(world: World) -> dict[str, Any]:
     """Four ranks of two faked hosts: a run, one that is resumed, and a state of three ranks."""
     exchange.host_name = lambda: f"host-{world.rank // 2}"
     found: dict[str, Any] = {}
-    for wire in (
+    for communication in (
         Quantised(bits=4, minimum=0, check_every=1, scope="hosts"),
         PowerSGD(rank=4, minimum=0, check_every=1, scope="hosts", dense_share=0.0),
     ):
-        whole = seen(session(world, wire), wire)
-        first = session(world, wire, steps=5)
+        whole = seen(session(world, communication), communication)
+        first = session(world, communication, steps=5)
         run(first)
         boxes: list[Any] = [state_of(first)]
         dist.broadcast_object_list(boxes)
-        again = session(world, wire)
+        again = session(world, communication)
         restore(again, *boxes[0])
-        held: Any = first.setup.wire
-        back: Any = again.setup.wire
+        held: Any = first.setup.communication
+        back: Any = again.setup.communication
         mine, read = (w.compressor.state_dict()["travel"]["residual"] for w in (held, back))
-        state = {"technique": wire.name(), "ranks": [{}] * 3}
+        state = {"technique": communication.name(), "ranks": [{}] * 3}
         whole["own memory"] = all(torch.equal(mine[k], read[k]) for k in mine)
         whole["owned"] = len(mine)  # the one bucket belongs to one rank of each host
         whole["rest"] = [m.loss for m in run(again)]
         back.load_state_dict(state)
-        whole["other ranks"] = wire.probe(again).evidence
-        found[wire.name()] = whole
+        whole["other ranks"] = communication.probe(again).evidence
+        found[communication.name()] = whole
     return found
 
 

@@ -35,7 +35,7 @@ RECIPE: dict[str, Any] = {
     "plan": ["packed", {"checkpoints": {"interval": 2}}],
     "output": "run",
 }
-LEFT_OUT = ("model", "best", "data/guard", "experiments", "ranks", "tuning.log")
+LEFT_OUT = ("model", "best", "data/verification", "experiments", "ranks", "tuning.log")
 
 
 def main(target: Path) -> None:
@@ -47,7 +47,7 @@ def main(target: Path) -> None:
         _model(here / "model")
         (here / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
         _hasten(here, "train", "recipe.yaml")
-        short = ("--no-guard", "--rounds", "3", "--steps", "2", "--warmup", "1")
+        short = ("--no-verify", "--rounds", "3", "--steps", "2", "--warmup", "1")
         asked = ("output=measured", "plan=[packed]", "eval_every=0")
         files = ("--json", "report.json", "--bundle", "bundle.zip")
         _hasten(here, "speedup", "recipe.yaml", *asked, *short, *files)

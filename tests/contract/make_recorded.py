@@ -41,17 +41,17 @@ EXPERIMENTS: list[tuple[list[Any], str, dict[str, Any], dict[str, Any]]] = [
     (["document_attention"], "plan", {}, {}),
     (["labelled_token_loss"], "plan", {}, {}),
     (["fused_adamw"], "plan", {}, {"longest_warmup": 4}),
-    ([{"accumulate": {"micro_batch_size": 2}}], "plan", {}, {}),
-    (["recompute"], "plan", {}, {"evaluations": 1}),
+    ([{"gradient_accumulation": {"micro_batch_size": 2}}], "plan", {}, {}),
+    (["activation_checkpointing"], "plan", {}, {"evaluations": 1}),
     ([{"threads": {"count": 1}}], "plan", {}, {}),
     ([{"checkpoints": {"interval": 2}}], "plan", {}, {}),
     (["packed"], "plan", {}, {"builds": 2}),
     (["packed"], "plan", {}, {"noise": True}),
     (["packed"], "plan", {}, {"foreign_load": 0.5}),
     (["packed"], "plan", {}, {"grouping": "fresh", "rounds": 3}),
-    (["packed", "fused_adamw"], "ladder", {}, {"rounds": 3}),
+    (["packed", "fused_adamw"], "cumulative", {}, {"rounds": 3}),
     (["packed", "fused_adamw"], "alone", {}, {"rounds": 3, "noise": True, "builds": 2}),
-    (["packed", "labelled_token_loss"], "left-out", {}, {"rounds": 3}),
+    (["packed", "labelled_token_loss"], "leave-one-out", {}, {"rounds": 3}),
     ([{"half": {"minimum": 0}}], "plan", {"nproc": 2}, {"rounds": 3}),
 ]
 
@@ -84,7 +84,7 @@ def numbers(variants: list[Any]) -> dict[str, Any]:
                 "peak_memory_bytes": variant.peak_memory_bytes,
                 "joules_per_token": variant.joules_per_token,
                 "failed": variant.failed,
-                "luck": None if variant.luck is None else asdict(variant.luck),
+                "process_variance": None if variant.process_variance is None else asdict(variant.process_variance),
                 "ratio": None if ratio is None else asdict(ratio),
             }
         )

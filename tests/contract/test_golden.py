@@ -110,10 +110,10 @@ def test_a_record_gives_the_figures_of_its_report() -> None:
 def test_a_stored_report_is_printed_alike_in_each_form(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copy(GOLDEN / "report_ladder.json", tmp_path / "report.json")
+    shutil.copy(GOLDEN / "report_cumulative.json", tmp_path / "report.json")
     report([tmp_path])
     assert "| hurt " in capsys.readouterr().out
-    shutil.copy(GOLDEN / "report_ladder.json", tmp_path / "report.json")
+    shutil.copy(GOLDEN / "report_cumulative.json", tmp_path / "report.json")
     report([tmp_path], as_json=True)
     printed = json.loads(capsys.readouterr().out)
     assert [variant["verdict"] for variant in printed["variants"]][:2] == ["baseline", "helped"]
@@ -121,8 +121,8 @@ def test_a_stored_report_is_printed_alike_in_each_form(
 
 
 def test_a_training_after_it_says_which_rows_hurt(tmp_path: Path) -> None:
-    shutil.copy(GOLDEN / "report_ladder.json", tmp_path / "report.json")
-    plan = read_object(GOLDEN / "report_ladder.json")["recipe"]["plan"]
+    shutil.copy(GOLDEN / "report_cumulative.json", tmp_path / "report.json")
+    plan = read_object(GOLDEN / "report_cumulative.json")["recipe"]["plan"]
     recipe = Recipe(model="m", dataset="d", max_steps=1, output=str(tmp_path), plan=plan)
     slower, worse = measured_to_hurt(recipe)
     assert slower.startswith("bf16_master_weights (0.47× [0.45, 0.49] of + fused_layers; hurt")
@@ -157,7 +157,7 @@ def test_a_watched_run_shows_its_machine_and_what_was_tried() -> None:
 
 @pytest.mark.slow
 def test_a_wire_goes_on_from_what_an_old_host_s_checkpoint_says_of_it(tmp_path: Path) -> None:
-    first, second = on_ranks("contract.wire_state_jobs:taken", tmp_path)
+    first, second = on_ranks("contract.communication_state_jobs:taken", tmp_path)
     assert first["same"]
     assert first["left"] > 0
     assert first["losses"] == second["losses"]

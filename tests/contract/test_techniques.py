@@ -26,7 +26,7 @@ from hasten.techniques import CATALOGUE
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.average import WeightAverage
-from hasten.techniques.batch import Accumulate, AdaptiveBatch
+from hasten.techniques.batch import GradientAccumulation, AdaptiveBatch
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
@@ -34,7 +34,7 @@ from hasten.techniques.layout.deepspeed import DeepSpeed
 from hasten.techniques.layout.experts import ExpertParallel
 from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from tiny import (
@@ -50,12 +50,12 @@ from tiny import (
 
 # Instances examined beside the defaults, where a setting takes another path through the code.
 MORE: tuple[Technique, ...] = (
-    Accumulate(micro_batch_size=3),
-    Accumulate(micro_batch_tokens=60),
+    GradientAccumulation(micro_batch_size=3),
+    GradientAccumulation(micro_batch_tokens=60),
     PackedEpoch(row_tokens=64),
     LengthGrouped(window=2),
-    Recompute(segments=2),
-    Recompute(budget=0.5),
+    ActivationCheckpointing(segments=2),
+    ActivationCheckpointing(budget=0.5),
     CompactAdamW(moments="int8"),
     WeightAverage(save="average"),
     BalancedRouting(speed=0.0, sequence_loss=0.003),
@@ -83,7 +83,7 @@ HOME: dict[type[Technique], str] = dict.fromkeys(
 )
 HOME[DeepSpeed] = "llama"  # at home there, where it is installed
 # What needs several ranks to act has tests of its own, on several ranks.
-RANKS = (Slot.LAYOUT, Slot.WIRE)
+RANKS = (Slot.LAYOUT, Slot.COMMUNICATION)
 # Relative error of one step's gradient against float64: number formats of 8 bits, and of 24.
 BF16_BOUND, FLOAT32_BOUND = 4e-2, 2e-5
 
@@ -246,8 +246,8 @@ def test_its_probe_tells_a_run_with_it_from_one_without(
     leave_out_what_cannot_run_here(technique, architecture)
     if technique.name() == "checkpoints":
         technique = dataclasses.replace(technique, interval=1)  # type: ignore[type-var]
-    if technique.name() == "accumulate" and technique == Accumulate():
-        technique = Accumulate(micro_batch_size=4)  # the default holds this tiny step whole
+    if technique.name() == "gradient_accumulation" and technique == GradientAccumulation():
+        technique = GradientAccumulation(micro_batch_size=4)  # the default holds this tiny step whole
     if technique.name() == "adaptive_batch":
         technique = AdaptiveBatch(initial_size=2)
     if technique.name() == "length_grouped":  # a window of one step groups nothing

@@ -1,4 +1,4 @@
-"""What ranks tell each other in a step: sums over all, unless the wire has its own way."""
+"""What ranks tell each other in a step: sums over all, unless the communication method has its own way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hasten.core.job import WorkCounts
 from hasten.core.setup import Agreement, NoCompression, SumsEachStep
 from hasten.parts.comm import streaming_local_sgd as parts
 from hasten.parts.comm.codecs import codec
-from hasten.techniques.wire.local import Apart, Stream
+from hasten.techniques.communication.local import Apart, Stream
 from tiny import language_job, run, session_of
 
 
@@ -34,20 +34,20 @@ def test_by_default_counts_and_the_wish_to_stop_are_summed_in_one_go() -> None:
 def test_a_wire_that_is_an_agreement_takes_the_place_of_the_default() -> None:
     session = session_of(language_job())
     assert not session.setup.agreement.apart
-    session.setup.wire = Apart(session.setup, "stream", lambda parameters: None)  # type: ignore[arg-type,return-value]
-    assert isinstance(session.setup.wire, Agreement)
-    assert session.setup.agreement is session.setup.wire
+    session.setup.communication = Apart(session.setup, "stream", lambda parameters: None)  # type: ignore[arg-type,return-value]
+    assert isinstance(session.setup.communication, Agreement)
+    assert session.setup.agreement is session.setup.communication
     assert not isinstance(NoCompression(), Agreement)
 
 
 def test_ranks_that_train_apart_take_the_others_to_have_what_they_have() -> None:
     setup = session_of(language_job()).setup
     setup.layout.size = 3  # type: ignore[misc]
-    wire = Apart(setup, "stream", lambda weights: parts.Stream(weights, codec("int4"), 2))
-    counts, stop = wire.counts(WorkCounts(1, 5, 8, 4, 25), stop=True)
+    communication = Apart(setup, "stream", lambda weights: parts.Stream(weights, codec("int4"), 2))
+    counts, stop = communication.counts(WorkCounts(1, 5, 8, 4, 25), stop=True)
     assert astuple(counts) == (3, 15, 24, 12, 75)
     assert not stop  # until an exchange has told the others
-    assert wire.sum(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert communication.sum(torch.ones(2)).tolist() == [3.0, 3.0]
 
 
 def test_on_one_rank_nothing_is_settled_and_counts_stay() -> None:
@@ -56,4 +56,4 @@ def test_on_one_rank_nothing_is_settled_and_counts_stay() -> None:
     before = session.progress.tokens
     session.settle()
     assert session.progress.tokens == before
-    assert isinstance(session.setup.wire, NoCompression)
+    assert isinstance(session.setup.communication, NoCompression)

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from hasten.core.job import MicroBatch
 from hasten.core.layout import OneProcess
-from hasten.core.setup import Setup, Wire
+from hasten.core.setup import Setup, Communication
 from hasten.core.slot import Slot
 from hasten.core.step import EngineParts, PlainEngine
 from hasten.core.technique import Fidelity, Proof, Technique
 from hasten.parts.nn.causal_lm import causal_lm
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.precision import BF16MasterWeights
 from tiny import language_job, run, session_of, tiny_model
 
@@ -76,7 +76,7 @@ class TwoStageLayout(OneProcess):
     def split(self, module: nn.Module) -> nn.Module:
         return Stages(module)
 
-    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
+    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
         return module
 
     def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
@@ -112,8 +112,8 @@ def test_a_pipeline_engine_trains_to_the_same_weights_without_a_change_to_the_st
     dtype = torch.float32 if more else torch.float64
     tolerance = 2e-2 if more else 1e-10
     job = language_job(lambda: tiny_model(dtype=dtype), steps=3)
-    plain = session_of(job, Accumulate(micro_batch_size=3), *more)
-    piped = session_of(job, Accumulate(micro_batch_size=3), TwoStages(), *more)
+    plain = session_of(job, GradientAccumulation(micro_batch_size=3), *more)
+    piped = session_of(job, GradientAccumulation(micro_batch_size=3), TwoStages(), *more)
     for one, two in zip(run(plain), run(piped), strict=True):
         assert two.loss == pytest.approx(one.loss, rel=tolerance)
         assert two.grad_norm == pytest.approx(one.grad_norm, rel=tolerance)

@@ -15,7 +15,7 @@ from hasten.core.setup import copy_to_device
 from hasten.core.step import batches, train_step
 from hasten.core.technique import Technique
 from hasten.machine import host
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
 from host_waits import HostWaits
@@ -24,7 +24,7 @@ from tiny import language_job, session_of, tiny_config
 
 PLANS: dict[str, tuple[Technique, ...]] = {
     "plain": (),
-    "accumulated": (Accumulate(micro_batch_size=1),),
+    "accumulated": (GradientAccumulation(micro_batch_size=1),),
     "bf16 with masters": (BF16MasterWeights(),),
     "labelled tokens": (LabelledTokenLoss(chunk=16),),
 }
@@ -60,7 +60,7 @@ def test_a_step_waits_for_the_device_once(
 
 def test_a_wait_in_a_pass_is_seen() -> None:
     """The counter itself: a loss that is read in every pass is a wait more for each."""
-    session = session_of(language_job(), Accumulate(micro_batch_size=1))
+    session = session_of(language_job(), GradientAccumulation(micro_batch_size=1))
     batch = next(batches(session))
     inner = session.engine.module  # type: ignore[attr-defined]
     inner.register_forward_hook(lambda module, args, out: out[0].item() and None)

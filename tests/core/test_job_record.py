@@ -21,7 +21,7 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.optimizer import Muon
 from hasten.techniques.sampler import LengthGrouped
-from hasten.techniques.wire.compress import TopK
+from hasten.techniques.communication.compress import TopK
 from tiny import job_facts, language_job
 
 COSINE, WSD = Schedule("cosine", 2, 10), Schedule("wsd", 2, 10)

@@ -21,7 +21,7 @@ from hasten.core.timing import Meter, StepMetrics
 from hasten.models.flops import config_flops, model_flops
 from hasten.parts.data.collate import packed, padded
 from hasten.techniques import CATALOGUE
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from tiny import job_facts, language_job, examples, session_of, tiny_config, tiny_model
 
 EDITS = {Slot.ROUTING, Slot.ATTENTION, Slot.LAYERS, Slot.LOSS, Slot.RECOMPUTE, Slot.COMPILE}
@@ -49,7 +49,7 @@ def test_a_step_s_model_flops_are_those_of_its_records_and_mfu_follows() -> None
 def test_the_cut_into_micro_batches_doesn_t_change_model_flops() -> None:
     job = language_job(steps=2)
     taken = []
-    for techniques in ((), (Accumulate(micro_batch_size=2),)):
+    for techniques in ((), (GradientAccumulation(micro_batch_size=2),)):
         session = session_of(job, *techniques)
         session.meter = Meter(per_token=10.0, per_pair=3.0)
         taken.append([s.model_flops for s in training(session)])

@@ -17,7 +17,7 @@ from hasten.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Small(Technique):
-    slot: ClassVar[Slot] = Slot.WIRE
+    slot: ClassVar[Slot] = Slot.COMMUNICATION
     share: float = knob(0.05, "part that is kept", low=0.01, high=0.5, log=True)
     name_of_it: str = setting("x", "a name")
 
@@ -37,7 +37,7 @@ class Small(Technique):
 
 @dataclasses.dataclass(frozen=True)
 class TwoLevels(Technique):
-    slot: ClassVar[Slot] = Slot.WIRE
+    slot: ClassVar[Slot] = Slot.COMMUNICATION
     between: Any = setting(None, "what travels between hosts")
 
     @property
@@ -64,7 +64,7 @@ def test_two_techniques_of_one_slot_are_refused_with_the_decision_they_share() -
 
 
 def test_a_plan_lists_its_techniques_in_the_order_of_the_step() -> None:
-    assert [t.slot for t in Plan([Small(), FP8Loss()])] == [Slot.LOSS, Slot.WIRE]
+    assert [t.slot for t in Plan([Small(), FP8Loss()])] == [Slot.LOSS, Slot.COMMUNICATION]
 
 
 def test_names_are_the_class_names_in_snake_case() -> None:
@@ -97,7 +97,7 @@ def test_variants_are_nothing_each_alone_each_left_out_and_all() -> None:
 
 def test_the_ladder_adds_one_technique_at_a_time() -> None:
     plan = Plan([Small(), FP8Loss()])
-    rungs = plan.ladder()
+    rungs = plan.cumulative()
     assert [len(rung) for rung in rungs.values()] == [0, 1, 2]
     assert list(rungs.values())[-1] == plan
 

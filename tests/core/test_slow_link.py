@@ -20,9 +20,9 @@ JOB = Path(__file__).with_name("slow_link_jobs.py")
 @dataclass
 class Step:
     step_seconds: float = 1.0
-    exposed_communication_seconds: float | None = 0.8
+    exposed_comm_seconds: float | None = 0.8
     hidden_communication_seconds: float | None = 0.2
-    wire_bytes: int | None = 3_000_000
+    comm_bytes: int | None = 3_000_000
 
 
 def told(*steps: Step) -> list[str]:
@@ -49,7 +49,7 @@ def test_one_late_step_is_no_slow_link() -> None:
 
 
 def test_nothing_is_said_where_nothing_is_known() -> None:
-    unknown = [Step(exposed_communication_seconds=None), Step(wire_bytes=None)]
+    unknown = [Step(exposed_comm_seconds=None), Step(comm_bytes=None)]
     assert told(*unknown * 5 * LOOK) == []
 
 

@@ -98,8 +98,8 @@ def test_a_state_is_a_copy_and_tensors_that_share_memory_are_saved_twice(tmp_pat
 
 def test_an_object_in_two_fields_is_saved_once_and_a_factory_is_none() -> None:
     session = session_of(language_job())  # its loss is a class that has the functions too
-    session.setup.average = session.setup.wire = Remembers(1)  # type: ignore[assignment]
-    assert list(state_of(session)[1]["slots"]) == ["wire"]
+    session.setup.average = session.setup.communication = Remembers(1)  # type: ignore[assignment]
+    assert list(state_of(session)[1]["slots"]) == ["communication"]
 
 
 def test_a_slot_that_is_filled_in_another_way_is_refused_and_nothing_is_changed() -> None:

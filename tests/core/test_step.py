@@ -16,7 +16,7 @@ from hasten.core.session import assemble
 from hasten.core.setup import prepare
 from hasten.core.step import NotFiniteError, batches, train_step, training
 from hasten.errors import InputError
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from tiny import job_facts, language_job, examples, run, session_of, tiny_model
 
@@ -48,9 +48,9 @@ class KeepGradients(torch.optim.SGD):
     "techniques",
     [
         (),
-        (Accumulate(micro_batch_size=3),),
-        (Accumulate(micro_batch_tokens=45),),
-        (Accumulate(micro_batch_size=1), Packed()),
+        (GradientAccumulation(micro_batch_size=3),),
+        (GradientAccumulation(micro_batch_tokens=45),),
+        (GradientAccumulation(micro_batch_size=1), Packed()),
     ],
     ids=["one batch", "by examples", "by tokens", "packed, one by one"],
 )

@@ -21,7 +21,7 @@ from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.parts import checkpoint
 from hasten.techniques.adapter import LoRA
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
 from hasten.techniques.feed import Prefetched
@@ -175,7 +175,7 @@ def test_the_summary_says_what_was_done() -> None:
 PLANS = {
     "plain": (),
     "masters": (BF16MasterWeights(), Packed(), LabelledTokenLoss(chunk=32)),
-    "accumulating": (Accumulate(micro_batch_size=3),),
+    "accumulating": (GradientAccumulation(micro_batch_size=3),),
     "lora with dropout": (LoRA(rank=4, dropout=0.2),),
 }
 

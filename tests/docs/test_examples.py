@@ -84,7 +84,7 @@ def test_an_example_trains_with_all_its_techniques(
     # Two steps of four examples: too few for an accumulation by thousands of tokens to cut, or for
     # a checkpoint every fifty steps.
     idle = {name for name, proof in summary["acted"].items() if not proof["acted"]}
-    assert idle <= {"accumulate", "checkpoints"}
+    assert idle <= {"gradient_accumulation", "checkpoints"}
     if rowwise.library().library is not None:  # without a compiler it goes on, and says so
         assert not any("without" in line for line in said)
 

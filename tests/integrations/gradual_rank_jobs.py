@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hasten import OptimizedTrainer, PipeDream, benchmark, gradual_optimize
 from hasten.machine.environment import World
-from hasten.techniques.batch import Accumulate
-from hasten.techniques.wire.compress import Half
+from hasten.techniques.batch import GradientAccumulation
+from hasten.techniques.communication.compress import Half
 
 
 def data(count: int = 96) -> TensorDataset:
@@ -38,7 +38,7 @@ def gradual(world: World) -> dict[str, Any]:
         network,
         DataLoader(data(), batch_size=4),
         optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-        techniques=[Half(), Accumulate(micro_batch_size=2)],
+        techniques=[Half(), GradientAccumulation(micro_batch_size=2)],
         rounds=2,
         steps=2,
     )

@@ -1,4 +1,4 @@
-"""What test_wire_in_lightning starts on two ranks: Lightning's DDP with a compressed wire."""
+"""What test_wire_in_lightning starts on two ranks: Lightning's DDP with a compressed communication."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.sampler import LengthGrouped
-from hasten.techniques.wire.compress import Half, TopK
+from hasten.techniques.communication.compress import Half, TopK
 from integrations.test_techniques_in_lightning import (
     BATCH,
     SEED,
@@ -30,15 +30,15 @@ from integrations.test_techniques_in_lightning import (
 from tiny import tiny_model
 
 TOP = TopK(0.05, dense_share=0.0, minimum=1)
-WIRES: dict[str, tuple[Technique, ...]] = {
+COMMUNICATIONS: dict[str, tuple[Technique, ...]] = {
     "none": (),
     "half": (Half(minimum=1),),
     "topk": (TOP, Checkpoints(interval=3)),
 }
 
 
-def fit(folder: Path, wire: tuple[Technique, ...], passes: int = 1, **more: Any) -> Any:
-    """Losses of this rank's passes, bytes that have left it and steps that its wire has counted;
+def fit(folder: Path, communication: tuple[Technique, ...], passes: int = 1, **more: Any) -> Any:
+    """Losses of this rank's passes, bytes that have left it and steps that its communication has counted;
     ``ckpt`` is gone on from."""
     checkpoint = more.pop("ckpt", None)
     trainer = trainer_of(
@@ -50,7 +50,7 @@ def fit(folder: Path, wire: tuple[Technique, ...], passes: int = 1, **more: Any)
         **more,
     )
     module = module_of(tiny_model())
-    plan = [LengthGrouped(window=64), Packed(), LabelledTokenLoss(chunk=128), *wire]
+    plan = [LengthGrouped(window=64), Packed(), LabelledTokenLoss(chunk=128), *communication]
     given = with_techniques(trainer, module, loader(BATCH // 2 // passes), plan, seed=SEED)
     seams: Any = trainer.callbacks[0]
     wrapped: list[bool] = []
@@ -64,14 +64,14 @@ def fit(folder: Path, wire: tuple[Technique, ...], passes: int = 1, **more: Any)
     trainer.fit(*given, ckpt_path=checkpoint)
     assert wrapped == [True]
     found: dict[str, Any] = {"losses": module.losses, "sent": 0, "steps": 0}
-    if wire:
-        compressor: Any = seams.setup.wire.compressor
+    if communication:
+        compressor: Any = seams.setup.communication.compressor
         found |= {"sent": compressor.sent_bytes, "steps": compressor.steps}
     return found
 
 
 def main(folder: Path) -> None:
-    found: dict[str, Any] = {n: fit(folder / n, wire) for n, wire in WIRES.items()}
+    found: dict[str, Any] = {n: fit(folder / n, communication) for n, communication in COMMUNICATIONS.items()}
     found["passes"] = fit(folder / "passes", (), passes=2)
     saver: Any = importlib.import_module("lightning.pytorch.callbacks").ModelCheckpoint
     saves = saver(dirpath=folder / "saved", every_n_train_steps=2, save_top_k=-1)

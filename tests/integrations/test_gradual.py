@@ -14,10 +14,10 @@ from hasten import InputError, gradual_optimize
 from hasten.core.plan import Plan
 from hasten.integrations import gradual
 from hasten.measure.ablation import Variant
-from hasten.techniques.batch import Accumulate, AdaptiveBatch
+from hasten.techniques.batch import GradientAccumulation, AdaptiveBatch
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast
-from hasten.techniques.wire.compress import Half
+from hasten.techniques.communication.compress import Half
 from ranks import on_ranks
 
 
@@ -65,11 +65,11 @@ def test_what_is_surely_faster_and_not_worse_is_kept_and_trained_with() -> None:
 
 
 def test_what_does_not_pay_is_left_out_and_why_is_said() -> None:
-    model, found = tuned(Accumulate(micro_batch_size=1), Half())
+    model, found = tuned(GradientAccumulation(micro_batch_size=1), Half())
     assert not len(found.climb.plan)
     why = {rung.technique: rung.why for rung in found.climb.rungs}
     assert why["half"] == "with one rank no gradient travels"
-    assert "slower" in why["accumulate(micro_batch_size=1)"]
+    assert "slower" in why["gradient_accumulation(micro_batch_size=1)"]
     assert "kept: nothing" in str(found)
     assert model.rows == [4] * 40
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hasten import CloudConfig, InputError, OptimizedTrainer
 from hasten.integrations import optimized_trainer
 from hasten.machine import host
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from integrations.loader_rank_jobs import Tagger, unlike_labels
 
@@ -76,7 +76,7 @@ def mean_of_some(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target, ignore_index=0)
 
 
-ACCUMULATE = {"dynamic_batch": Accumulate(micro_batch_size=3)}  # 8 -> 3, 3, 2
+ACCUMULATE = {"dynamic_batch": GradientAccumulation(micro_batch_size=3)}  # 8 -> 3, 3, 2
 
 
 @pytest.mark.parametrize("settings", [{}, ACCUMULATE], ids=["whole", "in micro-batches"])

@@ -27,7 +27,7 @@ from hasten.techniques.feed import Prefetched
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import Muon
 from hasten.techniques.precision import Autocast
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from tiny import COMMON, language_job, examples, run, session_of, tiny_model
 
@@ -39,7 +39,7 @@ PLANS: dict[str, tuple[Technique, ...]] = {
     "packed epoch": (PackedEpoch(row_tokens=90), Packed()),
     "muon": (GROUPED, Packed(), Muon()),
     "everything": (
-        *(GROUPED, Packed(), DocumentAttention(), LabelledTokenLoss(chunk=128), Recompute()),
+        *(GROUPED, Packed(), DocumentAttention(), LabelledTokenLoss(chunk=128), ActivationCheckpointing()),
     ),
 }
 plans = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())

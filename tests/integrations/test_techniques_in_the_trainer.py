@@ -18,7 +18,7 @@ from hasten.parts.kernels import rowwise
 from hasten.techniques import CATALOGUE
 from hasten.techniques.allocator import Allocator
 from hasten.techniques.attention import DocumentAttention
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
 from hasten.techniques.experts import ExpertsImplementation
@@ -28,10 +28,10 @@ from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import Autocast
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from hasten.techniques.threads import Threads
-from hasten.techniques.wire.compress import TopK
+from hasten.techniques.communication.compress import TopK
 from tiny import language_job, examples, run, session_of, tiny_model
 
 STEPS, BATCH, RATE, SEED = 6, 8, 1e-2, 3
@@ -39,7 +39,7 @@ DATA = examples(24)
 GROUPED = LengthGrouped(window=64)
 compiles = pytest.mark.skipif(rowwise.library().library is None, reason="needs a compiler")
 EVERYTHING: tuple[Technique, ...] = (
-    *(GROUPED, Packed(), DocumentAttention(), LabelledTokenLoss(chunk=128), Recompute()),
+    *(GROUPED, Packed(), DocumentAttention(), LabelledTokenLoss(chunk=128), ActivationCheckpointing()),
 )
 PLANS: dict[str, tuple[Technique, ...]] = {
     "grouped": (GROUPED,),
@@ -47,7 +47,7 @@ PLANS: dict[str, tuple[Technique, ...]] = {
     "packed epoch": (PackedEpoch(row_tokens=90), Packed()),
     "documents": (GROUPED, Packed(), DocumentAttention()),
     "loss": (GROUPED, LabelledTokenLoss(chunk=128)),
-    "recompute": (GROUPED, Recompute()),
+    "activation_checkpointing": (GROUPED, ActivationCheckpointing()),
     "compact": (GROUPED, CompactAdamW("bf16")),
     "muon": (GROUPED, Muon()),
     "everything": EVERYTHING,
@@ -194,10 +194,10 @@ def test_evidence_is_written_beside(tmp_path: Path) -> None:
     ("technique", "advice"),
     [
         (Prefetched(), "dataloader_num_workers"),
-        (Accumulate(), "gradient_accumulation_steps"),
+        (GradientAccumulation(), "gradient_accumulation_steps"),
         (Autocast(), "bf16=True"),
         (DDP(), "torchrun"),
-        (Allocator(), "hasten doctor"),
+        (Allocator(), "hasten check"),
     ],
     ids=str,
 )
@@ -256,7 +256,7 @@ def test_what_can_not_work_here_is_said(tmp_path: Path) -> None:
     newer = "activation_checkpointing" in TrainingArguments.__dataclass_fields__
     name = "activation_checkpointing" if newer else "gradient_checkpointing"
     with pytest.raises(InputError, match="activation_checkpointing"):
-        with_techniques(trainer_of(tmp_path, **{name: True}), [Recompute()])
+        with_techniques(trainer_of(tmp_path, **{name: True}), [ActivationCheckpointing()])
 
 
 def test_with_one_process_no_gradient_travels_and_nothing_changes(tmp_path: Path) -> None:

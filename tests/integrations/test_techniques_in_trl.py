@@ -20,7 +20,7 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.sampler import LengthGrouped
 from tiny import tiny_model
 
@@ -30,9 +30,9 @@ pytestmark = pytest.mark.skipif(
 )
 STEPS = 3
 PLANS: dict[str, list[Technique]] = {
-    "SFT": [Packed(), DocumentAttention(), Recompute()],
-    "DPO": [DocumentAttention(), Recompute()],
-    "GRPO": [Recompute()],
+    "SFT": [Packed(), DocumentAttention(), ActivationCheckpointing()],
+    "DPO": [DocumentAttention(), ActivationCheckpointing()],
+    "GRPO": [ActivationCheckpointing()],
 }
 if rowwise.library().library is not None:  # there is a compiler
     PLANS = {kind: [*plan, FusedLayers()] for kind, plan in PLANS.items()}

@@ -110,9 +110,9 @@ def _drawn(
     return found
 
 
-def words_of(variants: Sequence[Variant], guard: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def words_of(variants: Sequence[Variant], verification: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Each variant's word by the real path."""
-    return {row["name"]: word_of(row) for row in rows_of(variants, guard)}
+    return {row["name"]: word_of(row) for row in rows_of(variants, verification)}
 
 
 def word_of(row: Mapping[str, Any]) -> str:
@@ -120,7 +120,7 @@ def word_of(row: Mapping[str, Any]) -> str:
     return "worse" if verdict_word(row["quality"]) == "worse" else verdict_word(row["verdict"])
 
 
-def rows_of(variants: Sequence[Variant], guard: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def rows_of(variants: Sequence[Variant], verification: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each variant's row of the report, by the real path."""
     rows: list[dict[str, Any]] = report_of(
         variants,
@@ -129,7 +129,7 @@ def rows_of(variants: Sequence[Variant], guard: Sequence[Mapping[str, Any]]) -> 
         hardware={},
         versions={},
         recipe={"seed": 0},
-        guard=guard,
+        verification=verification,
     )["variants"]
     return rows
 

@@ -1,8 +1,8 @@
 """Techniques of which the truth is known: they do nothing, slow, leak, lie, or ruin the model.
 
 Each does in earnest what it is named for, so an experiment with them has one right answer for every
-variant. `small_proofs` trains models of a second with them and writes down what a guard would find, in
-the form of ``report.guard``.
+variant. `small_proofs` trains models of a second with them and writes down what a verification would find, in
+the form of ``report.verification``.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ PLANTED = (Waits, DoesNothing, ClaimsOnly, LeaksDocuments, ScalesLoss, RuinsHeld
 
 
 def small_proofs() -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Entries of ``report.guard``, and eval losses with and without `RuinsHeldOut`."""
+    """Entries of ``report.verification``, and eval losses with and without `RuinsHeldOut`."""
     losses = {
         name: _eval_data(*techniques)
         for name, techniques in (("baseline", ()), ("ruined", (RuinsHeldOut(),)))

@@ -20,7 +20,7 @@ from hasten.measure.profile import efficiency_once_more, measure
 from hasten.techniques.batch import AdaptiveBatch
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.routing import BalancedRouting
-from hasten.techniques.wire.compress import TopK
+from hasten.techniques.communication.compress import TopK
 from tiny import job_facts, language_job, tiny_model
 
 PLANS: dict[str, tuple[Technique, ...]] = {

@@ -177,16 +177,16 @@ PLAN = Plan([Packed(), DocumentAttention(), FusedAdamW()])
     ("which", "only", "names"),
     [
         ("plan", (), ["baseline", "plan"]),
-        ("ladder", (), ["baseline", "+ packed", "+ document_attention", "+ fused_adamw"]),
+        ("cumulative", (), ["baseline", "+ packed", "+ document_attention", "+ fused_adamw"]),
         (
-            "alone",
+            "single",
             (),
             ["baseline", *(f"only {t.name()}" for t in PLAN), "all"],
         ),
-        ("left-out", (), ["baseline", *(f"without {t.name()}" for t in PLAN), "all"]),
+        ("leave-one-out", (), ["baseline", *(f"without {t.name()}" for t in PLAN), "all"]),
         ("plan", ("packed",), ["baseline", "only packed", "all"]),
         ("all", ("packed",), ["baseline", "only packed", "without packed", "all"]),
-        ("ladder", ("document_attention",), ["baseline", "+ document_attention", "+ fused_adamw"]),
+        ("cumulative", ("document_attention",), ["baseline", "+ document_attention", "+ fused_adamw"]),
     ],
 )
 def test_the_variants_are_those_that_were_asked_for(
@@ -205,7 +205,7 @@ def test_all_variants_are_those_of_the_plan_itself() -> None:
         assert set(map(str, plans_of(plan, "all")[0].values())) == set(
             map(str, plan.variants().values())
         )
-        assert list(plans_of(plan, "ladder")[0]) == list(plan.ladder())
+        assert list(plans_of(plan, "cumulative")[0]) == list(plan.cumulative())
 
 
 def test_what_is_not_in_the_plan_cannot_be_measured() -> None:

@@ -17,7 +17,7 @@ NAMES = ("baseline", "again", "only a", "only b", "without a", "without b", "all
 KINDS: dict[str, Kind] = dict(
     zip(
         NAMES,
-        ("baseline", "again", "alone", "alone", "left out", "left out", "all"),
+        ("baseline", "again", "single", "single", "leave-one-out", "leave-one-out", "all"),
         strict=True,
     )
 )
@@ -81,7 +81,7 @@ def test_variants_are_left_out_in_the_order_that_is_written_down() -> None:
 
 
 def test_variants_that_have_not_run_lie_between_those_that_have() -> None:
-    """Of a ladder baseline and result have run; their mean would drop rows for nothing."""
+    """Of a cumulative baseline and result have run; their mean would drop rows for nothing."""
     costs = Costs(start=0.0, turns=(8.0, 2.0), look=0.0, finish=0.0)
     rounds = [costs.of(variants, rounds=1, looks=0, to_start=0) for variants in (1, 2, 5)]
     assert rounds == pytest.approx([5.0, 10.0, 10.0 + 3 * 4.0])

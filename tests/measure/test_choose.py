@@ -26,7 +26,7 @@ from hasten.measure.ablation import Variant
 from hasten.measure.choose import PLAIN, Choice, choose, kept_choice, kept_choices
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import prepared
-from hasten.measure.significance import with_luck
+from hasten.measure.significance import with_process_variance
 from hasten.progress import SilentProgress
 from hasten.recipe import build, memory_check
 from hasten.recipe.build import build_model
@@ -196,7 +196,7 @@ def test_plan_auto_and_the_report_have_one_word_for_the_same_rounds() -> None:
         variant = Variant(f"with {place}", Plan(), values, kind="other" if place else "baseline")
         variant.beside = variants[0].rounds if place else []
         variants.append(variant)
-    variants = with_luck(variants)
+    variants = with_process_variance(variants)
     ours = {name: (said.text, ratio) for name, (ratio, said) in module._verdicts(variants).items()}
     theirs = {
         variant.name: (said.verdict, said.effect)
@@ -378,18 +378,18 @@ def test_the_same_code_chooses_on_a_gpu(
     capability: str,
     bf16: bool,
 ) -> None:
-    """The device is pretended, and the race is drawn."""
+    """The device is simulated, and the race is drawn."""
     here = facts.seen_at_start()
     gpus = (Accelerator(name, 16 * 10**9, capability),)
     hardware = dataclasses.replace(here.hardware, accelerators=gpus)
-    pretended = dataclasses.replace(here, device="cuda:0", hardware=hardware)
-    monkeypatch.setattr(facts, "seen_at_start", lambda: pretended)
+    simulated = dataclasses.replace(here, device="cuda:0", hardware=hardware)
+    monkeypatch.setattr(facts, "seen_at_start", lambda: simulated)
     monkeypatch.setattr(build, "check_kernels", lambda known, tell: [])  # it has no kernels
     speeds = {"bf16_master_weights": 2.0, "fused_adamw": 1.1, "labelled_token_loss": 1.2}
     found = chosen({**sums, "device": "auto"}, tmp_path, race(speeds, steady(0.02, 1)))
     assert ("bf16_master_weights" in found.entries) == bf16
     assert "labelled_token_loss" in found.entries
-    reasons = {row.name: row.why for row in found.rows if row.decision == "left out"}
+    reasons = {row.name: row.why for row in found.rows if row.decision == "leave-one-out"}
     assert "fused_adamw" in found.entries
     assert bf16 or "no bf16 units" in reasons["bf16_master_weights"]
 

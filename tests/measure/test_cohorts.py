@@ -19,7 +19,7 @@ from hasten.measure.ablation import Design, with_second_baseline
 from hasten.measure.record import ExperimentRecord, seconds_of
 from hasten.report.build import report_of
 from hasten.report.schema import read_report
-from pretence import KINDS, NAMES, PLANS, log, pretend
+from simulation import KINDS, NAMES, PLANS, log, pretend
 
 HEAD: dict[str, Any] = {"title": "t", "command": "c", "hardware": {}, "versions": {}}
 HEAD |= {"recipe": {"seed": 0}}

@@ -20,11 +20,11 @@ from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.recipe.schema import Recipe
 from hasten.report import speedup
 from hasten.report.schema import read_report
-from hasten.report.speedup import ablate, climb_recipe
+from hasten.report.speedup import ablate, greedy_recipe
 from hasten.techniques import CATALOGUE
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
-from pretence import IMPORTS, JOB, log
+from simulation import IMPORTS, JOB, log
 from tiny import job_facts, language_job
 
 DESIGN = Design(rounds=4, steps=1, warmup=1)
@@ -113,12 +113,12 @@ def test_an_experiment_is_measured_once(recipe: Recipe, tmp_path: Path) -> None:
 
 def test_its_report_has_what_the_page_expects(recipe: Recipe) -> None:
     design = Design(rounds=4, steps=1, warmup=1, noise=True)
-    found = read_report(ablate(recipe, "ladder", design=design))
+    found = read_report(ablate(recipe, "cumulative", design=design))
     assert [(variant["name"], variant["kind"]) for variant in found["variants"]] == [
         ("baseline", "baseline"),
         ("baseline again", "again"),
-        ("+ packed", "ladder"),
-        ("+ document_attention", "ladder"),
+        ("+ packed", "cumulative"),
+        ("+ document_attention", "cumulative"),
         ("+ labelled_token_loss", "all"),
     ]
     assert [variant["ratio"]["median"] for variant in found["variants"]] == pytest.approx([1, 1, 1.5, 1.5, 1.8])
@@ -162,7 +162,7 @@ def test_changed_sources_make_another_experiment(
 
 @pytest.mark.parametrize("order", ["positions", "gain"])
 def test_gradual_optimisation_keeps_what_pays(recipe: Recipe, order: Any) -> None:
-    climbed = climb_recipe(recipe, order=order, design=DESIGN)
+    climbed = greedy_recipe(recipe, order=order, design=DESIGN)
     assert climbed.plan == Plan([Packed(), LabelledTokenLoss()])
     tried = [rung.technique for rung in climbed.rungs]
     assert tried[0] == "packed"
@@ -170,7 +170,7 @@ def test_gradual_optimisation_keeps_what_pays(recipe: Recipe, order: Any) -> Non
     assert tried.index("labelled_token_loss") == (1 if order == "gain" else 2)
     assert climbed.report is not None
     assert read_report(climbed.report)["variants"][-1]["ratio"]["median"] == pytest.approx(1.8)
-    assert [row["kept"] for row in climbed.report["design"]["climb"]].count(True) == 2
+    assert [row["kept"] for row in climbed.report["design"]["greedy"]].count(True) == 2
 
 
 def test_the_cost_of_a_climb_has_all_its_experiments(
@@ -186,7 +186,7 @@ def test_the_cost_of_a_climb_has_all_its_experiments(
 
     monkeypatch.setattr(speedup, "measured", noted)
     priced = recipe.model_dump() | {"price": {"currency": "EUR", "per_device_hour": 2.0}}
-    report = climb_recipe(Recipe(**priced), design=DESIGN).report
+    report = greedy_recipe(Recipe(**priced), design=DESIGN).report
     assert report is not None
     assert len(spent) == 4  # three decisions came before it
     assert min(spent) > 0
@@ -204,17 +204,17 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(recipe: Recipe, tmp_pa
     with pytest.raises(InputError, match="nothing to compare"):
         ablate(recipe.model_copy(update={"plan": []}))
     with pytest.raises(InputError, match="nothing to compare"):
-        climb_recipe(recipe.model_copy(update={"plan": []}))
+        greedy_recipe(recipe.model_copy(update={"plan": []}))
     with pytest.raises(InputError, match="is not in the plan"):
         ablate(recipe, only=["muon"])
     assert log(tmp_path) == []
 
 
 def test_the_names_are_where_the_articles_and_the_house_have_them() -> None:
-    assert evidence.climb_recipe is climb_recipe
+    assert evidence.greedy_recipe is greedy_recipe
     assert evidence.ablate is ablate
     assert evidence.Design is Design
-    assert {"ablate", "compare", "climb_recipe"} <= set(dir(evidence))
+    assert {"ablate", "compare", "greedy_recipe"} <= set(dir(evidence))
     with pytest.raises(AttributeError):
         _ = evidence.nothing
 

@@ -20,7 +20,7 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.precision import BF16MasterWeights
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from tiny import VOCABULARY, language_job, records, run, session_of, tiny_model
 
 FLOATS = sum(p.numel() for p in tiny_model().parameters())
@@ -88,7 +88,7 @@ def test_a_compact_optimizer_is_seen_to_be_compact() -> None:
 
 
 def test_recomputing_keeps_fewer_activations() -> None:
-    usual, less = memory_of(trained()), memory_of(trained(Recompute()))
+    usual, less = memory_of(trained()), memory_of(trained(ActivationCheckpointing()))
     assert 0 < (less["activations"] or 0) < 0.5 * (usual["activations"] or 0)
 
 

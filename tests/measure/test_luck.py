@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Variant
-from hasten.measure.significance import BELIEF, USUAL, luck_of, noise_floor, p_beyond, with_luck
+from hasten.measure.significance import BELIEF, USUAL, process_variance_of, noise_floor, p_beyond, with_process_variance
 from hasten.measure.statistics import Interval, ProcessVariance, student_quantile
 from hasten.report.judgement import interaction_of, judge_variants, noise_of, ratio_between, ratio_to
 
@@ -26,19 +26,19 @@ def experiment(
     noise: float = 0.02,
     rounds: int = ROUNDS,
 ) -> list[Variant]:
-    """A baseline, its copy, a variant for each gain; each build of each variant has its own luck."""
+    """A baseline, its copy, a variant for each gain; each build of each variant has its own process_variance."""
     names = ["baseline", "again", *(f"variant {i}" for i in range(len(gains)))]
     truths = [1.0, 1.0, *gains]
     of_build = [min(i * builds // rounds, builds - 1) for i in range(rounds)]
     variants = []
     for name, truth in zip(names, truths, strict=True):
-        luck = draw.normal(0, process, builds)
-        values = [truth * math.exp(luck[b] + draw.normal(0, noise)) for b in of_build]
+        process_variance = draw.normal(0, process, builds)
+        values = [truth * math.exp(process_variance[b] + draw.normal(0, noise)) for b in of_build]
         kind = "again" if name == "again" else "other"
         variants.append(Variant(name, Plan(), rounds=values, builds=of_build, kind=kind))
     for variant in variants:
         variant.beside = variants[0].rounds
-    return with_luck(variants)
+    return with_process_variance(variants)
 
 
 @pytest.mark.parametrize("builds", [2, 3])
@@ -51,7 +51,7 @@ def test_intervals_hold_the_truth_where_processes_differ(builds: int, count: int
         assert ratio is not None
         hits += ratio.low <= 1.05 <= ratio.high
         for variant in variants:
-            variant.luck = None
+            variant.process_variance = None
         without = ratio_to(variants[2], variants[0])
         assert without is not None
         alone += without.low <= 1.05 <= without.high
@@ -69,7 +69,7 @@ def test_a_copy_is_not_called_better_for_its_luck() -> None:
 
 def test_many_variants_tell_how_far_processes_lie_apart() -> None:
     variants = experiment(np.random.default_rng(1), [1.0] * 60, 4, process=0.03, noise=0.001)
-    found = luck_of(variants)
+    found = process_variance_of(variants)
     assert found is not None
     assert found.spread == pytest.approx(0.03, rel=0.15)
     assert found.freedom == BELIEF + 60 * 3  # variants and copy less one, builds less one
@@ -80,14 +80,14 @@ def test_what_a_sitting_did_to_all_variants_is_no_difference_between_them() -> N
     for variant in quiet:
         variant.rounds = [r * (1.3 if b else 1.0) for r, b in zip(variant.rounds, variant.builds, strict=True)]
         variant.beside = quiet[0].rounds
-    found = luck_of(quiet)
+    found = process_variance_of(quiet)
     assert found is not None
     assert found.error == pytest.approx(math.sqrt(BELIEF * USUAL**2 / (BELIEF + 3) / 2))
 
 
 def test_a_single_build_goes_by_what_is_usual_and_by_the_copy() -> None:
     variants = experiment(np.random.default_rng(4), [1.0], 1, noise=0.0)
-    found, apart = luck_of(variants), math.log(variants[1].rounds[0] / variants[0].rounds[0])
+    found, apart = process_variance_of(variants), math.log(variants[1].rounds[0] / variants[0].rounds[0])
     assert found is not None
     squares = BELIEF * USUAL**2 + apart**2 / 2
     assert found == ProcessVariance(pytest.approx(math.sqrt(squares / (BELIEF + 1))), BELIEF + 1, 1)
@@ -95,18 +95,18 @@ def test_a_single_build_goes_by_what_is_usual_and_by_the_copy() -> None:
 
 def test_without_an_variant_that_ran_there_is_nothing_to_say() -> None:
     base, broken = Variant("baseline", Plan(), rounds=[1.0]), Variant("x", Plan(), failed="memory")
-    assert luck_of([base]) is None
-    assert luck_of([base, broken]) is None
-    assert with_luck([base, broken])[0].luck is None
+    assert process_variance_of([base]) is None
+    assert process_variance_of([base, broken]) is None
+    assert with_process_variance([base, broken])[0].process_variance is None
 
 
 def test_a_claim_s_pair_and_the_interaction_are_widened_too() -> None:
     variants = experiment(np.random.default_rng(5), [1.1, 1.2], 2, process=0.05, noise=0.0001)
-    luck = variants[0].luck
-    assert luck is not None
+    process_variance = variants[0].process_variance
+    assert process_variance is not None
     between = ratio_between(variants[3], variants[2], variants[0])
     assert between is not None
-    assert math.log(between[0].high / between[0].low) >= 2 * luck.half() * 0.999
+    assert math.log(between[0].high / between[0].low) >= 2 * process_variance.half() * 0.999
     said = noise_of(variants)
     assert said is not None
     assert "Processes of one program lie" in said["text"]
@@ -117,14 +117,14 @@ def test_a_claim_s_pair_and_the_interaction_are_widened_too() -> None:
 def test_an_interval_is_never_narrower_and_keeps_its_middle(
     error: float, freedom: int, estimate: float, half: float
 ) -> None:
-    luck = ProcessVariance(error, freedom, 2)
+    process_variance = ProcessVariance(error, freedom, 2)
     before = Interval(estimate, estimate, estimate * (1 - half), estimate * (1 + half), 8)
-    after = luck.widened(before)
+    after = process_variance.widened(before)
     assert after.low <= before.low <= before.high <= after.high
     assert (after.estimate, after.median, after.rounds) == (estimate, estimate, 8)
     wide = math.log(after.high / after.estimate)
     assert wide >= student_quantile(0.975, freedom) * error * math.sqrt(2) * (1 - 1e-9)
-    assert luck.chance(luck.half()) == pytest.approx(0.05, rel=1e-6)
+    assert process_variance.chance(process_variance.half()) == pytest.approx(0.05, rel=1e-6)
 
 
 def test_one_round_stays_unknown() -> None:
@@ -133,11 +133,11 @@ def test_one_round_stays_unknown() -> None:
 
 
 def test_no_p_value_is_smaller_than_processes_alone_give() -> None:
-    ratios, luck = [1.05, 1.051, 1.049, 1.05], ProcessVariance(0.01, 5, 2)
+    ratios, process_variance = [1.05, 1.051, 1.049, 1.05], ProcessVariance(0.01, 5, 2)
     distance = math.log(1.05) - math.log(1.01)
     assert p_beyond(ratios, 0.01) < 0.001
-    assert p_beyond(ratios, 0.01, luck) == pytest.approx(luck.chance(distance), rel=1e-3)
-    assert luck.chance(distance) > 0.02
+    assert p_beyond(ratios, 0.01, process_variance) == pytest.approx(process_variance.chance(distance), rel=1e-3)
+    assert process_variance.chance(distance) > 0.02
 
 
 def test_a_copy_that_differs_as_processes_do_raises_no_floor() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hasten.errors import InputError
-from hasten.measure.quality.requirements import GuardRow
+from hasten.measure.quality.requirements import VerificationRow
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import Recipe
 from measure.planted_techniques import (
@@ -37,7 +37,7 @@ def test_a_leak_and_a_wrong_scale_are_seen_and_nothing_is_not(found: Found) -> N
 
 def test_the_entries_have_the_form_of_the_guards_own(found: Found) -> None:
     for entry in found[0]:
-        assert GuardRow(**entry).to_dict() == entry
+        assert VerificationRow(**entry).to_dict() == entry
 
 
 def test_hardly_moving_weights_ruin_the_eval_loss(found: Found) -> None:

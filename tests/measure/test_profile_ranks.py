@@ -18,10 +18,10 @@ def test_two_ranks_are_profiled_together_and_the_first_writes(tmp_path: Path) ->
     assert first["parallel"]["efficiency_against_no_communication"] > 0
     assert first["ledger"]["step"]["communication"] > 0
     for rank in first["ranks"]:
-        wire = rank["wire"]
-        seconds = wire["exposed_communication_seconds"] + wire["hidden_communication_seconds"]
-        assert wire["wire_seconds"] == pytest.approx(seconds)
-        assert wire["wire_bytes"] > 0
+        communication = rank["communication"]
+        seconds = communication["exposed_comm_seconds"] + communication["hidden_communication_seconds"]
+        assert communication["comm_seconds"] == pytest.approx(seconds)
+        assert communication["comm_bytes"] > 0
     assert (first["written"], second["written"]) == (["trace.json.gz"], [])
     text = render_text(first)
     assert "one rank alone x 2" in text

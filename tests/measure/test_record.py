@@ -14,7 +14,7 @@ from hasten.measure.ablation import Design
 from hasten.measure.experiment import design_words
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.rounds import Rounds, variants_of
-from pretence import KINDS, NAMES, PLANS, log, pretend
+from simulation import KINDS, NAMES, PLANS, log, pretend
 
 DESIGN = Design(rounds=4, steps=2, warmup=1, evaluations=2)
 TWO = {name: PLANS[name] for name in ("baseline", "all")}

@@ -156,22 +156,22 @@ def test_the_forecast_of_further_rounds_is_right_within_a_factor_of_two(
 
 def test_no_round_decides_what_lies_within_the_luck_of_processes() -> None:
     few = ratio_of(drawn(0.03, 0.03, 6))
-    luck = ProcessVariance(0.01, 4, 1)
+    process_variance = ProcessVariance(0.01, 4, 1)
     assert isinstance(rounds_needed(few), int)
-    assert rounds_needed(few, luck=luck) == "more than 200"
-    assert isinstance(rounds_needed(ratio_of(drawn(0.08, 0.12, 6)), luck=luck), int)
+    assert rounds_needed(few, process_variance=process_variance) == "more than 200"
+    assert isinstance(rounds_needed(ratio_of(drawn(0.08, 0.12, 6)), process_variance=process_variance), int)
 
 
 @pytest.mark.parametrize("change", [0.05, -0.05, 0.2])
 def test_words_of_several_ratios_are_those_of_one_after_the_correction(change: float) -> None:
     rounds = {"a": drawn(change, 0.01, 6), "b": drawn(0.0, 0.03, 6), "c": drawn(0.3, 0.02, 6)}
-    luck = ProcessVariance(0.005, 8, 1)
-    effects = {name: (ratio_of_rounds(found, luck), found) for name, found in rounds.items()}
-    judged = judge_effects(effects, 0.01, luck)
-    p_values = holm([p_beyond(found, 0.01, luck) for found in rounds.values()])
+    process_variance = ProcessVariance(0.005, 8, 1)
+    effects = {name: (ratio_of_rounds(found, process_variance), found) for name, found in rounds.items()}
+    judged = judge_effects(effects, 0.01, process_variance)
+    p_values = holm([p_beyond(found, 0.01, process_variance) for found in rounds.values()])
     assert [judged[name].p_value for name in rounds] == p_values
     for name, p in zip(rounds, p_values, strict=True):
-        said = verdict(luck.widened(ratio_of(rounds[name])), 0.01, p_value=p)
+        said = verdict(process_variance.widened(ratio_of(rounds[name])), 0.01, p_value=p)
         assert judged[name].word == said
         assert judged[name].text.startswith(said)
     assert judged["b"].rivals == 1

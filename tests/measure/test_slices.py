@@ -19,7 +19,7 @@ PACES = {"fast": 0.1, "slow": 0.4, "middling": 0.2}
 
 
 class Pretended:
-    """A worker whose steps take ``pace`` seconds of a pretended clock."""
+    """A worker whose steps take ``pace`` seconds of a simulated clock."""
 
     can_slice = True
 

@@ -16,7 +16,7 @@ from hasten.recipe.build import prepare_run
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.threads import Threads
-from hasten.techniques.wire.compress import Half
+from hasten.techniques.communication.compress import Half
 from sample_data import STDLIB, small
 
 

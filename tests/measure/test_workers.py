@@ -19,7 +19,7 @@ import pytest
 from hasten.measure import workers as workers_module
 from hasten.measure.workers import Worker, WorkerError, WorkerPool, WorkerSpec, merge_replies
 from measure.loop_jobs import SPIN
-from pretence import IMPORTS
+from simulation import IMPORTS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops processes, reads /proc")
 FORKED = pytest.mark.parametrize("fork", [False, True], ids=["spawned", "forked"])
@@ -28,7 +28,7 @@ import sys, time
 from pathlib import Path
 from hasten.measure.workers import WorkerPool, WorkerSpec
 pool = WorkerPool(Path(sys.argv[1]), fork=bool(int(sys.argv[2])))
-said = pool.start(WorkerSpec("pretend_job:members", {"thread": True}), "worker").ready(60)
+said = pool.start(WorkerSpec("simulate_job:members", {"thread": True}), "worker").ready(60)
 print(said["pid"], said["parent"], flush=True)
 time.sleep(60)
 """
@@ -49,7 +49,7 @@ def forking(tmp_path: Path) -> Iterator[WorkerPool]:
 
 
 def member(*, ranks: int = 1, environ: dict[str, str] | None = None, **given: Any) -> WorkerSpec:
-    return WorkerSpec("pretend_job:members", given, {**IMPORTS, **(environ or {})}, ranks)
+    return WorkerSpec("simulate_job:members", given, {**IMPORTS, **(environ or {})}, ranks)
 
 
 def fail(worker: Worker, *hows: Sequence[str], timeout: float = 60.0) -> Any:
@@ -140,7 +140,7 @@ def test_a_request_is_done_in_slices_with_the_worker_stopped_between_them(
 @FORKED
 def test_the_clock_of_a_worker_stands_still_while_it_is_stopped(tmp_path: Path, fork: bool) -> None:
     with WorkerPool(tmp_path, fork=fork) as pool:
-        worker = pool.start(WorkerSpec("pretend_job:clocks", {}, IMPORTS), "worker")
+        worker = pool.start(WorkerSpec("simulate_job:clocks", {}, IMPORTS), "worker")
         worker.ready(60)
         worker.submit("work", seconds=0.3)
         slept, said = 0.0, worker.run_for(0.05)

@@ -13,7 +13,7 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.attention import DocumentAttention
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.objective import MultiTokenPrediction
@@ -30,7 +30,7 @@ CASES: dict[str, tuple[str, tuple[Technique, ...]]] = {
     "v3.2": ("deepseek_v32", ()),
     "v3.2, packed": ("deepseek_v32", (Packed(), DocumentAttention(), MultiTokenPrediction())),
     "v4": ("deepseek_v4", ()),
-    "v4, accumulated": ("deepseek_v4", (Accumulate(micro_batch_size=1), BalancedRouting())),
+    "v4, accumulated": ("deepseek_v4", (GradientAccumulation(micro_batch_size=1), BalancedRouting())),
 }
 
 

@@ -98,7 +98,7 @@ def test_the_lines_for_a_recipe_are_read_by_it_and_need_as_many_ranks(
     )
     assert len(shown) == (layout.devices > 1)
     assert (Slot.PRECISION in plan) == (layout.precision != "fp32")
-    assert (Slot.WIRE in plan) == (layout.compression != "none")
+    assert (Slot.COMMUNICATION in plan) == (layout.compression != "none")
     assert [reason for t in plan for reason in t.obstacles(known)] == []
 
 

@@ -90,17 +90,17 @@ def test_bf16_is_a_candidate_by_its_measurement_whatever_the_flags(
 def test_ranks_compare_ways_of_sending_gradients(fidelity: str, compared: set[str]) -> None:
     for ranks in (1, 2):
         known = replace(facts(100, 100), world=World(0, 0, ranks))
-        wires = {
+        communications = {
             c.technique.name()
             for c in candidates(recipe(), known, fidelity)
-            if c.technique.slot is Slot.WIRE and not c.refused
+            if c.technique.slot is Slot.COMMUNICATION and not c.refused
         }
-        assert wires == (compared if ranks > 1 else set())
+        assert communications == (compared if ranks > 1 else set())
 
 
 def test_a_large_step_is_cut() -> None:
     found = candidates(recipe(global_batch_size=512), facts(60, 400), "rounding")
-    (cut,) = [c for c in found if c.technique.name() == "accumulate"]
+    (cut,) = [c for c in found if c.technique.name() == "gradient_accumulation"]
     assert cut.usual
     assert cut.technique.settings()["micro_batch_tokens"] == 8192
 
@@ -151,7 +151,7 @@ def test_layers_that_were_measured_to_be_slower_are_left_out(
 def test_on_a_pretended_gpu_a_kernel_that_fails_its_first_use_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The proofs of the GPU that is pretended; how they are made is the same code on any device."""
+    """The proofs of the GPU that is simulated; how they are made is the same code on any device."""
     asked: list[str] = []
 
     def proofs(device: str) -> dict[str, Verdict]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hasten.cli.doctor import show_ds_config
+from hasten.cli.check import show_ds_config
 from hasten.errors import InputError
 from hasten.recipe.schema import Recipe, recipe_from
 from zero_configs import ARTICLE, CODER
@@ -63,8 +63,8 @@ def test_numbers_of_the_file_become_keys(file: Path) -> None:
     assert (found.lr_schedule, found.warmup_steps) == ("linear", 7)
     assert found.adam_betas == (0.8, 0.999)
     assert found.plan[:3] == [
-        {"accumulate": {"micro_batch_size": 2}},
-        "recompute",
+        {"gradient_accumulation": {"micro_batch_size": 2}},
+        "activation_checkpointing",
         "bf16_master_weights",
     ]
     assert found.plan[3]["fsdp2"]["reshard"] is False
@@ -112,7 +112,7 @@ def test_beside_deep_speed_itself_the_numbers_join_and_the_techniques_do_not(fil
     file.write_text(json.dumps(config))
     entry = {"deep_speed": {"config": str(file)}}
     found = recipe_from({**LEAST, "nproc": 2, "plan": [entry]}, "recipe.yaml")
-    assert found.plan == [entry, {"accumulate": {"micro_batch_size": 2}}]
+    assert found.plan == [entry, {"gradient_accumulation": {"micro_batch_size": 2}}]
     assert (found.global_batch_size, found.max_grad_norm) == (8, 0.25)
 
 

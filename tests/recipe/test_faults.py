@@ -17,7 +17,7 @@ from hasten.recipe.prepare import evaluations_before
 from hasten.recipe.schema import recipe_from
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.training.folder import LineFiles, clear_the_way, keep_lines_until
-from hasten.training.run import set_guards, watch_notices
+from hasten.training.run import set_step_checks, watch_notices
 from tiny import language_job, session_of
 
 GOOD = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 3}
@@ -67,14 +67,14 @@ def test_what_cannot_be_is_refused_with_the_key(changes: dict[str, Any], words: 
 
 def test_guards_are_set_and_a_policy_without_checkpoints_is_refused(tmp_path: Path) -> None:
     bare = session_of(language_job(steps=2))
-    set_guards(bare, recipe(max_skipped=4, check_replicas=6), tmp_path)
-    guards = bare.setup.guards
+    set_step_checks(bare, recipe(max_skipped=4, check_replicas=6), tmp_path)
+    guards = bare.setup.step_checks
     assert (guards.max_skipped, guards.replicas_every) == (4, 6)
     assert guards.quarantine == tmp_path / "quarantined.jsonl"
     with pytest.raises(InputError, match="loss_spike goes back to a checkpoint"):
-        set_guards(bare, recipe(loss_spike={}), tmp_path)
+        set_step_checks(bare, recipe(loss_spike={}), tmp_path)
     saving = session_of(language_job(steps=2), Checkpoints(), folder=tmp_path / "checkpoints")
-    set_guards(saving, recipe(loss_spike={"at_most": 9}), tmp_path)
+    set_step_checks(saving, recipe(loss_spike={"at_most": 9}), tmp_path)
     assert isinstance(saving.setup.spikes, SpikeWatch)
     assert saving.setup.spikes.policy.at_most == 9
 

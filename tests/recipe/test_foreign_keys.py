@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
     [
         ("model_name_or_path", "LLaMA-Factory's|TRL's model_name_or_path is model here"),
         ("num_train_epochs", "transformers' num_train_epochs is epochs here"),
-        ("gradient_accumulation_steps", "global_batch_size .* accumulate"),
-        ("per_device_train_batch_size", "global_batch_size .* accumulate"),
+        ("gradient_accumulation_steps", "global_batch_size .* gradient_accumulation"),
+        ("per_device_train_batch_size", "global_batch_size .* gradient_accumulation"),
         ("bf16", "bf16_master_weights or autocast in plan here"),
         ("packing", "packed and document_attention in plan here"),
         ("sample_packing", "Axolotl's sample_packing is packed"),

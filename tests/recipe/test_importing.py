@@ -123,7 +123,7 @@ def test_the_last_line_says_how_it_trains_faster(
     import_(source, [], recipe, 1)
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert f"hasten train {recipe} plan=auto" in last
-    assert "accumulate" in str(load_recipe(recipe).plan)
+    assert "gradient_accumulation" in str(load_recipe(recipe).plan)
     assert load_recipe(recipe, ["plan=auto"]).plan == [], "the file's passes go with its plan"
 
 

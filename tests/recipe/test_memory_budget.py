@@ -22,7 +22,7 @@ from hasten.recipe.schema import Recipe
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from memory_rank_jobs import ON_RANKS, both
 from ranks import on_ranks
 from tiny import job_facts, language_job, examples
@@ -33,7 +33,7 @@ PLANS: tuple[tuple[Technique, ...], ...] = (
     (FusedAdamW(),),
     (BF16MasterWeights(), CompactAdamW(moments="int8")),
     (Muon(), LabelledTokenLoss()),
-    (Recompute(),),
+    (ActivationCheckpointing(),),
 )
 
 
@@ -47,7 +47,7 @@ def test_weights_gradients_and_optimizer_are_what_was_estimated(
 ) -> None:
     found = both(architecture, plan)
     assert 0.9 < found["state"] < 1.1
-    if plan != (Recompute(),):  # counts the block at work too, which the meter doesn't
+    if plan != (ActivationCheckpointing(),):  # counts the block at work too, which the meter doesn't
         assert 0.5 < found["activations"] < 1.5
 
 

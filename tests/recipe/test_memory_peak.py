@@ -23,8 +23,8 @@ from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.host import Accelerator
-from hasten.measure.paper.request import PaperTrace, traces
-from hasten.measure.paper.roofline import paper_device
+from hasten.measure.gpu_simulation.request import SimulatedTrace, traces
+from hasten.measure.gpu_simulation.roofline import simulated_device
 from hasten.models.flops import model_flops
 from hasten.models.memory import ModelSize
 from hasten.recipe import memory_check
@@ -32,12 +32,12 @@ from hasten.recipe.build import model_facts
 from hasten.recipe.memory_check import largest_micro_batch, needs_of, one_pass, size_of
 from hasten.recipe.shorthands import catalogue
 from hasten.techniques.attention import DocumentAttention
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.loss import LabelledTokenLoss
-from hasten.techniques.recompute import Recompute
-from paper_recipes import MASTERS, paper_recipe
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
+from simulated_recipes import MASTERS, simulated_recipe
 from tiny import COMMON, job_facts, language_job, examples
 
 WIDTH, INNER, LAYERS, VOCABULARY = 128, 344, 4, 2000
@@ -95,11 +95,11 @@ def shaped(known: Facts, built: Any) -> Facts:
 
 PLANS: dict[str, tuple[Technique, ...]] = {
     "plain": (),
-    "several passes": (Accumulate(micro_batch_size=3),),
+    "several passes": (GradientAccumulation(micro_batch_size=3),),
     "labels": (LabelledTokenLoss(),),
     "packed": (Packed(), DocumentAttention(), LabelledTokenLoss()),
     "fused": (Packed(), DocumentAttention(), FusedLayers(), LabelledTokenLoss()),
-    "recomputed": (Recompute(),),
+    "recomputed": (ActivationCheckpointing(),),
 }
 
 
@@ -130,11 +130,11 @@ def test_live_tensors_of_a_step_are_what_was_forecast(
 
 
 GPU_PLANS: dict[str, tuple[list[Any], int]] = {
-    "plain": ([{"accumulate": {"micro_batch_size": 4}}], 8),
-    "bf16": (["bf16_master_weights", {"accumulate": {"micro_batch_size": 4}}], 8),
+    "plain": ([{"gradient_accumulation": {"micro_batch_size": 4}}], 8),
+    "bf16": (["bf16_master_weights", {"gradient_accumulation": {"micro_batch_size": 4}}], 8),
     "labels": (["labelled_token_loss"], 4),
     "fused": ([*MASTERS], 4),
-    "recomputed": ([*MASTERS, "recompute", {"accumulate": {"micro_batch_size": 4}}], 8),
+    "recomputed": ([*MASTERS, "activation_checkpointing", {"gradient_accumulation": {"micro_batch_size": 4}}], 8),
 }
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -155,17 +155,17 @@ CONFIG: dict[str, Any] = {
 @pytest.mark.cold
 def test_a_simulated_gpu_takes_what_was_forecast(tmp_path: Path) -> None:
     recipes = {
-        name: paper_recipe(
+        name: simulated_recipe(
             tmp_path / name, CONFIG, plan=plan, global_batch_size=batch, cutoff_len=512
         )
         for name, (plan, batch) in GPU_PLANS.items()
     }
-    device = paper_device("h100")
+    device = simulated_device("h100")
     card = Accelerator("NVIDIA H100", device.memory_bytes, "9.0")
     for (name, recipe), trace in zip(
         recipes.items(), traces(list(recipes.values()), "h100", whole=True), strict=True
     ):
-        assert isinstance(trace, PaperTrace), (name, trace)
+        assert isinstance(trace, SimulatedTrace), (name, trace)
         here = seen_at_start()
         known = replace(
             here,

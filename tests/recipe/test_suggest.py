@@ -28,7 +28,7 @@ def test_it_writes_a_recipe_that_trains(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     init("deepseek-llm-tiny", dataset("alpaca_en_demo.json", tmp_path), Path("mine.yaml"))
-    assert "next: hasten doctor mine.yaml" in capsys.readouterr().out
+    assert "next: hasten check mine.yaml" in capsys.readouterr().out
     recipe = load_recipe(Path("mine.yaml"), CHANGES)
     assert recipe.output == "runs/mine"
     assert recipe.auto_plan is not None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hasten.cli import data as data_command
-from hasten.cli.doctor import doctor
+from hasten.cli.check import doctor
 from hasten.data.tokenize import train_bpe
 from hasten.models.load import load_model
 from hasten.models.save import save_model

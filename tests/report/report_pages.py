@@ -82,7 +82,7 @@ def reports() -> st.SearchStrategy[Report]:
     )
 
 
-WORDS = ["", "held", "harmed: x", "hurt", "worse: x", "all", "ladder", "alone", "left out", "again"]
+WORDS = ["", "held", "harmed: x", "hurt", "worse: x", "all", "cumulative", "single", "leave-one-out", "again"]
 TEXTS = st.text(st.characters(codec=None), max_size=12) | st.sampled_from(
     [*WORDS, "a", "b", "</script>"]
 )

@@ -17,15 +17,15 @@ from report.handmade import (
 
 
 def test_a_claim_is_judged_by_the_variants_that_differ_by_its_technique_alone() -> None:
-    one, two = Fake(((SPEED, 1.2),)), Other(((SPEED, 1.5), ("wire_bytes", 0.1)))
+    one, two = Fake(((SPEED, 1.2),)), Other(((SPEED, 1.5), ("comm_bytes", 0.1)))
     both = variant(one, two, speed=1.3 * 1.1, kind="all")
-    rungs = [baseline(), variant(one, speed=1.3, kind="ladder"), both]
+    rungs = [baseline(), variant(one, speed=1.3, kind="cumulative"), both]
     first, second, third = report(*rungs)["claims"]
     assert first["measured"].startswith("1.30× [")
     assert (first["claimed"], first["verdict"]) == ("1.20×", "held")
     assert second["measured"].startswith("1.10× [")  # against the rung below, not the baseline
     assert (second["source"], second["verdict"]) == ("an article", "fell short")
-    assert (third["metric"], third["measured"]) == ("wire_bytes", "not measured")
+    assert (third["metric"], third["measured"]) == ("comm_bytes", "not measured")
     assert third["verdict"] == "not comparable"
 
 
@@ -38,7 +38,7 @@ def test_a_claim_without_two_such_variants_is_left_open() -> None:
 
 def test_a_failed_variant_gives_way_to_another_pair() -> None:
     one, two = Fake(((SPEED, 1.2),)), Other()
-    without = variant(two, kind="left out")
+    without = variant(two, kind="leave-one-out")
     variants = [baseline(), variant(one, failed="x"), without, variant(one, two, speed=1.5, kind="all")]
     claim = report(*variants)["claims"][0]
     assert claim["measured"].startswith("1.50×")
@@ -87,7 +87,7 @@ def test_a_promise_of_little_more_memory_can_be_kept() -> None:
 def test_claims_are_corrected_for_their_number_as_variants_are() -> None:
     noise = (1.03, 0.98, 1.0, 1.01, 0.99)
     promised = Fake(((SPEED, 1.03),)), Other(((SPEED, 1.2),))
-    first = variant(promised[0], speed=1.035, noise=noise, kind="ladder")
+    first = variant(promised[0], speed=1.035, noise=noise, kind="cumulative")
     alone = [first, variant(*promised, speed=1.04, noise=noise, kind="all")]
     first, second = report(baseline(), *alone)["claims"]
     assert first["verdict"] == "not comparable"
@@ -109,11 +109,11 @@ def test_a_baseline_with_techniques_is_no_part_of_what_an_variant_claims_or_does
     assert found["claims"][0]["verdict"] == "fell short"
 
 
-@pytest.mark.parametrize("spoilt", ["loss", "guard"])
+@pytest.mark.parametrize("spoilt", ["loss", "verification"])
 def test_no_claim_is_held_by_an_variant_whose_model_is_worse(spoilt: str) -> None:
     promised = Fake(((SPEED, 1.2), (MEMORY, 0.7)))
     fast = variant(promised, speed=1.5, memory=2e9, loss=2.5 if spoilt == "loss" else 2.0)
     line = {"technique": "fake", "verdict": "differs", "text": "gradient off by 0.3"}
-    found = report(baseline(), fast, guard=[line] if spoilt == "guard" else [])
+    found = report(baseline(), fast, verification=[line] if spoilt == "verification" else [])
     assert found["variants"][1]["quality"].startswith("worse: ")
     assert {c["verdict"] for c in found["claims"]} == {"fell short: the model is worse"}

@@ -10,7 +10,7 @@ import pytest
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.measure.ablation import Variant
-from hasten.report.speedup import by_gain, climb, decide
+from hasten.report.speedup import by_gain, greedy_search, decide
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.optimizer import FusedAdamW
@@ -37,7 +37,7 @@ def gains(table: Mapping[str, float]) -> object:
 
 def test_only_what_pays_is_kept() -> None:
     table = {"packed": 1.3, "document_attention": 0.9, "fused_adamw": 1.1}
-    found = climb(TECHNIQUES, gains(table))  # type: ignore[arg-type]
+    found = greedy_search(TECHNIQUES, gains(table))  # type: ignore[arg-type]
     assert [t.name() for t in found.plan] == ["packed", "fused_adamw"]
     assert [rung.kept for rung in found.rungs] == [True, False, True]
     assert "slower" in str(found)
@@ -52,13 +52,13 @@ def test_each_technique_stands_on_what_was_kept_before() -> None:
         seen.append((str(before), str(after)))
         return pair(before, after, 1.0 if before == Plan() else 1.5)
 
-    climb(TECHNIQUES, measure)
+    greedy_search(TECHNIQUES, measure)
     assert seen == [("baseline", str(Plan([t]))) for t in TECHNIQUES]
 
 
 def test_a_technique_that_does_nothing_is_not_kept() -> None:
     table = {t.name(): 1.0 for t in TECHNIQUES}
-    found = climb(TECHNIQUES, gains(table))  # type: ignore[arg-type]
+    found = greedy_search(TECHNIQUES, gains(table))  # type: ignore[arg-type]
     assert not len(found.plan)
     assert str(found).endswith("kept: nothing")
 

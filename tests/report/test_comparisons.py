@@ -45,8 +45,8 @@ def baseline(**changes: Any) -> Variant:
 def experiment(together: float) -> list[Variant]:
     return [
         baseline(),
-        variant("only packed", [Packed()], 1.2, kind="alone"),
-        variant("only fused_layers", [FusedLayers()], 1.5, kind="alone"),
+        variant("only packed", [Packed()], 1.2, kind="single"),
+        variant("only fused_layers", [FusedLayers()], 1.5, kind="single"),
         variant("all", [Packed(), FusedLayers()], together, kind="all"),
     ]
 
@@ -114,8 +114,8 @@ def test_all_is_compared_with_the_product_of_the_singles(together: float, words:
 
 
 def test_an_interaction_nobody_can_know_is_not_measured() -> None:
-    ladder = [baseline(), variant("+ packed", [Packed()], kind="ladder"), experiment(1.8)[-1]]
-    assert interaction_of(ladder) is None  # no variant has one technique alone by design
+    cumulative = [baseline(), variant("+ packed", [Packed()], kind="cumulative"), experiment(1.8)[-1]]
+    assert interaction_of(cumulative) is None  # no variant has one technique alone by design
     missing = experiment(1.8)
     missing[2].failed = "killed"
     found = interaction_of(missing)
@@ -141,7 +141,7 @@ def test_variants_of_a_group_are_paired_with_the_baseline_of_their_own_rounds() 
 def test_variants_of_different_groups_are_compared_through_the_baseline() -> None:
     later = [3.0 * w for w in reversed(WEATHER)]
     base = baseline(beside=list(WEATHER))
-    one = variant("a", [Packed()], 1.2, beside=list(WEATHER), kind="ladder")
+    one = variant("a", [Packed()], 1.2, beside=list(WEATHER), kind="cumulative")
     both = variant("ab", [Packed(), FusedLayers()], 1.8, later, beside=later, kind="all")
     found = ratio_between(both, one, base)
     assert found is not None

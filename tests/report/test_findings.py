@@ -103,27 +103,27 @@ def test_samples_come_from_the_baseline_and_the_last_variant() -> None:
 def test_what_others_found_is_handed_through_as_it_is() -> None:
     design = {"rounds": 5, "dropped": ["without packed"], "resumed": False}
     lines = [{"what": "split", "verdict": "equal", "found": 0.0, "tolerance": 1e-6, "text": "x"}]
-    fake = variant(Fake(), kind="alone", foreign_load=[0.1, 0.2], warmup={"steps": 4, "seconds": 2.0})
+    fake = variant(Fake(), kind="single", foreign_load=[0.1, 0.2], warmup={"steps": 4, "seconds": 2.0})
     fake.ledger = {"step": {"forward": 0.1}, "utilisation": None}
     energy = {"kwh_per_million_tokens": {"baseline": 0.2}, "source": "a meter"}
     found = findings(
         *(baseline(), fake),
         design=design,
         invariance=lines,
-        guard=[],
+        verification=[],
         cost={"energy": energy},
     )
-    assert (found["design"], found["invariance"], found["guard"]) == (design, lines, [])
+    assert (found["design"], found["invariance"], found["verification"]) == (design, lines, [])
     assert found["cost"]["energy"] == energy
     row = found["variants"][1]
-    assert (row["kind"], row["foreign_load"], row["ledger"]) == ("alone", [0.1, 0.2], fake.ledger)
+    assert (row["kind"], row["foreign_load"], row["ledger"]) == ("single", [0.1, 0.2], fake.ledger)
     assert row["warmup"]["steps"] == 4
     read_report(found)
 
 
 def test_what_nobody_measured_is_null() -> None:
     found = findings(baseline(), variant(Fake()))
-    for key in ("design", "invariance", "guard", "noise", "interaction"):
+    for key in ("design", "invariance", "verification", "noise", "interaction"):
         assert found[key] is None
     for key in ("foreign_load", "warmup", "ledger", "rebuilt"):
         assert found["variants"][1][key] is None

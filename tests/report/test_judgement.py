@@ -70,7 +70,7 @@ def test_quality_is_judged_apart_from_speed(loss: float, word: str | None) -> No
 
 def test_a_row_of_a_ladder_is_judged_against_the_row_above() -> None:
     """The second technique takes back half of what the first gained, and is still beyond 1."""
-    first = variant(Fake(), speed=3.0, kind="ladder")
+    first = variant(Fake(), speed=3.0, kind="cumulative")
     last = variant(Fake(), Other(), speed=1.5, noise=(1.02, 0.98, 1.0, 1.01, 1.0), kind="all")
     rows = report(baseline(kind="baseline"), first, last)["variants"]
     assert [row["against"] for row in rows] == [None, "baseline", "fake"]
@@ -83,7 +83,7 @@ def test_a_row_of_a_ladder_is_judged_against_the_row_above() -> None:
 
 
 def test_a_row_above_without_a_result_is_passed_over() -> None:
-    failed = variant(Fake(), kind="ladder", failed="no memory")
+    failed = variant(Fake(), kind="cumulative", failed="no memory")
     last = variant(Fake(), Other(), speed=2.0, kind="all")
     rows = report(baseline(kind="baseline"), failed, last)["variants"]
     assert [row["against"] for row in rows] == [None, None, "baseline"]
@@ -110,7 +110,7 @@ def test_a_row_that_stands_for_dropped_ones_is_named_so_and_has_no_verdict() -> 
     plans = {"baseline": Plan()} | {
         f"+ {t.name()}": Plan(plan[: i + 1]) for i, t in enumerate(plan)
     }
-    kinds: dict[str, Kind] = dict.fromkeys(plans, "ladder")
+    kinds: dict[str, Kind] = dict.fromkeys(plans, "cumulative")
     kinds |= {"baseline": "baseline", "+ third": "all"}
     variants = variants_of(events, plans, kinds, Design(rounds=3, steps=1))
     assert [one.name for one in variants] == ["baseline", "+ fake + other", "+ third"]
@@ -126,7 +126,7 @@ def test_a_row_that_stands_for_dropped_ones_is_named_so_and_has_no_verdict() -> 
 
 
 def test_a_plan_without_a_technique_is_judged_against_the_whole_plan() -> None:
-    without = variant(Other(), name="without fake", speed=1.2, kind="left out")
+    without = variant(Other(), name="without fake", speed=1.2, kind="leave-one-out")
     whole = variant(Fake(), Other(), name="all", speed=1.5, kind="all")
     rows = report(baseline(kind="baseline"), without, whole)["variants"]
     assert [row["against"] for row in rows] == [None, "all", "baseline"]
@@ -137,7 +137,7 @@ def test_a_plan_without_a_technique_is_judged_against_the_whole_plan() -> None:
 def test_only_what_a_row_adds_can_fail_to_act_in_it() -> None:
     idle = [{"technique": "fake", "acted": False, "evidence": "no rows"}]
     seen = [*idle, {"technique": "other", "acted": True, "evidence": "seen"}]
-    first = variant(Fake(), speed=1.2, kind="ladder", acted=idle)
+    first = variant(Fake(), speed=1.2, kind="cumulative", acted=idle)
     last = variant(Fake(), Other(), speed=2.0, kind="all", acted=seen)
     rows = report(baseline(kind="baseline"), first, last)["variants"]
     assert [row["verdict"] for row in rows[1:]] == ["no effect: fake did not act", "helped"]
@@ -164,18 +164,18 @@ def test_the_look_before_training_says_nothing_of_quality() -> None:
 @pytest.mark.parametrize("word", ["differs", "worse"])
 def test_a_technique_that_the_guard_finds_guilty_is_worse_however_fast(word: str) -> None:
     variants = [baseline(), variant(Other(), speed=2.0), variant(Fake(), Other(), speed=3.0)]
-    found = report(*variants, guard=[{**GUILTY, "verdict": word}])
+    found = report(*variants, verification=[{**GUILTY, "verdict": word}])
     assert [a["verdict"] for a in found["variants"]] == ["baseline", "helped", "helped"]
     quality_of = [a["quality"] for a in found["variants"]]
     assert quality_of == [None, "not worse", "worse: fake: gradient off by 0.3"]
     assert found["quality"]["verdict"] == "worse"
-    assert found["quality"]["text"].startswith("The guard finds: fake: gradient off by 0.3.")
-    assert found["guard"][0]["found"] == 0.3
+    assert found["quality"]["text"].startswith("The verification finds: fake: gradient off by 0.3.")
+    assert found["verification"][0]["found"] == 0.3
 
 
 @pytest.mark.parametrize("word", ["equal", "not worse", "undecided", "not tested"])
 def test_a_guard_that_found_nothing_changes_no_verdict(word: str) -> None:
-    found = report(baseline(), variant(Fake(), speed=2.0), guard=[{**GUILTY, "verdict": word}])
+    found = report(baseline(), variant(Fake(), speed=2.0), verification=[{**GUILTY, "verdict": word}])
     assert found["variants"][1]["verdict"] == "helped"
     assert found["variants"][1]["quality"] == "not worse"
     assert found["quality"]["verdict"] == "not worse"

@@ -11,7 +11,7 @@ from hasten.measure.statistics import paired_ratio
 from hasten.report.judgement import (
     variants_that_hurt,
     fastest_of_equal_quality,
-    ladder_of,
+    cumulative_of,
     paired_speed,
     result_of,
     switches,
@@ -47,19 +47,19 @@ def apart(**more: Any) -> Report:
         [
             variant("baseline", 100, [], "baseline", kind="baseline"),
             variant("again", 101, [], "baseline", kind="again"),
-            variant("only a", 150, ["a"], "helped", kind="alone"),
-            variant("only b", 120, ["b"], "helped", kind="alone"),
-            variant("only c", 101, ["c"], "no effect: c did not act", kind="alone"),
-            variant("without a", 121, ["b", "c"], "helped", kind="left out"),
-            variant("without b", 151, ["a", "c"], "helped", kind="left out"),
-            variant("without c", 151, ["a", "b"], "helped", kind="left out"),
+            variant("only a", 150, ["a"], "helped", kind="single"),
+            variant("only b", 120, ["b"], "helped", kind="single"),
+            variant("only c", 101, ["c"], "no effect: c did not act", kind="single"),
+            variant("without a", 121, ["b", "c"], "helped", kind="leave-one-out"),
+            variant("without b", 151, ["a", "c"], "helped", kind="leave-one-out"),
+            variant("without c", 151, ["a", "b"], "helped", kind="leave-one-out"),
             variant("all", 151, ["a", "b", "c"], "helped", kind="all"),
         ],
         **more,
     )
 
 
-def ladder(
+def cumulative(
     losses: tuple[float | None, ...] = (2.0, 2.0, 2.0, 2.0), rounds: list[float] | None = None
 ) -> Report:
     """a gains, b halves the speed, c gains on top of it."""
@@ -67,7 +67,7 @@ def ladder(
     variants = [variant("baseline", 100, [], "baseline", kind="baseline")]
     for number, speed in enumerate(speeds[1:], start=1):
         verdict = "helped" if speed > 100 else "hurt"
-        kind = "all" if number == 3 else "ladder"
+        kind = "all" if number == 3 else "cumulative"
         variants.append(variant(f"+ {names[number - 1]}", speed, names[:number], verdict, kind=kind))
     if rounds is not None:
         ratios = [a / b for a, b in zip(rounds, variants[0]["rounds"], strict=True)]
@@ -78,7 +78,7 @@ def ladder(
 
 
 def test_the_fastest_row_of_equal_quality_is_no_row_that_takes_back() -> None:
-    found = fastest_of_equal_quality(ladder())
+    found = fastest_of_equal_quality(cumulative())
     assert found is not None
     assert found["name"] == "+ a"
 
@@ -87,21 +87,21 @@ def test_the_fastest_row_of_equal_quality_is_no_row_that_takes_back() -> None:
 def test_a_fast_row_whose_model_is_worse_or_unknown_is_not_the_fastest_of_equal_quality(
     loss: float | None,
 ) -> None:
-    found = fastest_of_equal_quality(ladder((2.0, loss, 2.0, 2.0)))
+    found = fastest_of_equal_quality(cumulative((2.0, loss, 2.0, 2.0)))
     assert found is not None
     assert found["name"] == "baseline"  # all others are slower
 
 
 def test_without_a_baseline_s_speed_no_row_is_the_fastest() -> None:
-    report = ladder()
+    report = cumulative()
     report["variants"][0]["tokens_per_second"]["median"] = None
     assert fastest_of_equal_quality(report) is None
 
 
 def test_a_row_is_slower_than_the_row_above_it_only_beyond_its_interval() -> None:
-    assert variants_that_hurt(ladder()["variants"]) == {"+ b"}
+    assert variants_that_hurt(cumulative()["variants"]) == {"+ b"}
     unsure = [150 * w * j for w, j in zip(WEATHER, (0.6, 1.5, 0.7, 1.1), strict=True)]
-    assert variants_that_hurt(ladder(rounds=unsure)["variants"]) == set()  # it may be either
+    assert variants_that_hurt(cumulative(rounds=unsure)["variants"]) == set()  # it may be either
     assert (
         variants_that_hurt(apart()["variants"]) == set()
     )  # leaving one out is slower, which is good news of it
@@ -120,7 +120,7 @@ def test_a_plan_of_a_report_is_the_recipe_s_with_its_settings() -> None:
 
 
 def test_a_row_that_is_slower_than_the_row_above_it_is_red_on_the_page() -> None:
-    report = ladder()
+    report = cumulative()
     page = page_of(report, report | {"cut": ""})
     row = page.split('<tr class="hurt"><th scope="row">')[1].partition("</th>")[0]
     assert row == '<span class="whole">+\xa0b</span>'
@@ -212,8 +212,8 @@ def test_a_switch_that_slows_the_others_did_not_pay_and_is_not_called_noise() ->
     report = read(
         [
             variant("baseline", 100, [], "baseline"),
-            variant("without a", 200, ["b"], "helped", kind="left out"),
-            variant("without b", 120, ["a"], "helped", kind="left out"),
+            variant("without a", 200, ["b"], "helped", kind="leave-one-out"),
+            variant("without b", 120, ["a"], "helped", kind="leave-one-out"),
             variant("all", 150, ["a", "b"], "helped", kind="all"),
         ]
     )
@@ -225,10 +225,10 @@ def test_a_switch_that_slows_the_others_did_not_pay_and_is_not_called_noise() ->
 
 def test_a_switch_that_the_guard_objects_to_did_not_pay() -> None:
     row = {"technique": "a", "verdict": "differs", "text": "gradient off by 3, allowed 1e-4"}
-    rows = unpaid(apart(guard=[row]))
+    rows = unpaid(apart(verification=[row]))
     why = "differs: gradient off by 3, allowed 1e-4"
     assert rows[-1] == {"name": "a", "why": why, "word": "worse"}
-    markdown = render_markdown(full_report() | {"guard": [row]})
+    markdown = render_markdown(full_report() | {"verification": [row]})
     assert "- did not pay: a: differs: gradient off by 3, allowed 1e-4" in markdown
 
 
@@ -251,12 +251,12 @@ def test_a_ladder_is_found_among_other_variants_by_its_kind() -> None:
         [
             variant("baseline", 100, [], "baseline", kind="baseline"),
             variant("again", 100, [], "baseline", kind="again"),
-            variant("+ a", 150, ["a"], "helped", kind="ladder"),
-            variant("only b", 110, ["b"], "helped", kind="alone"),
+            variant("+ a", 150, ["a"], "helped", kind="cumulative"),
+            variant("only b", 110, ["b"], "helped", kind="single"),
             variant("+ b", 170, ["a", "b"], "helped", kind="all"),
         ]
     )
-    assert [a["name"] for a in ladder_of(report["variants"])] == ["baseline", "+ a", "+ b"]
+    assert [a["name"] for a in cumulative_of(report["variants"])] == ["baseline", "+ a", "+ b"]
     assert {"waterfall", "pairs"} <= set(drawings(report))
 
 
@@ -276,7 +276,7 @@ def test_each_drawing_of_speed_shows_what_the_others_do_not() -> None:
 def test_gaps_name_what_failed_what_was_dropped_and_what_was_not_tested() -> None:
     report = apart(
         design={"dropped": ["without d: no time was left"]},
-        guard=[{"technique": "b", "verdict": "not tested", "text": "needs a GPU"}],
+        verification=[{"technique": "b", "verdict": "not tested", "text": "needs a GPU"}],
     )
     report["variants"][3]["verdict"] = "failed: out of memory"
     found = unmeasured(report)

@@ -69,7 +69,7 @@ def test_a_ratio_that_the_text_tells_is_not_told_twice() -> None:
 
 def test_what_no_key_says_is_named_and_has_no_section() -> None:
     report = full_report()
-    new = ("design", "noise", "interaction", "invariance", "guard", "cost", "mfu", "predicted")
+    new = ("design", "noise", "interaction", "invariance", "verification", "cost", "mfu", "predicted")
     report = {key: value for key, value in report.items() if key not in new}
     gone = (
         "kind",
@@ -130,7 +130,7 @@ def _grown(report: Report, text: str) -> Report:
     report["variants"][2]["verdict"] = text
     report["variants"][3]["name"] = text
     report["variants"][4]["techniques"] = [text]
-    report["guard"][0]["text"] = report["claims"][0]["source"] = text
+    report["verification"][0]["text"] = report["claims"][0]["source"] = text
     report["hardware"][text] = text
     report["recipe"][text] = {"deep": [text]}
     report["design"]["dropped"] = [text] * 12 + [text[:500]] * 300

@@ -16,7 +16,7 @@ Report = dict[str, Any]
 
 
 @pytest.fixture
-def ladder() -> Report:
+def cumulative() -> Report:
     """Four rungs, of which the last takes back a tenth of what the others gained."""
     variants: list[Report] = []
     for count, (name, rate) in enumerate(RATES.items()):
@@ -50,75 +50,75 @@ def page(report: Report, folder: Path) -> str:
     return text.partition('<script type="application/json"')[0]
 
 
-def test_a_rung_is_compared_with_the_rung_below(ladder: Report, tmp_path: Path) -> None:
-    said = [row["effect"] for row in table_of(read_report(judged(ladder))).rows]
+def test_a_rung_is_compared_with_the_rung_below(cumulative: Report, tmp_path: Path) -> None:
+    said = [row["effect"] for row in table_of(read_report(judged(cumulative))).rows]
     assert [text.split()[0] for text in said] == ["–", "1.50×", "2.00×", "0.90×"]
     assert "[0.90, 0.90]" in said[3] or said[3] == "0.90×"  # paired, so the weather cancels
-    assert "Against the row above" in page(ladder, tmp_path)
-    assert "the whole plan</strong> (a, b, c)" in page(ladder, tmp_path)
+    assert "Against the row above" in page(cumulative, tmp_path)
+    assert "the whole plan</strong> (a, b, c)" in page(cumulative, tmp_path)
 
 
 def test_variants_that_are_no_ladder_are_compared_with_the_baseline(
-    ladder: Report, tmp_path: Path
+    cumulative: Report, tmp_path: Path
 ) -> None:
-    ladder["variants"][2]["techniques"] = ["b"]
-    table = table_of(read_report(judged(ladder)))
+    cumulative["variants"][2]["techniques"] = ["b"]
+    table = table_of(read_report(judged(cumulative)))
     assert "ratio" not in table.columns  # it would say the same again
     assert [row["effect"][:5] for row in table.rows[1:]] == ["1.50×", "3.00×", "2.70×"]
-    assert "Against the row above" not in page(ladder, tmp_path)
-    assert "<strong>+ c</strong> (a, b, c)" in page(ladder, tmp_path)
+    assert "Against the row above" not in page(cumulative, tmp_path)
+    assert "<strong>+ c</strong> (a, b, c)" in page(cumulative, tmp_path)
 
 
-def test_a_rung_above_a_failed_one_is_compared_with_the_one_below_it(ladder: Report) -> None:
-    ladder["variants"][2]["verdict"] = "failed: no memory"
-    said = [row["effect"] for row in table_of(read_report(judged(ladder))).rows]
+def test_a_rung_above_a_failed_one_is_compared_with_the_one_below_it(cumulative: Report) -> None:
+    cumulative["variants"][2]["verdict"] = "failed: no memory"
+    said = [row["effect"] for row in table_of(read_report(judged(cumulative))).rows]
     assert said[2] == "not measured"
     assert said[3].startswith("1.80×")
     assert said[3].endswith(" of + a")  # which the heading can't say of all rows
 
 
-def test_the_headline_is_the_fastest_plan_of_equal_quality(ladder: Report, tmp_path: Path) -> None:
-    for variant in ladder["variants"]:
+def test_the_headline_is_the_fastest_plan_of_equal_quality(cumulative: Report, tmp_path: Path) -> None:
+    for variant in cumulative["variants"]:
         variant["eval_loss"] = 2.0
-    assert lead_of(read_report(judged(ladder)))["name"] == "+ b"
-    text = page(ladder, tmp_path)
+    assert lead_of(read_report(judged(cumulative)))["name"] == "+ b"
+    text = page(cumulative, tmp_path)
     assert '<span class="big">3.00×</span>' in text
     assert "The plan as asked, <strong>+ c</strong>: 2.70× [2.69, 2.71]." in text
     assert "<pre>plan:\n  - a\n  - b</pre>" in text
     assert "fastest at equal quality: + b, 3.00× [2.99, 3.01]: `plan: [a, b]`" in render_markdown(
-        judged(ladder)
+        judged(cumulative)
     )
-    ladder["variants"][2]["quality"] = "worse: eval loss 2.00 → 2.50"  # fast, but worse
-    assert lead_of(read_report(judged(ladder)))["name"] == "+ c"
-    assert "fastest at equal quality" not in render_markdown(judged(ladder))
-    del ladder["variants"][2]["quality"]
-    last = ladder["variants"][3]
+    cumulative["variants"][2]["quality"] = "worse: eval loss 2.00 → 2.50"  # fast, but worse
+    assert lead_of(read_report(judged(cumulative)))["name"] == "+ c"
+    assert "fastest at equal quality" not in render_markdown(judged(cumulative))
+    del cumulative["variants"][2]["quality"]
+    last = cumulative["variants"][3]
     last["rounds"] = [1.3 * rate for rate in last["rounds"]]
     last["ratio"] = {end: 1.3 * value for end, value in last["ratio"].items()}
-    assert lead_of(read_report(judged(ladder)))["name"] == "+ c"
+    assert lead_of(read_report(judged(cumulative)))["name"] == "+ c"
     last["rounds"] = [rate * 1.11 / 1.3 for rate in last["rounds"]]  # as fast as the row above
     last["ratio"] = {end: value * 1.12 / 1.3 for end, value in last["ratio"].items()}
-    assert lead_of(read_report(judged(ladder)))["name"] == "+ b"  # the simpler plan
+    assert lead_of(read_report(judged(cumulative)))["name"] == "+ b"  # the simpler plan
 
 
 def test_a_headline_is_a_figure_only_where_that_figure_is_shown(
-    ladder: Report, tmp_path: Path
+    cumulative: Report, tmp_path: Path
 ) -> None:
-    plan, base = ladder["variants"][3], ladder["variants"][0]
-    ladder["variants"] = [base, plan]
+    plan, base = cumulative["variants"][3], cumulative["variants"][0]
+    cumulative["variants"] = [base, plan]
     plan["ratio"] = {"median": 2.81, "low": 0.19, "high": 39.78}
     plan["verdict"] = "undecided"
-    text = page(ladder, tmp_path)
+    text = page(cumulative, tmp_path)
     assert '<span class="big">undecided</span>' in text
     assert "interval 0.19× to 39.78×" in text
     plan["ratio"] |= {"low": 2.5, "high": 3.1}
     plan["verdict"] = "helped"
-    assert '<span class="big">2.81×</span>' in page(ladder, tmp_path)
+    assert '<span class="big">2.81×</span>' in page(cumulative, tmp_path)
 
 
-def test_variants_with_the_same_proof_share_a_row(ladder: Report) -> None:
-    ladder["variants"][3]["acted"][1]["acted"] = False
-    found = [(row["technique"], row["acted"], row["variants"]) for row in proofs(variants_of(ladder))]
+def test_variants_with_the_same_proof_share_a_row(cumulative: Report) -> None:
+    cumulative["variants"][3]["acted"][1]["acted"] = False
+    found = [(row["technique"], row["acted"], row["variants"]) for row in proofs(variants_of(cumulative))]
     assert found == [
         ("a", True, "all 3 with it"),
         ("b", True, "+ b"),
@@ -128,13 +128,13 @@ def test_variants_with_the_same_proof_share_a_row(ladder: Report) -> None:
 
 
 def test_a_reason_stands_beside_its_verdict_and_below_the_table(
-    ladder: Report, tmp_path: Path
+    cumulative: Report, tmp_path: Path
 ) -> None:
-    ladder["variants"][3]["verdict"] = "failed: the process\nended | with code -9"
-    html = page(ladder, tmp_path)
+    cumulative["variants"][3]["verdict"] = "failed: the process\nended | with code -9"
+    html = page(cumulative, tmp_path)
     assert '<span class="verdict bad">failed</span>' in html
     assert '<span class="reason">the process\nended | with code -9</span>' in html
-    table, _, notes = render_markdown(judged(ladder)).partition("\n\n")
+    table, _, notes = render_markdown(judged(cumulative)).partition("\n\n")
     assert table.splitlines()[-1].split("|")[3].strip() == "failed"
     assert notes == "- + c: failed: the process ended \\| with code -9\n"
 
@@ -156,5 +156,5 @@ def test_the_machine_is_named_by_what_it_trained_on() -> None:
         {"memory_limit_bytes": "much", "device": 3},
     ],
 )
-def test_hardware_of_any_form_makes_a_page(ladder: Report, strange: Report, tmp_path: Path) -> None:
-    assert "Hardware" in page(ladder | {"hardware": strange}, tmp_path)
+def test_hardware_of_any_form_makes_a_page(cumulative: Report, strange: Report, tmp_path: Path) -> None:
+    assert "Hardware" in page(cumulative | {"hardware": strange}, tmp_path)

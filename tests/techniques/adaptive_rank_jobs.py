@@ -19,7 +19,7 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.parts.nn.losses import WholeLogitsLoss
-from hasten.techniques.batch import Accumulate, AdaptiveBatch
+from hasten.techniques.batch import GradientAccumulation, AdaptiveBatch
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import BF16MasterWeights
@@ -80,10 +80,10 @@ class SmallMemory(nn.Module):
 def all_places(world: World) -> dict[str, Any]:
     """Losses, weights and redone steps with failures in every place, and a resumed state."""
     found = {place: _described(_session(world, place, AdaptiveBatch(8, 16))) for place in PLACES}
-    found["accumulated"] = _described(_session(world, "nowhere", Accumulate(2)))
+    found["accumulated"] = _described(_session(world, "nowhere", GradientAccumulation(2)))
     masters = BF16MasterWeights()
     found["masters"] = _described(_session(world, "backward, both", AdaptiveBatch(8, 16), masters))
-    plain = _session(world, "nowhere", Accumulate(2), masters)
+    plain = _session(world, "nowhere", GradientAccumulation(2), masters)
     found["masters, accumulated"] = _described(plain)
     return {**found, **_resumed(world)}
 

@@ -22,11 +22,11 @@ from hasten.machine.environment import World
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage
-from hasten.techniques.batch import Accumulate, AdaptiveBatch
+from hasten.techniques.batch import GradientAccumulation, AdaptiveBatch
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
-from hasten.techniques.wire.local import LocalSteps, Stream
+from hasten.techniques.communication.local import LocalSteps, Stream
 from tiny import job_facts, language_job, examples, tiny_model
 
 APART = Stream(fragments=2)
@@ -54,7 +54,7 @@ def as_ddp(world: World) -> dict[str, Any]:
     plans: dict[str, tuple[Technique, ...]] = {
         "ddp": (),
         "every step": (LocalSteps(every=1, codec="none"),),
-        "accumulated": (LocalSteps(every=1, codec="none"), Accumulate(micro_batch_size=1)),
+        "accumulated": (LocalSteps(every=1, codec="none"), GradientAccumulation(micro_batch_size=1)),
         "adaptive": (LocalSteps(every=1, codec="none"), AdaptiveBatch(initial_size=1)),
         "seldom": (LocalSteps(every=100, codec="none"),),
     }
@@ -81,7 +81,7 @@ def as_ddp(world: World) -> dict[str, Any]:
 
 COMPANY: dict[str, tuple[str, tuple[Technique, ...]]] = {
     "plain": ("llama", ()),
-    "masters": ("llama", (BF16MasterWeights(), Accumulate(micro_batch_size=1))),
+    "masters": ("llama", (BF16MasterWeights(), GradientAccumulation(micro_batch_size=1))),
     "autocast": ("llama", (Autocast(),)),
     "lora": ("llama", (LoRA(),)),
     "experts": ("deepseek_v3", (BalancedRouting(speed=0.01),)),
@@ -92,23 +92,23 @@ def company(world: World) -> dict[str, Any]:
     """A stream and DiLoCo beside other techniques: same bits on all ranks once settled."""
     found = {}
     for name, (architecture, others) in COMPANY.items():
-        for wire in (APART, LocalSteps(every=2, outer="nesterov")):
+        for communication in (APART, LocalSteps(every=2, outer="nesterov")):
             made = job(architecture, stop=Stop(epochs=4))
-            session = session_on(world, made, wire, *others, architecture=architecture)
+            session = session_on(world, made, communication, *others, architecture=architecture)
             steps = list(training(session))
             apart = float(weights(session).sum())
             loss = evaluate(session).eval_loss
             settled = float(weights(session).sum())
             model = session.finish()
             state = [t.double().sum().item() for t in model.state_dict().values()]
-            found[f"{name}, {wire.name()}"] = {
+            found[f"{name}, {communication.name()}"] = {
                 "apart": apart,
                 "settled": settled,
                 "state": state,
                 "loss": loss,
                 "losses": [m.loss for m in steps],
-                "probe": wire.probe(session).evidence,
-                "acted": wire.probe(session).acted,
+                "probe": communication.probe(session).evidence,
+                "acted": communication.probe(session).acted,
             }
     return found
 
@@ -130,32 +130,32 @@ class Poisoned(WholeLogitsLoss):
 def one_bad_step(world: World) -> dict[str, Any]:
     """Rank 1 gives its second step up; the others go on."""
     found = {}
-    for wire in (APART, LocalSteps(every=3)):
-        session = session_on(world, replace(job(), loss=Poisoned), wire)
+    for communication in (APART, LocalSteps(every=3)):
+        session = session_on(world, replace(job(), loss=Poisoned), communication)
         skipped = [m.skipped for m in training(session)]
         evaluate(session)
-        found[wire.name()] = {"skipped": skipped, "weights": weights(session).sum().item()}
+        found[communication.name()] = {"skipped": skipped, "weights": weights(session).sum().item()}
     return found
 
 
 def stopped_by_one(world: World) -> dict[str, int]:
     """Only rank 1 asks for a stop, after two steps; all must leave after the same one."""
     found = {}
-    for wire in (APART, LocalSteps(every=4)):
-        session = session_on(world, job(), wire)
+    for communication in (APART, LocalSteps(every=4)):
+        session = session_on(world, job(), communication)
         for metrics in training(session):
             if world.rank == 1 and metrics.step == 2:
                 session.stop_requested = True
         evaluate(session)
-        found[wire.name()] = session.progress.step
+        found[communication.name()] = session.progress.step
     return found
 
 
 def resumed(world: World) -> dict[str, Any]:
     """A run of six steps, and its last three once more from the state after the third."""
     found = {}
-    for wire in (APART, LocalSteps(every=2, outer="nesterov")):
-        whole = session_on(world, job(stop=Stop(steps=6)), wire)
+    for communication in (APART, LocalSteps(every=2, outer="nesterov")):
+        whole = session_on(world, job(stop=Stop(steps=6)), communication)
         losses, saved = [], [{}, {}]
         for metrics in training(whole):
             losses.append(metrics.loss)
@@ -163,21 +163,21 @@ def resumed(world: World) -> dict[str, Any]:
                 tensors, meta = state_of(whole)
                 saved = [{n: v.clone() for n, v in tensors.items()}, copy.deepcopy(meta)]
         dist.broadcast_object_list(saved, 0)  # every rank reads what the first has written
-        again = session_on(world, job(stop=Stop(steps=6)), wire)
+        again = session_on(world, job(stop=Stop(steps=6)), communication)
         restore(again, *saved)
         later = [m.loss for m in training(again)]
         evaluate(whole)
         evaluate(again)
-        found[wire.name()] = {
+        found[communication.name()] = {
             "losses": [losses[3:], later],
             "weights": [weights(whole).tolist()[::997], weights(again).tolist()[::997]],
             "ranks": sorted({n.split("/")[1] for n in saved[0] if n.startswith("rank/")}),
         }
         try:
-            other = LocalSteps() if wire is APART else APART
+            other = LocalSteps() if communication is APART else APART
             restore(session_on(world, job(), other), *saved)
         except ValueError as error:
-            found[wire.name()]["other"] = str(error)
+            found[communication.name()]["other"] = str(error)
     return found
 
 

@@ -19,7 +19,7 @@ from hasten.machine.environment import World
 from hasten.parts.nn.router_balance import routers
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
@@ -27,9 +27,9 @@ from hasten.techniques.layout.experts import ExpertParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import Autocast, BF16MasterWeights
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.routing import BalancedRouting
-from hasten.techniques.wire.compress import Half
+from hasten.techniques.communication.compress import Half
 from tiny import job_facts, language_job, examples, tiny_model
 
 STEPS = 5
@@ -47,7 +47,7 @@ class Case:
     lr: float = 1e-3
 
 
-ACCUMULATED = Accumulate(micro_batch_size=1)
+ACCUMULATED = GradientAccumulation(micro_batch_size=1)
 CASES: dict[str, Case] = {
     "v3, float64": Case("deepseek_v3", (ACCUMULATED,), torch.float64, 1e-9),
     "v2, float64": Case("deepseek_v2", (ACCUMULATED,), torch.float64, 1e-9),
@@ -58,18 +58,18 @@ CASES: dict[str, Case] = {
             BalancedRouting(speed=0.01, sequence_loss=0.05),
             Packed(),
             LabelledTokenLoss(),
-            Accumulate(micro_batch_tokens=48),
+            GradientAccumulation(micro_batch_tokens=48),
             ExpertsImplementation(kind="fused"),
             FusedAdamW(),
         ),
     ),
     "recomputed, averaged, muon": Case(
-        "deepseek_v2", (Recompute(), WeightAverage(), ACCUMULATED, Muon())
+        "deepseek_v2", (ActivationCheckpointing(), WeightAverage(), ACCUMULATED, Muon())
     ),
     "lora": Case("deepseek_v3", (LoRA(),)),
     "bf16 masters": Case("deepseek_v3", (BF16MasterWeights(), ACCUMULATED), within=0.05),
     "autocast": Case("deepseek_v3", (Autocast(), ACCUMULATED), within=0.01),
-    "half wire": Case("deepseek_v3", (Half(),), within=0.02),
+    "half communication": Case("deepseek_v3", (Half(),), within=0.02),
 }
 
 COMPILED = {"compiled": Case("deepseek_v3", (Compiled(bucket=64, share=1.0, backend="aot_eager"),))}

@@ -20,14 +20,14 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.attention import DocumentAttention
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import Autocast, BF16MasterWeights
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.routing import BalancedRouting
-from hasten.techniques.wire.compress import Half, Quantised
+from hasten.techniques.communication.compress import Half, Quantised
 from pipeline_rank_jobs import language_model
 from tiny import job_facts, language_job, examples
 
@@ -37,13 +37,13 @@ PACKED = (
     Packed(),
     DocumentAttention(),
     LabelledTokenLoss(chunk=16),
-    Accumulate(micro_batch_size=3),
+    GradientAccumulation(micro_batch_size=3),
 )
 BALANCED = BalancedRouting(speed=0.01, sequence_loss=0.05)
 CASES: dict[str, Case] = {
     "plain": ("llama", False, (), {"schedule": "gpipe"}),
     "tied, accumulated": (
-        *("qwen2", True, (Accumulate(micro_batch_size=3),)),
+        *("qwen2", True, (GradientAccumulation(micro_batch_size=3),)),
         {"micro_batch_size": 2, "checkpoint": "always"},
     ),
     "packed, label-only": (
@@ -56,7 +56,7 @@ CASES: dict[str, Case] = {
     "bf16 masters": ("llama", True, (BF16MasterWeights(),), {}),
     "autocast": ("llama", False, (Autocast(),), {"schedule": "zero_bubble"}),
     "experts, balanced": (
-        *("deepseek_v3", False, (BALANCED, Recompute(), Accumulate(micro_batch_size=3))),
+        *("deepseek_v3", False, (BALANCED, ActivationCheckpointing(), GradientAccumulation(micro_batch_size=3))),
         {"micro_batch_size": 2},
     ),
     "experts, balanced, packed": (
@@ -67,19 +67,19 @@ CASES: dict[str, Case] = {
         *("deepseek_v2", False, (BalancedRouting(speed=0.0, sequence_loss=0.3),)),
         {"schedule": "zero_bubble", "micro_batch_size": 2},
     ),
-    "recomputed": ("llama", True, (Recompute(budget=0.5),), {"schedule": "interleaved"}),
-    "half a wire": ("llama", True, (Half(check_every=1),), {}),
-    "bytes on the wire": (
+    "recomputed": ("llama", True, (ActivationCheckpointing(budget=0.5),), {"schedule": "interleaved"}),
+    "half a communication": ("llama", True, (Half(check_every=1),), {}),
+    "bytes over the network": (
         *("qwen2", False, (Quantised(check_every=1), BF16MasterWeights())),
         {"schedule": "1f1b"},
     ),
 }
 
-WIRES = ("half a wire", "bytes on the wire")  # between copies of stages, which two ranks don't have
-ON_TWO = tuple(case for case in CASES if case not in WIRES)
-TWO_PIPELINES = ("tied, accumulated", "experts", "experts, balanced", "recomputed", *WIRES)
+COMMUNICATIONS = ("half a communication", "bytes over the network")  # between copies of stages, which two ranks don't have
+ON_TWO = tuple(case for case in CASES if case not in COMMUNICATIONS)
+TWO_PIPELINES = ("tied, accumulated", "experts", "experts, balanced", "recomputed", *COMMUNICATIONS)
 # How far rounding to 8 bits of mantissa, or to 8 bits, takes losses and weights in five steps.
-ROUGH = {"bf16 masters": 1e-2, "autocast": 1e-2, "half a wire": 1e-2, "bytes on the wire": 3e-2}
+ROUGH = {"bf16 masters": 1e-2, "autocast": 1e-2, "half a communication": 1e-2, "bytes over the network": 3e-2}
 
 
 def job(case: str) -> Job:
@@ -106,7 +106,7 @@ def session_on(world: World, case: str) -> Session:
     if world.size > 1:
         plan = (*plan, Pipeline(stages=2, **settings))
     else:
-        plan = tuple(t for t in plan if t.slot is not Slot.WIRE)
+        plan = tuple(t for t in plan if t.slot is not Slot.COMMUNICATION)
     made = job(case)
     return assemble(prepare(made, Plan(plan), job_facts(made, architecture, world=world)))
 

@@ -26,7 +26,7 @@ from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
-from hasten.techniques.wire.compress import Quantised
+from hasten.techniques.communication.compress import Quantised
 from pipeline_rank_jobs import language_model
 from techniques.expert_checkpoint_jobs import ALL, FIRST, apart, biases, shared_folder
 from tiny import job_facts, language_job, examples
@@ -165,8 +165,8 @@ def wired(world: World) -> dict[str, Any]:
 
 def _left_out(session: Session) -> dict[str, torch.Tensor]:
     """What this rank remembers of its stage's gradients, by name."""
-    wire: Any = session.setup.wire
-    found: dict[str, torch.Tensor] = wire.compressor.state_dict()["travel"]["residual"]
+    communication: Any = session.setup.communication
+    found: dict[str, torch.Tensor] = communication.compressor.state_dict()["travel"]["residual"]
     return {name: value.float().flatten().clone() for name, value in found.items()}
 
 

@@ -20,7 +20,7 @@ OVERFLOWS = (0, 1, 4)  # steps
 
 def overflowing(world: World) -> dict[str, Any]:
     """Both ways of one rank's overflow: before gradients travel, and after they have."""
-    return {where: _run(world, where) for where in ("before the wire", "after the wire")}
+    return {where: _run(world, where) for where in ("before the communication", "after the communication")}
 
 
 def _run(world: World, where: str) -> dict[str, Any]:
@@ -35,14 +35,14 @@ def _run(world: World, where: str) -> dict[str, Any]:
 
     def attempt(engine: Any, batch: Any) -> Any:
         found = run_once(engine, batch)
-        if where == "after the wire" and now():
+        if where == "after the communication" and now():
             setup.precision.parameters()[0].grad.view(-1)[0] = torch.inf  # type: ignore[union-attr]
         return found
 
     setup.attempt = attempt
     session = assemble(setup)
     held.append(session)
-    if where == "before the wire":
+    if where == "before the communication":
         model: Any = session.model
         model.lm_head.weight.register_hook(lambda g: g * torch.inf if now() else g)
     scale: Any = setup.loss_scale

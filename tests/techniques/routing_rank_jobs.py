@@ -12,7 +12,7 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.parts.nn.router_balance import routers
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.routing import BalancedRouting
@@ -22,7 +22,7 @@ CASES: dict[str, tuple[Technique, ...]] = {
     "deepseek_v3": (BalancedRouting(speed=0.01, sequence_loss=0.05),),
     "deepseek_v3, accumulated": (
         BalancedRouting(speed=0.01, sequence_loss=0.05),
-        Accumulate(micro_batch_size=1),
+        GradientAccumulation(micro_batch_size=1),
         LabelledTokenLoss(),
     ),
     "deepseek_v2": (BalancedRouting(speed=0.0, sequence_loss=0.05),),

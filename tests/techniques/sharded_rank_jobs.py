@@ -25,14 +25,14 @@ from hasten.machine.environment import World
 from hasten.parts.data.collate import TokenizedExample
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from tiny import job_facts, language_job, examples, tiny_config, tiny_model
 
 
@@ -105,12 +105,12 @@ def _some(tensor: torch.Tensor) -> list[float]:
     return [*flat[:: max(flat.numel() // 20, 1)].tolist(), float(flat.sum()), float(flat.numel())]
 
 
-EACH = Accumulate(micro_batch_size=1)
+EACH = GradientAccumulation(micro_batch_size=1)
 CASES: dict[str, Case] = {
     "plain": Case(FSDP2()),
     "accumulated, labels, tied": Case(FSDP2(), (EACH, LabelledTokenLoss(chunk=16)), tied=True),
     "whole gradients": Case(FSDP2(whole_gradients=True, reshard=False), (EACH,), "deepseek_v3"),
-    "recomputed, averaged": Case(FSDP2(), (Recompute(), WeightAverage()), dtype=torch.float32),
+    "recomputed, averaged": Case(FSDP2(), (ActivationCheckpointing(), WeightAverage()), dtype=torch.float32),
     "adapters, own kernels": Case(FSDP2(), (LoRA(rank=4), FusedAdamW()), dtype=torch.float32),
     "half a format": Case(FSDP2(), (BF16MasterWeights(), EACH), dtype=torch.float32),
 }
@@ -191,7 +191,7 @@ def dropping_model() -> nn.Module:
 DROPPING: dict[str, Case] = {
     "ddp": Case(DDP(), (LoRA(rank=4, dropout=0.3),), model=dropping_model),
     "fsdp2": Case(FSDP2(), (LoRA(rank=4, dropout=0.3),), model=dropping_model),
-    "recomputed": Case(FSDP2(), (Recompute(),), model=dropping_model),
+    "recomputed": Case(FSDP2(), (ActivationCheckpointing(),), model=dropping_model),
 }
 
 

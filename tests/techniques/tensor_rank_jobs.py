@@ -20,18 +20,18 @@ from hasten.parts.nn import losses
 from hasten.parts.nn.losses import IGNORED, LossTerms, whole_cross_entropy
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from techniques.sharded_rank_jobs import Case, outcome
 from tiny import COMMON, VOCABULARY, tiny_model
 
-ONE, TWO = Accumulate(micro_batch_size=1), Accumulate(micro_batch_size=2)
+ONE, TWO = GradientAccumulation(micro_batch_size=1), GradientAccumulation(micro_batch_size=2)
 LABELS = LabelledTokenLoss(chunk=16)
 WHOLE_SEQUENCE = TensorParallel(sequence=False)
 
@@ -67,7 +67,7 @@ LINEAR = LoRA(rank=4, targets="all-linear")
 FUSED = FusedLayers()
 # Rows of one width: each shape of a micro-batch is another graph to trace, for seconds.
 COMPILED = Compiled(backend="aot_eager", bucket=64, share=1.0)
-PACKED: tuple[Technique, ...] = (Packed(), DocumentAttention(), Recompute())
+PACKED: tuple[Technique, ...] = (Packed(), DocumentAttention(), ActivationCheckpointing())
 CASES: dict[str, Case] = {
     "whole sequence": Case(WHOLE_SEQUENCE),
     "whole head": Case(TensorParallel(parallel_loss=False), (TWO,)),

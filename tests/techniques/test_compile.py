@@ -20,7 +20,7 @@ from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import COMPILE_SECONDS, Compiled, seconds_expected
 from hasten.techniques.precision import Autocast, BF16MasterWeights
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from tiny import job_facts, language_job, run, session_of
 
 TRACED = Compiled(bucket=64, share=1.0, backend="aot_eager")
@@ -49,7 +49,7 @@ def test_a_long_run_is_expected_to_take_long() -> None:
 
 @pytest.mark.parametrize(
     "others",
-    [(*PACKED, Recompute(), Autocast()), (LoRA(),), (BF16MasterWeights(),)],
+    [(*PACKED, ActivationCheckpointing(), Autocast()), (LoRA(),), (BF16MasterWeights(),)],
     ids=lambda others: ", ".join(map(str, others)),
 )
 def test_it_trains_alike_beside_other_techniques(others: tuple[Technique, ...]) -> None:

@@ -20,7 +20,7 @@ from hasten.techniques import probes
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.average import WeightAverage
-from hasten.techniques.batch import Accumulate, AdaptiveBatch
+from hasten.techniques.batch import GradientAccumulation, AdaptiveBatch
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
@@ -32,7 +32,7 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import Autocast, BF16MasterWeights
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from tiny import language_job, run, session_of, tiny_model
@@ -143,7 +143,7 @@ def test_adapters_that_never_moved_have_not_acted() -> None:
 
 
 def test_a_cut_that_cuts_nothing_has_not_acted() -> None:
-    for technique in (Accumulate(micro_batch_size=64), AdaptiveBatch(initial_size=64)):
+    for technique in (GradientAccumulation(micro_batch_size=64), AdaptiveBatch(initial_size=64)):
         session = session_of(language_job(), technique)
         run(session)
         assert seen(session, technique)[0] is False
@@ -151,8 +151,8 @@ def test_a_cut_that_cuts_nothing_has_not_acted() -> None:
 
 # Before the first step nothing has acted, whatever was configured.
 WITHOUT_A_STEP: tuple[Technique, ...] = (
-    *(Packed(), PackedEpoch(), LengthGrouped(), Prefetched(), Accumulate(1), AdaptiveBatch(2)),
-    *(LoRA(), LabelledTokenLoss(), Recompute(), Autocast(), DDP(), CompactAdamW(), Muon()),
+    *(Packed(), PackedEpoch(), LengthGrouped(), Prefetched(), GradientAccumulation(1), AdaptiveBatch(2)),
+    *(LoRA(), LabelledTokenLoss(), ActivationCheckpointing(), Autocast(), DDP(), CompactAdamW(), Muon()),
     *(WeightAverage(), Checkpoints(interval=1), BalancedRouting()),
     Compiled(bucket=64, share=1.0, backend="aot_eager"),
     *(() if rowwise.library().reason else (FusedAdamW(),)),
@@ -188,7 +188,7 @@ def test_looking_leaves_random_state_counters_and_gradients_alone() -> None:
 
 def test_looking_counts_for_no_other_probe() -> None:
     compiled = Compiled(bucket=64, share=1.0, backend="aot_eager")
-    plan = (Packed(), Accumulate(micro_batch_size=1), DocumentAttention(), LabelledTokenLoss())
+    plan = (Packed(), GradientAccumulation(micro_batch_size=1), DocumentAttention(), LabelledTokenLoss())
     session = session_of(language_job(steps=1, batch=4), *plan, compiled)
     run(session)
     before = [technique.probe(session) for technique in (LabelledTokenLoss(), compiled)]

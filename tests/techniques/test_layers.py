@@ -12,7 +12,7 @@ from hasten.machine.environment import World
 from hasten.parts.kernels import rowwise
 from hasten.parts.nn.fused_layers import ARCHITECTURES
 from hasten.techniques.layers import FusedLayers
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from ranks import on_ranks
 from techniques.fused_rank_jobs import CASES, train_fused
 from tiny import job_facts, language_job, examples, run, session_of
@@ -38,7 +38,7 @@ def test_recomputed_blocks_give_the_same_losses(architecture: str) -> None:
     job = language_job(lambda: model_of(architecture, torch.bfloat16), data=examples(8))
     found = [
         [m.loss for m in run(session_of(job, *more, architecture=architecture))]
-        for more in ((FusedLayers(),), (FusedLayers(), Recompute()))
+        for more in ((FusedLayers(),), (FusedLayers(), ActivationCheckpointing()))
     ]
     assert found[0] == found[1]
 

@@ -23,7 +23,7 @@ from hasten.techniques.layout.deepspeed import DeepSpeed
 from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.optimizer import Muon
 from hasten.techniques.precision import Autocast
-from hasten.techniques.wire.compress import TopK
+from hasten.techniques.communication.compress import TopK
 from ranks import on_ranks
 from techniques.zero_rank_jobs import CASES, train_all
 from tiny import job_facts, language_job, examples

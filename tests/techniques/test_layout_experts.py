@@ -15,8 +15,8 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.techniques.layout.experts import ExpertParallel, ExpertsInDDP
-from hasten.techniques.recompute import Recompute
-from hasten.techniques.wire.local import LocalSteps
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
+from hasten.techniques.communication.local import LocalSteps
 from ranks import on_ranks
 from techniques.expert_session_jobs import CASES
 from tiny import job_facts, language_job, run, session_of, tiny_model
@@ -104,7 +104,7 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, int]) -> No
 def test_ranks_that_choose_their_own_blocks_are_refused() -> None:
     """Tokens travel in recomputed passes too: ranks have to make the same ones."""
     job = language_job(lambda: tiny_model("deepseek_v3"))
-    plan = Plan((ExpertParallel(), Recompute(budget=0.5)))
+    plan = Plan((ExpertParallel(), ActivationCheckpointing(budget=0.5)))
     with pytest.raises(InputError, match="leave budget out"):
         prepare(job, plan, facts_on(2))
 
@@ -114,4 +114,4 @@ def test_ranks_that_train_apart_are_refused() -> None:
     setup = prepare(job, Plan((ExpertParallel(), LocalSteps())), facts_on(2))
     assert isinstance(setup.layout, ExpertsInDDP)
     with pytest.raises(InputError, match="ranks can't train apart"):
-        setup.layout.across(tiny_model("deepseek_v3"), setup.wire)
+        setup.layout.across(tiny_model("deepseek_v3"), setup.communication)

@@ -50,7 +50,7 @@ def test_products_with_stages_and_experts_come_to_what_one_process_comes_to(
     for other in four[1:]:
         assert other[name]["losses"] == one["losses"]
         assert other[name]["norms"] == one["norms"]
-    seen = {"hybrid", "recompute", "balanced_routing"} & set(one["proofs"])
+    seen = {"hybrid", "activation_checkpointing", "balanced_routing"} & set(one["proofs"])
     assert all(rank[name]["proofs"][technique] for rank in four for technique in seen)
 
 
@@ -64,9 +64,9 @@ def test_what_does_not_go_together_is_refused_on_every_rank(four: list[Any]) -> 
     for rank in four:
         assert "doesn't know the pieces of a pipeline's stages" in rank["masters of stages"]
         assert "lets FSDP2 cast weights" in rank["masters beside experts"]
-        for name in ("a wire between stages", "a wire beside experts"):
-            assert "leave the wire's technique out" in rank[name]
-        assert "leave budget out" in rank["recompute's own choice"]
+        for name in ("a communication method between stages", "a communication method beside experts"):
+            assert "leave the communication method's technique out" in rank[name]
+        assert "leave budget out" in rank["activation_checkpointing's own choice"]
     assert set(REFUSED) <= set(four[0])
 
 

@@ -22,10 +22,10 @@ from hasten.techniques.batch import AdaptiveBatch
 from hasten.techniques.compile import Compiled
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.pipeline import Pipeline
-from hasten.techniques.layout.pipeline_stages import Cut, Stages, check_company, check_wire
-from hasten.techniques.recompute import Recompute
-from hasten.techniques.wire.compress import Half, Quantised
-from hasten.techniques.wire.local import LocalSteps
+from hasten.techniques.layout.pipeline_stages import Cut, Stages, check_company, check_communication
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
+from hasten.techniques.communication.compress import Half, Quantised
+from hasten.techniques.communication.local import LocalSteps
 from ranks import on_ranks
 from techniques.pipeline_session_jobs import ON_TWO, ROUGH, TWO_PIPELINES, loaded, train_all
 from tiny import job_facts, language_job, run, session_of
@@ -61,7 +61,7 @@ def with_weights(found: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**found, "folder": str(folder)}
 
 
-SEEN_ON_EVERY_RANK = ("recompute", "balanced_routing", "half", "quantised")
+SEEN_ON_EVERY_RANK = ("activation_checkpointing", "balanced_routing", "half", "quantised")
 ALL = [("two", case) for case in ON_TWO] + [("four", case) for case in TWO_PIPELINES]
 
 
@@ -164,9 +164,9 @@ def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
     [
         (Compiled(share=1.0), {}, "compiles a whole model's blocks"),
         (AdaptiveBatch(), {}, "no rank can run its passes again"),
-        (Recompute(), {"checkpoint": "always"}, "give one of the two"),
-        (Recompute(segments=2), {}, "leave segments out"),
-        (Recompute(), {"schedule": "zbv"}, "take the schedule 1f1b"),
+        (ActivationCheckpointing(), {"checkpoint": "always"}, "give one of the two"),
+        (ActivationCheckpointing(segments=2), {}, "leave segments out"),
+        (ActivationCheckpointing(), {"schedule": "zbv"}, "take the schedule 1f1b"),
     ],
 )
 def test_techniques_that_reach_into_passes_are_refused_by_name(
@@ -186,9 +186,9 @@ def test_a_loss_that_holds_no_language_model_is_refused_with_advice() -> None:
         cut.split(nn.Linear(2, 2))
 
 
-def wire_of(technique: Technique) -> Any:
+def communication_of(technique: Technique) -> Any:
     job = language_job()
-    return prepare(job, Plan([technique, DDP()]), job_facts(job, world=World(0, 0, 4))).wire
+    return prepare(job, Plan([technique, DDP()]), job_facts(job, world=World(0, 0, 4))).communication
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_wire_that_cannot_carry_copies_of_stages_is_refused(
     technique: Technique, pipelines: int, said: str
 ) -> None:
     with pytest.raises(InputError, match=said):
-        check_wire(wire_of(technique), pipelines)
+        check_communication(communication_of(technique), pipelines)
 
 
 def test_ranks_left_over_are_refused() -> None:

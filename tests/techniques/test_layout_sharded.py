@@ -104,7 +104,7 @@ def test_what_is_offloaded_takes_nothing_of_the_device() -> None:
 def test_one_rank_needs_no_pieces() -> None:
     session = Case(FSDP2()).session(World())
     assert not FSDP2().probe(session).acted
-    assert FSDP2().forecast(session.setup.facts).wire_bytes == 1.0
+    assert FSDP2().forecast(session.setup.facts).comm_bytes == 1.0
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,11 @@ from hasten.core.technique import Fidelity, Technique
 from hasten.errors import InputError
 from hasten.parts.nn.losses import ObjectiveLoss
 from hasten.techniques.attention import DocumentAttention
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.objective import MultiTokenPrediction
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from ranks import on_ranks
 from tiny import job_facts, language_job, examples, run, session_of
 
@@ -32,9 +32,9 @@ PLAN: tuple[Technique, ...] = (Packed(), DocumentAttention(), LabelledTokenLoss(
 AHEAD = MultiTokenPrediction(depth=2)
 MORE: dict[str, tuple[Technique, ...]] = {
     "packed": PLAN,
-    "accumulated": (Accumulate(micro_batch_size=3),),
-    "recomputed": (Recompute(),),
-    "packed and accumulated": (*PLAN, Accumulate(micro_batch_size=2)),
+    "accumulated": (GradientAccumulation(micro_batch_size=3),),
+    "recomputed": (ActivationCheckpointing(),),
+    "packed and accumulated": (*PLAN, GradientAccumulation(micro_batch_size=2)),
 }
 
 

@@ -75,7 +75,7 @@ def _saved(session: Session) -> list[Tensor]:
 
 @pytest.mark.parametrize("device", ["cuda:0", "mps"])
 def test_one_pass_on_a_gpu_takes_triton(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is pretended; NVIDIA's alone have it."""
+    """The device is simulated; NVIDIA's alone have it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     adamw._why_no_triton.cache_clear()
@@ -212,7 +212,7 @@ def test_a_run_leaves_both_folders_and_both_load(tmp_path: Path, kind: Any) -> N
         model="deepseek-llm-tiny",
         max_steps=4,
         finetuning_type=kind,
-        plan=["recompute", "muon", {"weight_average": {"decay": 0.9}}],
+        plan=["activation_checkpointing", "muon", {"weight_average": {"decay": 0.9}}],
     )
     earlier = tmp_path / "run" / "model_average"
     earlier.mkdir(parents=True)  # of a run before, and moved aside

@@ -22,7 +22,7 @@ from hasten.parts.distributed.local_shards import LocalShards
 from hasten.parts.nn.quantised import Float8Layers, Rounding
 from hasten.techniques import precision
 from hasten.techniques.adapter import LoRA
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
 from ranks import on_ranks
 from tiny import ARCHITECTURES, job_facts, language_job, run, session_of, tiny_model
@@ -152,7 +152,7 @@ def test_weights_are_rounded_once_a_step_and_train_the_same(
     job = language_job(steps=3, batch=6)
     for keep in (False, True):
         float8 = Float8(emulate=True, keep_weights=keep)
-        session: Any = session_of(job, float8, Accumulate(micro_batch_size=2))
+        session: Any = session_of(job, float8, GradientAccumulation(micro_batch_size=2))
         layers = session.setup.precision.layers
         found = []
         for metrics in training(session):

@@ -19,7 +19,7 @@ import tiny
 tiny.COMMON["vocab_size"] = 16_000
 torch.set_num_threads(1)
 from hasten.machine.memory import _kilobytes, is_out_of_memory
-from hasten.techniques.batch import Accumulate, AdaptiveBatch
+from hasten.techniques.batch import GradientAccumulation, AdaptiveBatch
 from tiny import language_job, examples, run, session_of
 
 def losses(*techniques):
@@ -27,10 +27,10 @@ def losses(*techniques):
     return [m.loss for m in run(session)], session
 
 job = language_job(data=examples(48), steps=4, batch=24)
-small, _ = losses(Accumulate(micro_batch_size=1))  # memory of libraries is there from here on
+small, _ = losses(GradientAccumulation(micro_batch_size=1))  # memory of libraries is there from here on
 limit = _kilobytes("self/status", "VmData") + 100 * 2**20
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-found = {"fits": losses(Accumulate(micro_batch_size=1))[0], "before": small}
+found = {"fits": losses(GradientAccumulation(micro_batch_size=1))[0], "before": small}
 try:
     found["one piece"] = losses()[0]
 except (RuntimeError, MemoryError) as error:

@@ -21,12 +21,12 @@ from hasten.errors import InputError
 from hasten.parts.data.collate import IGNORED, TokenizedExample
 from hasten.recipe.build import model_facts
 from hasten.recipe.schema import Recipe
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
 from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.loss import LabelledTokenLoss
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.routing import RealTokens
 from tiny import COMMON, job_facts, language_job, examples, run
 
@@ -100,7 +100,7 @@ def test_the_balances_of_micro_batches_are_weighed_by_their_labels(micro_batch: 
     expected = sum(loss * count for loss, count in found) / sum(count for _, count in found)
     expected.backward()
     expected = expected.detach()
-    metrics, grads = one_step(Accumulate(micro_batch_size=micro_batch))
+    metrics, grads = one_step(GradientAccumulation(micro_batch_size=micro_batch))
     assert metrics.loss == pytest.approx(float(expected), rel=1e-5)
     for name, parameter in reference.named_parameters():
         assert (grads[name] - parameter.grad).norm() <= 2e-4 * parameter.grad.norm() + 1e-7, name
@@ -110,7 +110,7 @@ def test_the_balances_of_micro_batches_are_weighed_by_their_labels(micro_batch: 
     "technique",
     [
         LabelledTokenLoss(chunk=16),
-        Recompute(),
+        ActivationCheckpointing(),
         Compiled(backend="aot_eager"),
         ExpertsImplementation(kind="batched_mm"),
     ],

@@ -19,12 +19,12 @@ from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.parts.nn.router_balance import routers
 from hasten.techniques.adapter import LoRA
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
 from hasten.techniques.loss import LabelledTokenLoss
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.routing import BalancedRouting
 from ranks import on_ranks
 from techniques.routing_rank_jobs import CASES, train_all
@@ -111,10 +111,10 @@ def test_two_ranks_move_the_biases_of_one_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "others",
     [
-        (Accumulate(micro_batch_size=2),),
+        (GradientAccumulation(micro_batch_size=2),),
         (LabelledTokenLoss(),),
         (Packed(),),
-        (Recompute(),),
+        (ActivationCheckpointing(),),
         (Compiled(bucket=64, share=1.0, backend="aot_eager"), Packed()),
     ],
     ids=str,

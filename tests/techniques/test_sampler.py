@@ -19,7 +19,7 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.parts import checkpoint
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
@@ -48,7 +48,7 @@ def test_each_packed_row_is_a_micro_batch_of_its_own() -> None:
 
 def test_a_cut_is_made_within_rows_and_never_across() -> None:
     job = language_job(data=DATA, batch=12, stop=Stop(epochs=1))
-    session = session_of(job, PackedEpoch(row_tokens=64), Packed(), Accumulate(micro_batch_size=2))
+    session = session_of(job, PackedEpoch(row_tokens=64), Packed(), GradientAccumulation(micro_batch_size=2))
     order: Any = session.setup.sampler
     for step, rows in zip(batches(session), order.row_steps(0), strict=True):
         pieces = Counter(m.counts.examples for m in step.micro_batches)

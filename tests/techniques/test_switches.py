@@ -12,11 +12,11 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.techniques import batch
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.loss import LabelledTokenLoss
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from tiny import language_job, session_of, tiny_model
 
 STEPS = 6
@@ -52,14 +52,14 @@ def offered(technique: Technique, *others: Technique) -> dict[str, tuple[Any, ..
 
 
 def test_smaller_micro_batches_are_offered_and_larger_ones_not() -> None:
-    assert offered(Accumulate(micro_batch_size=8)) == {"accumulate.micro_batch_size": (1, 2, 4, 8)}
-    assert offered(Accumulate(micro_batch_size=3)) == {"accumulate.micro_batch_size": (1, 3)}
+    assert offered(GradientAccumulation(micro_batch_size=8)) == {"gradient_accumulation.micro_batch_size": (1, 2, 4, 8)}
+    assert offered(GradientAccumulation(micro_batch_size=3)) == {"gradient_accumulation.micro_batch_size": (1, 3)}
 
 
 def test_no_micro_batch_is_too_small_for_the_longest_record() -> None:
     longest = max(r.length for r in job().examples)
-    cut = Accumulate(micro_batch_size=0, micro_batch_tokens=4 * longest)
-    assert offered(cut) == {"accumulate.micro_batch_tokens": (longest, 2 * longest, 4 * longest)}
+    cut = GradientAccumulation(micro_batch_size=0, micro_batch_tokens=4 * longest)
+    assert offered(cut) == {"gradient_accumulation.micro_batch_tokens": (longest, 2 * longest, 4 * longest)}
 
 
 def test_chunks_grow_only_where_their_logits_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_chunks_grow_only_where_their_logits_fit(monkeypatch: pytest.MonkeyPatch
 def test_recomputation_may_rest_only_where_all_activations_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert offered(Recompute()) == {"recompute": (True, False)}
+    assert offered(ActivationCheckpointing()) == {"activation_checkpointing": (True, False)}
     asked: list[float] = []
 
     def fits(session: Session, more: float) -> bool:
@@ -81,16 +81,16 @@ def test_recomputation_may_rest_only_where_all_activations_fit(
         return False
 
     monkeypatch.setattr(batch, "fits", fits)
-    assert offered(Recompute()) == {}
+    assert offered(ActivationCheckpointing()) == {}
     assert asked[0] > 0
 
 
 def test_a_look_at_its_bytes_leaves_recomputation_as_it_was() -> None:
-    session = session_of(job(), Recompute())
+    session = session_of(job(), ActivationCheckpointing())
     next(training(session))
-    [switch] = Recompute().switches(session)
+    [switch] = ActivationCheckpointing().switches(session)
     switch.set(False)
-    [again] = Recompute().switches(session)  # measures with recomputation and without
+    [again] = ActivationCheckpointing().switches(session)  # measures with recomputation and without
     assert again.now() is False
 
 
@@ -100,7 +100,7 @@ def test_what_has_no_such_setting_offers_nothing() -> None:
 
 def test_a_run_that_toggles_recomputation_keeps_its_bits() -> None:
     plain = losses(session_of(job()))
-    toggled = session_of(job(), Recompute())
+    toggled = session_of(job(), ActivationCheckpointing())
     assert losses(toggled, changed_after=1) == plain
     assert isinstance(toggled.setup.recompute, BlockRecompute)
     assert 0 < toggled.setup.recompute.passes < 2 * STEPS  # two blocks: not in every step
@@ -110,7 +110,7 @@ def test_a_run_that_toggles_recomputation_keeps_its_bits() -> None:
 def test_a_run_whose_settings_keep_changing_has_the_losses_of_one_that_stands_still(
     others: tuple[Technique, ...],
 ) -> None:
-    plan = (Accumulate(micro_batch_size=8), LabelledTokenLoss(chunk=256), Recompute(), *others)
+    plan = (GradientAccumulation(micro_batch_size=8), LabelledTokenLoss(chunk=256), ActivationCheckpointing(), *others)
     changing_all = session_of(job(), *plan)
     found = losses(changing_all, changed_after=1)
     assert found == pytest.approx(losses(session_of(job())), rel=1e-12)
@@ -118,7 +118,7 @@ def test_a_run_whose_settings_keep_changing_has_the_losses_of_one_that_stands_st
 
 
 def test_steps_that_were_read_ahead_are_counted() -> None:
-    session = session_of(job(), Accumulate(micro_batch_size=4), Prefetched(lookahead=3))
+    session = session_of(job(), GradientAccumulation(micro_batch_size=4), Prefetched(lookahead=3))
     [metrics] = [m for m in training(session) if m.step == STEPS]
     assert metrics.step == STEPS
     assert batch.steps_read_ahead(session) >= 4
@@ -126,7 +126,7 @@ def test_steps_that_were_read_ahead_are_counted() -> None:
 
 
 def test_the_largest_micro_batch_is_found_in_the_order() -> None:
-    session = session_of(job(), Accumulate(micro_batch_size=2))
+    session = session_of(job(), GradientAccumulation(micro_batch_size=2))
     lengths = sorted((r.length for r in job().examples), reverse=True)
     found = batch.largest_micro_batch(session)
     assert lengths[0] < found <= 2 * lengths[0]

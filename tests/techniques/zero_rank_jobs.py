@@ -18,7 +18,7 @@ from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.deepspeed import DeepSpeed
 from hasten.techniques.layout.fsdp import FSDP2
@@ -30,16 +30,16 @@ NO_BUCKET = 10_000  # elements: smaller than the model, so that several leave
 # name -> zero_optimization, architecture, techniques beside it
 CASES: dict[str, tuple[dict[str, Any], str, tuple[Technique, ...]]] = {
     "zero 1": ({"stage": 1}, "llama", ()),
-    "zero 2": ({"stage": 2, "reduce_bucket_size": NO_BUCKET}, "llama", (Accumulate(2),)),
+    "zero 2": ({"stage": 2, "reduce_bucket_size": NO_BUCKET}, "llama", (GradientAccumulation(2),)),
     "zero 2, offload": (
         {"stage": 2, "offload_optimizer": {"device": "cpu"}},
         "llama",
-        (Accumulate(2),),
+        (GradientAccumulation(2),),
     ),
     "zero 3": (
         {"stage": 3, "stage3_param_persistence_threshold": 0},
         "llama",
-        (Accumulate(2), LabelledTokenLoss(chunk=16)),
+        (GradientAccumulation(2), LabelledTokenLoss(chunk=16)),
     ),
     "zero 3, offload, auto": (
         {
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[dict[str, Any], str, tuple[Technique, ...]]] = {
             "stage3_param_persistence_threshold": "auto",
         },
         "deepseek_v3",
-        (Accumulate(2),),
+        (GradientAccumulation(2),),
     ),
     "zero 3, tied": ({"stage": 3, "stage3_param_persistence_threshold": 0}, "tied", ()),
 }

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 from gpu import measure, peer, results, rows, run, stages  # noqa: E402
-from gpu.paper import choice_key, kept_steps, paper_step  # noqa: E402
+from gpu.predictions import choice_key, kept_steps, simulated_step  # noqa: E402
 from gpu.rows import ROWS, Row, row_named  # noqa: E402
 
 from hasten.techniques.experts import ExpertsImplementation  # noqa: E402
@@ -149,14 +149,14 @@ def test_every_choice_was_traced_and_nothing_else() -> None:
         for row in ROWS
     }
     kept = {name: set(steps) for name, steps in kept_steps().items()}
-    assert kept == keys, "trace anew: python benchmarks/gpu/on_paper.py"
+    assert kept == keys, "trace anew: python benchmarks/gpu/simulated.py"
 
 
 @pytest.mark.parametrize("row", [r for r in ROWS if r.needs_gpu], ids=lambda row: row.name)
 @pytest.mark.parametrize("memory", [H200, H100], ids=["H200", "H100"])
 def test_every_row_has_a_choice_for_both_gpus(row: Row, memory: int) -> None:
     for choices in row.variants.values():
-        steps = [paper_step(row, choice) for choice in choices]
+        steps = [simulated_step(row, choice) for choice in choices]
         assert any(step.needed_bytes <= measure.SHARE * memory for step in steps if step)
 
 
@@ -164,7 +164,7 @@ def test_a_full_8b_has_masters_on_an_h200_and_none_on_an_h100() -> None:
     row = row_named("full-8b-bf16")
 
     def first(memory: int) -> str:
-        steps = [(c, paper_step(row, c)) for c in row.variants["hasten"]]
+        steps = [(c, simulated_step(row, c)) for c in row.variants["hasten"]]
         fits = (c for c, step in steps if step and step.needed_bytes <= 0.92 * memory)
         return ", ".join(str(t) for t in next(fits).plan)
 
@@ -176,7 +176,7 @@ def test_what_cannot_fit_is_not_tried_and_said(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(measure, "device_memory", lambda device: 10**9)
     tried: list[Any] = []
     with pytest.raises(
-        MemoryError, match=r"no choice of smoke fits 1 GB: .*needs 3 of 1 GB on paper"
+        MemoryError, match=r"no choice of smoke fits 1 GB: .*needs 3 of 1 GB by simulation"
     ):
         measure.first_that_fits(SMOKE, "hasten", "cpu", measure.records_of(SMOKE), tried)
     assert len(tried) == 1
@@ -190,7 +190,7 @@ def test_a_choice_that_runs_out_of_memory_gives_way_to_the_next(
     steps = measure.HastenVariant.steps
 
     def short(self: measure.HastenVariant, count: int) -> Any:
-        if not any(t.name() == "accumulate" for t in self.plan):
+        if not any(t.name() == "gradient_accumulation" for t in self.plan):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return steps(self, count)
 
@@ -198,7 +198,7 @@ def test_a_choice_that_runs_out_of_memory_gives_way_to_the_next(
     tried: list[Any] = []
     _, kept = measure.first_that_fits(row, "hasten", "cpu", measure.records_of(row), tried)
     assert [t["outcome"] for t in tried] == ["ran out of memory: CUDA out of memory", "fits"]
-    assert kept["plan_words"][1] == "accumulate(micro_batch_size=2)"
+    assert kept["plan_words"][1] == "gradient_accumulation(micro_batch_size=2)"
 
 
 class Clockwork:
@@ -288,9 +288,9 @@ def test_the_page_shows_what_the_files_say_and_else_not_measured(tmp_path: Path)
     (tmp_path / "row.json").write_text(json.dumps(found))
     line = results.table(results.read(tmp_path)).splitlines()[4]
     assert line.startswith("| full-8b-bf16 | NVIDIA H100 80GB HBM3 | 1,234 (partial) | ≥ 8,200 / ")
-    assert "| 37.0% |  | 50.0% | 1.0 GB |" in line  # 1000 tokens in 0.3 s on paper
+    assert "| 37.0% |  | 50.0% | 1.0 GB |" in line  # 1000 tokens in 0.3 s by simulation
     said = results.said_of(found)
-    assert "waits 3, on paper 1; peak 1.0 GB, on paper 0.9 GB" in said
+    assert "waits 3, by simulation 1; peak 1.0 GB, by simulation 0.9 GB" in said
     assert "forward 250 ms (100), backward 300 ms (200), optimizer 0 ms (0); in brackets on" in said
 
 

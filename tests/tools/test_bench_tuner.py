@@ -119,7 +119,7 @@ def test_micro_batches_are_doubled_until_one_fails_and_the_fastest_is_taken(
     assert [r["tokens_per_second"] for r in found["trials"]] == [100.0, 300.0, 200.0, None]
     assert found["micro_batch"] == 2
     plan = real._cut(subject, found["micro_batch"])
-    assert plan.to_list() == [KINDS["accumulate"](micro_batch_size=2).to_dict()]
+    assert plan.to_list() == [KINDS["gradient_accumulation"](micro_batch_size=2).to_dict()]
 
 
 def test_the_wide_space_knows_its_best_point() -> None:

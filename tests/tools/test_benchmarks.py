@@ -33,7 +33,7 @@ LONG = {
     "bench_supervisor.py",
     "bench_tokenize.py",
     "bench_topology.py",
-    "bench_wire.py",
+    "bench_communication.py",
     "bench_workers.py",
 }
 MORE = (
@@ -47,11 +47,11 @@ MORE = (
     "bench_verdicts.py --real 1",
     "bench_verdicts.py --record speeds.json",
     "bench_verdicts.py --spread 2",
-    "bench_wire.py loss",
-    "bench_wire.py table",
+    "bench_communication.py loss",
+    "bench_communication.py table",
 )
-COLD = "bench_paper.py"  # its pretended GPU has to be there before torch is imported
-IN_A_LAB = ("full_duplex", "netlab", "link", "topology", "wire")
+COLD = "bench_gpu_simulation.py"  # its simulated GPU has to be there before torch is imported
+IN_A_LAB = ("full_duplex", "netlab", "link", "topology", "communication")
 PEERS = os.environ.get("HASTEN_PEERS")  # a Python with trl, datasets, lightning and hasten
 PEERS_OPTION = {
     "bench_step.py": "--peers",

@@ -1,4 +1,4 @@
-"""Both groups of tests run whatever fails; bad luck gets one more run and is named."""
+"""Both groups of tests run whatever fails; chance gets one more run and is named."""
 
 from __future__ import annotations
 

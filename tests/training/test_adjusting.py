@@ -16,7 +16,7 @@ from hasten.training.auto_adjust import adjusted
 from hasten.training.run import train
 from sample_data import small
 
-PLAN = ["packed", {"accumulate": {"micro_batch_size": 2}}, "recompute"]
+PLAN = ["packed", {"gradient_accumulation": {"micro_batch_size": 2}}, "activation_checkpointing"]
 
 
 def run(folder: Path, **changes: Any) -> tuple[dict[str, Any], list[str], Session]:
@@ -58,14 +58,14 @@ def test_a_resumed_run_goes_on_with_what_was_kept(
 
     def keep(session: Session) -> None:
         assert isinstance(session.setup.adjusting, auto_adjust.LiveTuning)
-        session.setup.adjusting.load_state_dict({"standing": {"accumulate.micro_batch_size": 1}})
+        session.setup.adjusting.load_state_dict({"standing": {"gradient_accumulation.micro_batch_size": 1}})
 
     train(Recipe(**values), tell=lambda text: None, on_start=keep)
     sessions: list[Session] = []
     again = Recipe(**{**values, "max_steps": 6, "resume": "auto"})
     summary = train(again, tell=lambda text: None, on_start=sessions.append)
     assert summary["steps"] == 6
-    assert summary["adjusted"] == {"accumulate.micro_batch_size": 1}
+    assert summary["adjusted"] == {"gradient_accumulation.micro_batch_size": 1}
 
 
 def test_compiled_blocks_are_refused_before_a_step_is_made(tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ def test_a_technique_whose_proof_failed_is_left_out(
         {"technique": "labelled_token_loss", "verdict": "equal", "text": ""},
     ]
     monkeypatch.setattr(chosen_plan, "choose", lambda *args, **more: raced)
-    guard = lambda *args, **more: {"guard": rows, "invariance": []}  # noqa: E731
-    monkeypatch.setattr(chosen_plan, "guarded", guard)
+    verification = lambda *args, **more: {"verification": rows, "invariance": []}  # noqa: E731
+    monkeypatch.setattr(chosen_plan, "verified", verification)
     told: list[str] = []
     audience = SimpleNamespace(tell=told.append, begin=lambda: None, show=lambda text, share: None)
     recipe, choice = with_chosen_plan(Recipe(**values), audience)

@@ -44,9 +44,9 @@ def trained(folder: Path, **changes: Any) -> tuple[dict[str, Any], list[str]]:
         pytest.param({"plan": [*PLAN, "autocast"]}, marks=half),
         {"finetuning_type": "lora"},
         {"label_smoothing": 0.1},
-        {"plan": [*PLAN, {"recompute": {"segments": 2}}]},
+        {"plan": [*PLAN, {"activation_checkpointing": {"segments": 2}}]},
     ],
-    ids=["float32", "bf16", "autocast", "lora", "smoothing", "recompute"],
+    ids=["float32", "bf16", "autocast", "lora", "smoothing", "activation_checkpointing"],
 )
 def test_a_right_plan_keeps_its_techniques(
     changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -189,7 +189,7 @@ def test_ranks_that_train_apart_and_compiled_blocks_are_refused() -> None:
 def test_a_decision_is_one_sentence() -> None:
     line = {
         "step": 9,
-        "switch": "accumulate.micro_batch_size",
+        "switch": "gradient_accumulation.micro_batch_size",
         "from": 8,
         "to": 4,
         "kept": True,
@@ -198,7 +198,7 @@ def test_a_decision_is_one_sentence() -> None:
         "tries": 4,
     }
     assert sentence(line) == (
-        "step 9: accumulate.micro_batch_size 4 in place of 8 is kept: "
+        "step 9: gradient_accumulation.micro_batch_size 4 in place of 8 is kept: "
         "1.20x [1.10, 1.30] tokens/s in 4 tries"
     )
     assert "taken back (no effect)" in sentence({**line, "kept": False, "why": "no effect"})

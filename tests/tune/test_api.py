@@ -42,7 +42,7 @@ class StandsStill(SilentProgress):
             print("two trials", flush=True)
             time.sleep(600)
 
-options = TuneOptions(trials=3, steps=1, only=("accumulate",))
+options = TuneOptions(trials=3, steps=1, only=("gradient_accumulation",))
 tune(Path(sys.argv[1]), 600, options, audience=StandsStill())
 """
 
@@ -63,7 +63,7 @@ def test_a_process_that_is_killed_leaves_its_trials_and_the_best_settings(tmp_pa
         process.communicate()
     (record,) = tmp_path.glob("run/studies/*/record.jsonl")
     assert record.read_text().count('"event": "trial"') == 2
-    options = TuneOptions(trials=3, steps=1, only=("accumulate",))
+    options = TuneOptions(trials=3, steps=1, only=("gradient_accumulation",))
     found = tune(recipe, 600, options)
     assert found.folder == record.parent
     assert len(found.report["trials"]) == 3
@@ -105,7 +105,7 @@ def test_for_less_memory_a_slower_variant_may_win_and_a_worse_model_may_not() ->
         row("helped", 50, "worse: eval loss 2.0000 → 2.1000"),
         row("failed: killed", 50, None),
         {**row("helped", 50), "refused": "lossy: nobody was asked to prove it"},
-        row("hurt: recompute did not act", 70),
+        row("hurt: activation_checkpointing did not act", 70),
         row("hurt", 80),
     ]
     study: Any = SimpleNamespace(objective="memory", memory=None)

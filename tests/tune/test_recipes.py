@@ -62,7 +62,7 @@ def test_the_winner_is_a_recipe_with_its_gain_at_the_head(
 ) -> None:
     found = subject(given)
     point = found.space.point(
-        {"PRECISION": "autocast", "BATCH": "accumulate", "accumulate.micro_batch_size": 2}
+        {"PRECISION": "autocast", "BATCH": "gradient_accumulation", "gradient_accumulation.micro_batch_size": 2}
     )
     text = found.text(point, ["1.300× [1.2, 1.4] of the speed " * 5])
     assert text.startswith("# 1.300×")
@@ -71,7 +71,7 @@ def test_the_winner_is_a_recipe_with_its_gain_at_the_head(
     same = recipe.model_copy(update={"plan": given.recipe.plan})
     assert same.model_dump() == given.recipe.model_dump()
     plan = requested_plan(recipe)
-    assert {t.name() for t in plan} == {"fused_adamw", "autocast", "accumulate"}
+    assert {t.name() for t in plan} == {"fused_adamw", "autocast", "gradient_accumulation"}
     assert next(t for t in plan if t.slot is Slot.BATCH).settings()["micro_batch_size"] == 2
 
 
@@ -109,7 +109,7 @@ def test_the_key_changes_with_what_decides_the_numbers(given: ExperimentSubject)
 
 
 class Pretended:
-    """The duel as `hasten speedup` would measure it, from what is known of the plans."""
+    """The final_comparison as `hasten speedup` would measure it, from what is known of the plans."""
 
     def __init__(self, ratios: Mapping[str, float], idle: Sequence[str] = ()) -> None:
         self.ratios, self.idle = ratios, idle
@@ -188,9 +188,9 @@ def test_a_duel_without_time_proves_nothing_and_loses_nothing(
     found = api.tune(given.recipe, 600, TuneOptions(only=("precision",), fresh=True, seed=5))
     assert not found.better
     assert found.settings == {"PRECISION": "none"}
-    assert "Not proven (no duel: budget: 9 s is too short)" in str(found)
+    assert "Not proven (no final_comparison: budget: 9 s is too short)" in str(found)
     best = (found.folder / "best.yaml").read_text()
-    assert "not proven by a duel" in best
+    assert "not proven by a final comparison" in best
     assert "plan:" in best
     assert best != found.text
     assert '"done"' not in (found.folder / "record.jsonl").read_text()
@@ -199,14 +199,14 @@ def test_a_duel_without_time_proves_nothing_and_loses_nothing(
 def test_what_did_not_act_is_left_out_of_the_winner_and_said(
     given: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subjects, "measured", Pretended({"autocast": 1.5}, idle=["recompute"]))
+    monkeypatch.setattr(subjects, "measured", Pretended({"autocast": 1.5}, idle=["activation_checkpointing"]))
     monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
-    options = TuneOptions(only=("autocast", "recompute"), fresh=True, trials=3)
+    options = TuneOptions(only=("autocast", "activation_checkpointing"), fresh=True, trials=3)
     space = subject(given, only=options.only).space
 
     def seconds(s: dict[str, Any]) -> float:  # both are best, as far as trials can tell
         fast = 0.01 if s["PRECISION"] == "autocast" else 0.02
-        return fast * (0.999 if s["RECOMPUTE"] == "recompute" else 1.0)
+        return fast * (0.999 if s["RECOMPUTE"] == "activation_checkpointing" else 1.0)
 
     machine = Machine(space, seconds, start=0.0)
     monkeypatch.setattr(RecipeSubject, "start", lambda self, point: machine.start(point))
@@ -215,21 +215,21 @@ def test_what_did_not_act_is_left_out_of_the_winner_and_said(
     )
     found = api.tune(given.recipe, 600, options)
     winner = found.report["winner"]
-    assert winner["idle"] == ["recompute"]
-    assert winner["measured"]["RECOMPUTE"] == "recompute"
+    assert winner["idle"] == ["activation_checkpointing"]
+    assert winner["measured"]["RECOMPUTE"] == "activation_checkpointing"
     assert winner["changes"] == {"PRECISION": "autocast"}
-    assert "recompute did not act in the measured plan and is left out" in " ".join(
+    assert "activation_checkpointing did not act in the measured plan and is left out" in " ".join(
         found.text.replace("# ", "").split()
     )
     plan = found.text.partition("plan:")[2]
     assert "autocast" in plan
-    assert "recompute" not in plan
+    assert "activation_checkpointing" not in plan
 
 
 def _place_of_both(study: Any, rows: Sequence[dict[str, Any]]) -> int | None:
     for place, row in enumerate(rows):
         settings = row.get("settings", {})
-        if settings.get("PRECISION") == "autocast" and settings.get("RECOMPUTE") == "recompute":
+        if settings.get("PRECISION") == "autocast" and settings.get("RECOMPUTE") == "activation_checkpointing":
             return place
     return None
 
@@ -238,7 +238,7 @@ def test_a_proof_that_can_not_be_made_refuses_the_winner_and_loses_no_study(
     given: ExperimentSubject,
 ) -> None:
     def can_not(shown: ExperimentSubject, plan: Plan) -> Sequence[str]:
-        raise InputError("eval_data: the guard needs eval records")
+        raise InputError("eval_data: the verification needs eval records")
 
     found = RecipeSubject(given, TuneOptions(lossy=True), SilentProgress(), prove=can_not)
     point = next(
@@ -255,7 +255,7 @@ def test_on_ranks_turns_too_short_for_an_exchange_are_refused(given: ExperimentS
         recipe=given.recipe.model_copy(update={"nproc": 2}),
         known=dataclasses.replace(given.known, world=World(size=2)),
     )
-    found = RecipeSubject(ranks, TuneOptions(lossy=True, only=("wire",)), SilentProgress())
+    found = RecipeSubject(ranks, TuneOptions(lossy=True, only=("communication",)), SilentProgress())
     assert found.together == 4 > subject(given).together  # no turn is cut within a round
     names = {d.name for d in found.space.dimensions}
     assert "local_steps.every" in names

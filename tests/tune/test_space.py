@@ -112,7 +112,7 @@ def test_ranges_become_a_few_values_and_keep_the_own_one() -> None:
 
 
 def test_every_point_of_a_plan_space_is_a_plan_without_obstacles() -> None:
-    found = plan_space(catalogue(), Plan(), FACTS, only=("precision", "recompute", "layers"))
+    found = plan_space(catalogue(), Plan(), FACTS, only=("precision", "activation_checkpointing", "layers"))
     points = found.space.points()
     assert len(points) > 10
     for point in points:
@@ -152,10 +152,10 @@ def test_an_unknown_name_in_only_is_refused() -> None:
 
 
 def test_a_technique_that_did_not_act_is_left_out_and_its_slot_is_empty() -> None:
-    found = plan_space(catalogue(), Plan(), FACTS, only=("precision", "recompute", "layers"))
-    point = found.space.point({"PRECISION": "autocast", "RECOMPUTE": "recompute"})
-    nearer, lost = found.without(point, ["recompute", "never_heard_of"])
-    assert lost == ["recompute"]
+    found = plan_space(catalogue(), Plan(), FACTS, only=("precision", "activation_checkpointing", "layers"))
+    point = found.space.point({"PRECISION": "autocast", "RECOMPUTE": "activation_checkpointing"})
+    nearer, lost = found.without(point, ["activation_checkpointing", "never_heard_of"])
+    assert lost == ["activation_checkpointing"]
     assert [t.name() for t in found.plan(nearer)] == ["autocast"]
     assert found.without(point, []) == (point, [])
 
@@ -163,16 +163,16 @@ def test_a_technique_that_did_not_act_is_left_out_and_its_slot_is_empty() -> Non
 def test_what_the_recipe_has_itself_stays_though_it_did_not_act() -> None:
     known = {kind.name(): kind for kind in catalogue()}
     base = Plan([known["autocast"](), known["weight_average"]()])
-    found = plan_space(catalogue(), base, FACTS, only=("precision", "recompute"))
-    point = found.space.point({"RECOMPUTE": "recompute"})
-    nearer, lost = found.without(point, ["autocast", "weight_average", "recompute"])
-    assert lost == ["recompute"]
+    found = plan_space(catalogue(), base, FACTS, only=("precision", "activation_checkpointing"))
+    point = found.space.point({"RECOMPUTE": "activation_checkpointing"})
+    nearer, lost = found.without(point, ["autocast", "weight_average", "activation_checkpointing"])
+    assert lost == ["activation_checkpointing"]
     assert set(found.plan(nearer)) == set(base)
 
 
 def test_without_what_others_need_nothing_is_taken_away() -> None:
-    found = plan_space(catalogue(), Plan(), FACTS, only=("precision", "recompute"))
-    point = found.space.point({"PRECISION": "autocast", "RECOMPUTE": "recompute"})
+    found = plan_space(catalogue(), Plan(), FACTS, only=("precision", "activation_checkpointing"))
+    point = found.space.point({"PRECISION": "autocast", "RECOMPUTE": "activation_checkpointing"})
 
     def needs_autocast(p: tuple[int, ...]) -> str | None:
         return None if found.space.settings(p)["PRECISION"] == "autocast" else "needs autocast"
@@ -186,10 +186,10 @@ def test_without_what_others_need_nothing_is_taken_away() -> None:
 def test_on_ranks_layouts_and_mixtures_of_them_are_choices() -> None:
     ranks = dataclasses.replace(FACTS, world=World(size=4))
     more = mixed_layouts(4)
-    found = plan_space(catalogue(), Plan(), ranks, only=("layout", "wire"), more=more)
+    found = plan_space(catalogue(), Plan(), ranks, only=("layout", "communication"), more=more)
     (layouts,) = [d for d in found.space.dimensions if d.name == "LAYOUT"]
     assert {"none", "ddp", "fsdp2", "hybrid(dp=2, shard=2)"} <= set(layouts.values)
-    assert any(d.name == "WIRE" for d in found.space.dimensions)
+    assert any(d.name == "COMMUNICATION" for d in found.space.dimensions)
     point = found.space.point({"LAYOUT": "hybrid(dp=2, shard=2)"})
     knobs = [n for n in found.space.settings(point) if n.startswith("hybrid(dp=2, shard=2).")]
     assert "hybrid(dp=2, shard=2).reshard" in knobs
@@ -201,17 +201,17 @@ def test_on_ranks_layouts_and_mixtures_of_them_are_choices() -> None:
 
 def test_of_one_rank_neither_layout_nor_wire_is_a_choice() -> None:
     found = plan_space(catalogue(), Plan(), FACTS, more=mixed_layouts(1))
-    assert not {"LAYOUT", "WIRE"} & {d.name for d in found.space.dimensions}
+    assert not {"LAYOUT", "COMMUNICATION"} & {d.name for d in found.space.dimensions}
 
 
 def test_of_equal_forecasts_a_knob_where_its_author_has_set_it_comes_first() -> None:
-    found = plan_space(catalogue(), Plan(), FACTS, only=("accumulate",))
+    found = plan_space(catalogue(), Plan(), FACTS, only=("gradient_accumulation",))
     gains = {
-        found.space.settings(p)["accumulate.micro_batch_size"]: found.gain(p)
+        found.space.settings(p)["gradient_accumulation.micro_batch_size"]: found.gain(p)
         for p in found.space.points()
-        if found.space.settings(p)["BATCH"] == "accumulate"
-        and found.space.settings(p).get("accumulate.micro_batch_tokens", 0) == 0
+        if found.space.settings(p)["BATCH"] == "gradient_accumulation"
+        and found.space.settings(p).get("gradient_accumulation.micro_batch_tokens", 0) == 0
     }
-    own = found.kinds["accumulate"].settings()["micro_batch_size"]
+    own = found.kinds["gradient_accumulation"].settings()["micro_batch_size"]
     assert max(gains, key=lambda size: gains[size]) == own
     assert found.gain(found.space.start) == 0

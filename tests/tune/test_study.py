@@ -320,7 +320,7 @@ def test_the_page_draws_and_escapes(tmp_path: Path) -> None:
 
 
 def test_a_small_budget_is_spent_as_long_as_nothing_is_better() -> None:
-    """Of a duel that has nobody to fight with, little is kept."""
+    """Of a final comparison that has nobody to fight with, little is kept."""
     machine = Machine(SPACE, lambda s: 1.0, noise=0.05)
     machine.seconds = lambda s: 1.0 if s == SPACE.settings(SPACE.start) else 1.1
     study = searched(machine, budget=150.0, proposer=any_order)
@@ -334,7 +334,7 @@ def test_two_changes_are_tried_before_a_final_takes_its_share() -> None:
     machine = Machine(SPACE, seconds, noise=0.01)
     study = searched(machine, budget=105.0)
     assert len(study.rows) >= 2
-    assert machine.clock.now + 3.5 * 5.0 <= 105.0  # a duel has the time to start
+    assert machine.clock.now + 3.5 * 5.0 <= 105.0  # a final comparison has the time to start
 
 
 def test_what_a_larger_budget_would_try_is_named() -> None:

@@ -168,4 +168,4 @@ class NetlabKeeper(lab.Keeper):
 
 
 if __name__ == "__main__":
-    lab.guard(Path(sys.argv[1]), NetlabKeeper)
+    lab.verification(Path(sys.argv[1]), NetlabKeeper)

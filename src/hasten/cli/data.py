@@ -204,4 +204,4 @@ def _print_layouts(ways: Sequence[BatchLayout], chosen: str) -> None:
         bound = "-" if way.bound is None else f"{way.bound:,}"
         figures = f"{way.fullness:>7.1%} {way.rows:>11,} {bound:>11}"
         print(f"{way.method:<34} {way.technique:<15} {figures}")
-    print(f"\nfullest: {chosen}; other examples share a step then, so hasten guard judges the loss")
+    print(f"\nfullest: {chosen}; other examples share a step then, so hasten verify judges the loss")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hasten.core.session import Session
     from hasten.core.timing import StepMetrics
     from hasten.measure.experiment import Measured
-    from hasten.measure.quality.guard import Rows
+    from hasten.measure.quality.verification import Rows
     from hasten.measure.recipe_experiment import ExperimentSubject
     from hasten.measure.workers import WorkerPool
     from hasten.progress import Audience
@@ -318,7 +318,7 @@ def plan_to_train(report: Mapping[str, Any] | None, plan: Sequence[Any]) -> Demo
 
 def _choice_words(variant: Mapping[str, Any], read: Mapping[str, Any]) -> str:
     """What was chosen and what it gains, as its row in the table says it."""
-    from hasten.report.judgement import ladder_of, on_the_whole, verdict_word
+    from hasten.report.judgement import cumulative_of, on_the_whole, verdict_word
 
     gain = f"{span(variant['ratio'], 'times')} the baseline's speed at equal quality"
     word = on_the_whole(variant, read)
@@ -326,7 +326,7 @@ def _choice_words(variant: Mapping[str, Any], read: Mapping[str, Any]) -> str:
         gain += ", in a single round, which proves nothing"
     elif word != "helped":
         gain += f", which is {word}"
-    rows = ladder_of(read["variants"])
+    rows = cumulative_of(read["variants"])
     inside = rows[1 : next((i for i, row in enumerate(rows) if row is variant), 0) + 1]
     words = f"chosen: {', '.join(variant['techniques'])} (row {variant['name']!r}): {gain}"
     found: dict[str, list[str]] = {}
@@ -385,7 +385,7 @@ def _measured(
     from hasten.machine.locks import one_measurement
     from hasten.measure.recipe_experiment import measured
 
-    plans, kinds = plans_of(subject.plan, "ladder")
+    plans, kinds = plans_of(subject.plan, "cumulative")
     with contextlib.ExitStack() as machine:
         try:
             machine.enter_context(one_measurement(progress.tell, MEASURED_BY - clock.spent))
@@ -415,15 +415,15 @@ def _why_nothing(found: Measured | None) -> str:
 
 def _verified(subject: ExperimentSubject, progress: PhasedProgress, clock: _Clock) -> Rows:
     """What each technique requires, as far as there is time for it."""
-    from hasten.measure.quality.guard import GuardDesign, guarded
+    from hasten.measure.quality.verification import VerificationDesign, verified
 
     left = VERIFIED_BY - clock.spent
     if left < LEAST_VERIFICATION:
-        return {"guard": [_not_tested(t.name()) for t in subject.plan], "invariance": []}
+        return {"verification": [_not_tested(t.name()) for t in subject.plan], "invariance": []}
     progress.show("each technique against a reference, on this job", 0.0)
-    design = GuardDesign(budget_seconds=left)
+    design = VerificationDesign(budget_seconds=left)
     recipe, known, plan = subject.recipe, subject.known, subject.plan
-    return guarded(recipe, known, plan, subject.data_key, design, lambda text: None, fresh=False)
+    return verified(recipe, known, plan, subject.data_key, design, lambda text: None, fresh=False)
 
 
 def _not_tested(technique: str) -> dict[str, Any]:
@@ -509,7 +509,7 @@ def _show_measured(report: dict[str, Any]) -> None:
     print_table(report)
     print(design_line(report["design"]))
     print(quality_words(read_report(report)))
-    print(verification_words(report["guard"]))
+    print(verification_words(report["verification"]))
 
 
 def quality_words(read: Mapping[str, Any]) -> str:

@@ -28,4 +28,4 @@ def init(
     except OSError as error:
         raise InputError(f"{recipe} can't be written: {error.strerror or error}") from error
     print(text, end="")
-    print(f"\nwritten: {recipe}\nnext: hasten doctor {recipe}")
+    print(f"\nwritten: {recipe}\nnext: hasten check {recipe}")

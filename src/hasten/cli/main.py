@@ -18,8 +18,8 @@ from hasten.cli.checkpoint import app as checkpoint
 from hasten.cli.checkpoint import merge
 from hasten.cli.data import app as data
 from hasten.cli.demo import demo
-from hasten.cli.doctor import doctor
-from hasten.cli.guard import guard
+from hasten.cli.check import doctor
+from hasten.cli.verify import verification
 from hasten.cli.hardware import bench, hardware
 from hasten.cli.import_ import import_
 from hasten.cli.init import init
@@ -65,7 +65,7 @@ def launched(
 
 COMMANDS: tuple[Callable[..., int | None], ...] = (
     *(demo, init, train, speedup, plan, tune, launch, monitor, profile, doctor, import_),
-    *(card, guard, hardware, bench, report, regress, merge),
+    *(card, verification, hardware, bench, report, regress, merge),
 )
 for command in COMMANDS:
     app.command("import" if command is import_ else None)(command)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from hasten.recipe.schema import Recipe  # loads torch, as recipes and techniques do
 
-PAPER_DEVICE = "h100"  # where none is named
+SIMULATED_DEVICE = "h100"  # where none is named
 MOST_RANKS = 8  # that are traced
 USUAL = ["packed", "document_attention", "fused_layers", "labelled_token_loss"]  # of plan: auto
 NEAREST = 5  # rejected layouts that are shown
@@ -55,7 +55,7 @@ def plan(
         ),
     ] = "",
     paper: Annotated[
-        bool, typer.Option("--paper", help="count a step of the recipe on that device, without it")
+        bool, typer.Option("--simulate", help="count a step of the recipe on that device, without it")
     ] = False,
     nodes: Annotated[int, typer.Option(help="hosts")] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="devices in each")] = 8,
@@ -104,9 +104,9 @@ def plan(
     measured: Annotated[
         Path | None, typer.Option(help="a run's folder, to set its parts against the plan's")
     ] = None,
-    check_paper: Annotated[
+    check_simulation: Annotated[
         bool,
-        typer.Option("--check-paper", help="count the layouts' memory on paper (minutes)"),
+        typer.Option("--check-paper", help="count the layouts' memory by simulation (minutes)"),
     ] = False,
     json_out: Annotated[Path | None, typer.Option("--json", help="write the plan here")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page with drawings here")] = None,
@@ -117,10 +117,10 @@ def plan(
     if paper:
         if sequence or global_batch or nodes != 1:
             raise InputError(
-                "--paper counts the recipe's own step on one node: give cutoff_len=N, "
+                "--simulate counts the recipe's own step on one node: give cutoff_len=N, "
                 "global_batch_size=N or nproc=N behind the recipe"
             )
-        step_on_paper(model, overrides or [], gpu, json_out)
+        simulated_step(model, overrides or [], gpu, json_out)
         return
     given = {**locals(), "calibrate": calibrate or [], "why": why or [], "what_if": what_if or []}
     options = PlanOptions(**{f.name: given[f.name] for f in dataclasses.fields(PlanOptions)})
@@ -135,7 +135,7 @@ def clustered(
     html: Path | None,
 ) -> None:
     """Find the plan, print it, and write it where asked."""
-    from hasten.measure.paper.roofline import paper_device
+    from hasten.measure.gpu_simulation.roofline import simulated_device
     from hasten.models.architecture import Architecture
     from hasten.planner import advice, text
     from hasten.planner.candidate import beyond_trainer, recipe_lines, spending
@@ -157,12 +157,12 @@ def clustered(
         print(of_a_run(Path(name), overrides, options))
         return
     recipe = recipe_of(name, overrides)
-    if options.check_paper and recipe is None:
+    if options.check_simulation and recipe is None:
         raise InputError("--check-paper counts layouts of a recipe, and a model alone is none")
     model = Architecture.from_config(recipe.model if recipe else name)
     cluster = cluster_of(options)
-    if options.check_paper:
-        paper_device(cluster.device.name)  # refuses what can't be counted
+    if options.check_simulation:
+        simulated_device(cluster.device.name)  # refuses what can't be counted
     job, assumed = job_of(options, recipe, cluster)
     price = price_from(options.price) or (recipe.price if recipe else None)
     calibration, stack = calibration_of(options, cluster)
@@ -191,8 +191,8 @@ def clustered(
         beyond_trainer(best.layout, lora)
         or f"in a recipe:\n{indent(recipe_lines(best.layout), '  ')}",
     ]
-    if options.check_paper:
-        blocks.append(f"\n{counted_on_paper(found, recipe)}")
+    if options.check_simulation:
+        blocks.append(f"\n{simulated_counted(found, recipe)}")
     blocks += [f"\n{block}" for block in extras(found, options)]
     for block in blocks:
         print(wrapped(block, width))
@@ -241,36 +241,36 @@ def of_a_run(folder: Path, overrides: Sequence[str], options: PlanOptions) -> st
     return predicted_and_measured(folder, cluster, *calibration_of(options, cluster))
 
 
-def step_on_paper(
+def simulated_step(
     name: str | None, overrides: Sequence[str], device: str, out: Path | None
 ) -> None:
     """Count a step of the recipe on a device that isn't here, print it, and write it if asked."""
-    from hasten.measure.paper import table as paper
-    from hasten.measure.paper.request import on_paper
+    from hasten.measure.gpu_simulation import table as paper
+    from hasten.measure.gpu_simulation.request import on_paper
     from hasten.planner.inputs import recipe_of
     from hasten.planner.text import write
 
     recipe = recipe_of(name or "", overrides)
     if recipe is None:
         raise InputError(
-            "--paper counts a step of a recipe: hasten plan --paper recipe.yaml --device h100"
+            "--simulate counts a step of a recipe: hasten plan --simulate recipe.yaml --device h100"
         )
-    trace = on_paper(recipe, device or PAPER_DEVICE)
+    trace = on_paper(recipe, device or SIMULATED_DEVICE)
     print(paper.table(trace, str(name), recipe.cutoff_len))
     if out is not None:
         write(out, json.dumps(paper.to_dict(trace), indent=1, allow_nan=False) + "\n")
 
 
-def counted_on_paper(found: ClusterPlan, recipe: Recipe | None) -> str:
-    """The best layouts' memory as their steps are counted on paper, beside what is predicted."""
-    from hasten.measure.paper.request import traces
+def simulated_counted(found: ClusterPlan, recipe: Recipe | None) -> str:
+    """The best layouts' memory as their steps are counted by simulation, beside what is predicted."""
+    from hasten.measure.gpu_simulation.request import traces
     from hasten.planner.candidate import words as layout_words
 
     assert recipe is not None
     kept = [one for one in found.best if not untraceable(one)]
     recipes = [recipe_with(recipe, one, found.job) for one in kept]
     counted = iter(traces(recipes, found.cluster.device.name))
-    rows = [["", "layout", "predicted GB", "on paper GB", ""]]
+    rows = [["", "layout", "predicted GB", "by simulation GB", ""]]
     first = None
     for place, one in enumerate(found.best, start=1):
         why, peak = untraceable(one), ""
@@ -288,13 +288,13 @@ def counted_on_paper(found: ClusterPlan, recipe: Recipe | None) -> str:
         rows.append([str(place), layout_words(one.layout), span, peak, why])
     taken = f"take layout {first}" if first else "none of them was seen to fit"
     return (
-        f"memory of the fullest rank, counted on paper without a GPU, what the driver takes "
+        f"memory of the fullest rank, counted by simulation without a GPU, what the driver takes "
         f"included\n{aligned(rows)}\n{taken}"
     )
 
 
 def untraceable(one: PlanCandidate) -> str:
-    """Why a layout can't be counted on paper; empty where it can."""
+    """Why a layout can't be counted by simulation; empty where it can."""
     from hasten.planner.candidate import beyond_trainer
 
     if one.cluster.nodes > 1 or one.devices > MOST_RANKS:

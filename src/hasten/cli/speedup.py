@@ -39,19 +39,19 @@ def speedup(
     path: RecipePath,
     overrides: Overrides = None,
     variants: Annotated[
-        Literal["plan", "ladder", "alone", "left-out", "all", "climb"],
+        Literal["full", "cumulative", "single", "leave-one-out", "all", "greedy"],
         typer.Option(
-            help="plan: baseline and plan; ladder: one technique more at a time; alone: each by "
+            help="plan: baseline and plan; cumulative: one technique more at a time; alone: each by "
             "itself; left-out: the plan without each; all: both; climb: one more at a time, only "
             "what pays is kept"
         ),
-    ] = "plan",
+    ] = "full",
     only: Annotated[
         str | None,
         typer.Option(help="variants of these techniques alone", metavar="NAME[,NAME...]"),
     ] = None,
     order: Annotated[
-        Literal["slots", "gain"], typer.Option(help="in which a climb tries techniques")
+        Literal["slots", "gain"], typer.Option(help="in which a greedy search tries techniques")
     ] = "slots",
     rounds: Annotated[
         int | None,
@@ -100,15 +100,15 @@ def speedup(
     ] = None,
     write: Write = False,
     write_to: WriteTo = None,
-    guard: Annotated[
-        bool, typer.Option("--guard/--no-guard", help="prove beforehand that quality is kept")
+    verification: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="prove beforehand that quality is kept")
     ] = True,
     seeds: Annotated[
         int, typer.Option(min=0, help="paired trainings for techniques of other mathematics")
     ] = 0,
 ) -> int:
     """Measure what the recipe's techniques gain on its own job."""
-    from hasten.cli.guard import beforehand
+    from hasten.cli.verify import beforehand
     from hasten.cli.train import warn_of_idle
     from hasten.progress import Display
     from hasten.recipe.schema import load_recipe
@@ -116,7 +116,7 @@ def speedup(
     from hasten.report.bundle import NAME as BUNDLE
     from hasten.report.judgement import GUILTY
     from hasten.report.page import write_report
-    from hasten.report.speedup import ablate, climb_recipe
+    from hasten.report.speedup import ablate, greedy_recipe
 
     writable("--json", json_out)
     if bundle is not None:
@@ -142,12 +142,12 @@ def speedup(
         budget_seconds=seconds,
         grouping=grouping,
     )
-    if variants == "climb" and only is not None:
-        raise InputError("only: a climb tries every technique of the plan; shorten the plan")
-    if variants != "climb" and order != "slots":
-        raise InputError("order: only a climb tries techniques in an order; say --variants climb")
-    if seeds and not guard:
-        raise InputError("seeds: the guard trains in pairs; leave --no-guard out")
+    if variants == "greedy" and only is not None:
+        raise InputError("only: a greedy search tries every technique of the plan; shorten the plan")
+    if variants != "greedy" and order != "slots":
+        raise InputError("order: only a greedy search tries techniques in an order; say --design greedy")
+    if seeds and not verification:
+        raise InputError("seeds: the verification trains in pairs; leave --no-verify out")
     with Display() as display:
         share = None if seconds is None else GUARD_SHARE * seconds
         more: dict[str, Any] = {
@@ -155,12 +155,12 @@ def speedup(
             "command": command_line(),
             "fresh": fresh,
             "audience": display,
-            "also": beforehand(guard, seeds, fresh, display, share),
+            "also": beforehand(verification, seeds, fresh, display, share),
         }
         report: dict[str, Any] | None
-        if variants == "climb":
+        if variants == "greedy":
             title = f"What gradual optimisation keeps: {path.stem}"
-            climbed = climb_recipe(recipe, order=order, title=title, **more)
+            climbed = greedy_recipe(recipe, order=order, title=title, **more)
             print(f"{climbed}\n")
             report = climbed.report
         else:
@@ -179,9 +179,9 @@ def speedup(
     print(f"report: {page}")
     _settle(report, back)
     idle = warn_of_idle({a["technique"]: a for a in report["variants"][-1]["acted"]})
-    unproven = any(row["verdict"] in GUILTY for row in report["guard"] or ())
+    unproven = any(row["verdict"] in GUILTY for row in report["verification"] or ())
     if unproven:
-        print("a proof of equal quality failed: see the guard's table in the report")
+        print("a proof of equal quality failed: see the verification's table in the report")
     return FAILED if unproven or (idle and recipe.require_effect) else 0
 
 

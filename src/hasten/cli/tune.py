@@ -25,7 +25,7 @@ from hasten.errors import InputError
 from hasten.formatting import duration
 
 if TYPE_CHECKING:
-    from hasten.measure.quality.guard import Rows
+    from hasten.measure.quality.verification import Rows
     from hasten.measure.recipe_experiment import ExperimentSubject
     from hasten.recipe.price import Price
     from hasten.recipe.schema import Recipe
@@ -46,7 +46,7 @@ def tune(
     budget: Annotated[
         str | None,
         typer.Option(
-            help="what trials and duel may take: 90s, 8m, 1h30m; 8m if left out, of learning 1h"
+            help="what trials and final_comparison may take: 90s, 8m, 1h30m; 8m if left out, of learning 1h"
         ),
     ] = None,
     sampler: Annotated[
@@ -65,10 +65,10 @@ def tune(
         ),
     ] = None,
     lossy: Annotated[
-        bool, typer.Option("--lossy", help="also techniques of other mathematics, behind the guard")
+        bool, typer.Option("--lossy", help="also techniques of other mathematics, behind the verification")
     ] = False,
     seeds: Annotated[
-        int, typer.Option(min=1, help="paired trainings by which the guard proves a lossy winner")
+        int, typer.Option(min=1, help="paired trainings by which the verification proves a lossy winner")
     ] = 3,
     trials: Annotated[int | None, typer.Option(min=1, help="trials at most")] = None,
     steps: Annotated[int, typer.Option(min=1, help="steps of a round")] = 4,
@@ -85,7 +85,7 @@ def tune(
 ) -> int:
     """Search for the fastest settings of a recipe on this machine, and prove them."""
     from hasten.machine.files import write_atomic
-    from hasten.measure.quality.guard import GuardDesign, guarded
+    from hasten.measure.quality.verification import VerificationDesign, verified
     from hasten.progress import Display
     from hasten.recipe.schema import load_recipe
     from hasten.tune.api import tune as tune_job
@@ -120,10 +120,10 @@ def tune(
     with Display() as display:
 
         def prove(subject: ExperimentSubject, plan: Plan) -> Sequence[str]:
-            display.tell("the guard looks at the winner; its trainings are beyond the budget")
-            design = GuardDesign(seeds=seeds)
+            display.tell("the verification looks at the winner; its trainings are beyond the budget")
+            design = VerificationDesign(seeds=seeds)
             shown = subject.recipe.model_copy(update={"plan": plan.to_list()})
-            found = guarded(
+            found = verified(
                 shown, subject.known, plan, subject.data_key, design, display.tell, fresh
             )
             return objections(found)
@@ -150,12 +150,12 @@ def _changed(before: Recipe, after: Recipe) -> dict[str, Any]:
 
 
 def objections(found: Rows) -> list[str]:
-    """What speaks against a winner: what failed in the guard, and what it owes and wasn't shown."""
+    """What speaks against a winner: what failed in the verification, and what it owes and wasn't shown."""
     from hasten.measure.quality.requirements import failures
 
     owing = [
         row
-        for row in found["guard"]
+        for row in found["verification"]
         if row["verdict"] == "not tested"
         or (row["verdict"] == "undecided" and row["fidelity"] == Fidelity.LOSSY.name)
     ]
@@ -163,13 +163,13 @@ def objections(found: Rows) -> list[str]:
 
 
 def show(found: StudyResult, price: Price | None = None, devices: int = 1) -> None:
-    """The duel as a table, and the result in a sentence; with a price what it saves."""
+    """The final_comparison as a table, and the result in a sentence; with a price what it saves."""
     from hasten.tune.report import says_of
 
     report = found.report
-    duel = report["duel"]
-    if duel is not None:
-        for row in duel["variants"]:
+    final_comparison = report["final_comparison"]
+    if final_comparison is not None:
+        for row in final_comparison["variants"]:
             print("  ".join((f"{row['name']:15}", _ratio(row), says_of(row))))
             if row.get("settings"):
                 print(f"{'':17}{_changes(row['settings'], report['start']['settings'])}")

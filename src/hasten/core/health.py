@@ -1,4 +1,4 @@
-"""Guards look at each step for what ruins a run unseen: NaN, replicas apart, spikes, a slow link.
+"""StepChecks look at each step for what ruins a run unseen: NaN, replicas apart, spikes, a slow link.
 
 not finite    a loss or gradient on any rank: nothing moved; the step's examples are written to
               ``quarantined.jsonl``, and after some steps in a row the run ends (exit code 3)
@@ -48,7 +48,7 @@ class ReplicasDifferError(StoppedError):
     code = 6
 
 
-class Guards:
+class StepChecks:
     """What a step is checked for.
 
     Args:
@@ -394,7 +394,7 @@ class SlowLink:
 
     def note(self, metrics: StepMetrics) -> None:
         """A step is done."""
-        exposed, sent = metrics.exposed_communication_seconds, metrics.wire_bytes
+        exposed, sent = metrics.exposed_comm_seconds, metrics.comm_bytes
         if not exposed or not sent:
             return
         under_way = exposed + (metrics.hidden_communication_seconds or 0.0)
@@ -414,5 +414,5 @@ class SlowLink:
         self._tell(
             f"the exchange between ranks is slow: a step waits {exposed:.2f} s of {step:.2f} s for "
             f"it, and rank {self._rank} sends its {sent / 1e6:,.2f} MB at {rate / 1e6:,.2f} MB/s, "
-            "because of its link or of a rank that is behind; see what may send less (docs/wire.md)"
+            "because of its link or of a rank that is behind; see what may send less (docs/slow-networks.md)"
         )

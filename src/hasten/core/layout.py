@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hasten.core.timing import BACKWARD
 
 if TYPE_CHECKING:
-    from hasten.core.setup import Wire
+    from hasten.core.setup import Communication
 
 
 class Layout(Protocol):
@@ -46,8 +46,8 @@ class Layout(Protocol):
     def within(self, module: nn.Module) -> nn.Module:
         """Tensor, sequence, expert, context parallelism."""
 
-    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
-        """Replicas or shards, with the wire's codec."""
+    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
+        """Replicas or shards, with the communication method's codec."""
 
     def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """The context of a micro-batch's backward pass; gradients travel in the last one."""
@@ -164,7 +164,7 @@ class OneProcess:
     def within(self, module: nn.Module) -> nn.Module:
         return module
 
-    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
+    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
         return module
 
     def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
@@ -229,7 +229,7 @@ class Traffic:
 
 @runtime_checkable
 class MeasuresExchange(Protocol):
-    """A layout, or a wire, that knows what its exchange took."""
+    """A layout, or a communication method, that knows what its exchange took."""
 
     def traffic(self) -> Traffic | None:
         """Of the step that has just moved the weights, or given up; asked once a step."""

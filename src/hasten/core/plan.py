@@ -1,6 +1,6 @@
 """A plan is a set of techniques, one per slot at most; the same file is the same experiment.
 
-``variants`` and ``ladder`` name the plans an experiment compares; ``key`` names the plan itself in
+``variants`` and ``cumulative`` name the plans an experiment compares; ``key`` names the plan itself in
 caches, checkpoints and reports.
 """
 
@@ -82,7 +82,7 @@ class Plan:
             found["all"] = self
         return found
 
-    def ladder(self) -> dict[str, Plan]:
+    def cumulative(self) -> dict[str, Plan]:
         """One technique more at a time, in the order of the slots."""
         rungs = {"baseline": Plan()}
         for count, technique in enumerate(self.techniques, start=1):

@@ -2,7 +2,7 @@
 
     build (a skeleton, where LAYOUT sends weights) -> ADAPTER, ROUTING
     -> EXPERTS, ATTENTION, LAYERS, LOSS, OBJECTIVE -> LAYOUT.split, .within -> RECOMPUTE -> COMPILE
-    -> PRECISION -> device -> LAYOUT.across with WIRE -> OPTIMIZER over the parameters as they are
+    -> PRECISION -> device -> LAYOUT.across with COMMUNICATION -> OPTIMIZER over the parameters as they are
     now -> engine -> batches
 
 Adapters come before anything that replaces modules, or the replaced ones would not be adapted;
@@ -136,7 +136,7 @@ def assemble(setup: Setup) -> Session:
     setup.precision.prepare(loss_module)
     if not isinstance(layout, PlacesModule):
         loss_module = on_device(loss_module, job.device)
-    module = layout.across(loss_module.train(), setup.wire)
+    module = layout.across(loss_module.train(), setup.communication)
     if isinstance(layout, PlacesModule):
         layout.place(module)
     optimizer = setup.optimizer((n, p) for n, p in module.named_parameters() if p.requires_grad)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten.core.facts import Facts
-from hasten.core.health import Guards, SpikeWatch
+from hasten.core.health import StepChecks, SpikeWatch
 from hasten.core.job import (
     Collate,
     Job,
@@ -52,7 +52,7 @@ class Precision(Protocol):
         """Make the optimizer update what this precision holds as the true weights."""
 
     def before_backward(self, reduces: bool) -> None:
-        """Called before each backward pass; ``reduces``: its gradients go over the wire."""
+        """Called before each backward pass; ``reduces``: its gradients go over the network."""
         return
 
     def collect(self) -> None:
@@ -71,8 +71,8 @@ class Precision(Protocol):
         return
 
 
-class Wire(Protocol):
-    """WIRE: what travels between ranks; three seams."""
+class Communication(Protocol):
+    """COMMUNICATION: what travels between ranks; three seams."""
 
     def attach(self, module: nn.Module) -> None:
         """Gradients ready: hook into the wrapped module."""
@@ -183,13 +183,13 @@ class GivenPrecision(Precision):
         return self._parameters
 
 
-class NoCompression(Wire):
+class NoCompression(Communication):
     """Gradients travel as they are."""
 
 
 # What ranks tell each other in a step beside gradients, and the default: everything, at once.
 #
-# Where a wire lets ranks train apart from each other (local steps), a step that waited for such
+# Where a communication method lets ranks train apart from each other (local steps), a step that waited for such
 # sums would be as slow as the link. Then a step goes by what its own rank knows, times the number
 # of ranks, and ``settle`` makes weights and counts of all ranks equal again: before an evaluation,
 # before a checkpoint, at the end.
@@ -203,7 +203,7 @@ class Sums(Protocol):
 
 @runtime_checkable
 class Agreement(Protocol):
-    """A wire that is one too takes the place of the default."""
+    """A communication method that is one too takes the place of the default."""
 
     apart: bool  # ranks may differ in weights, optimizer state and progress until they settle
 
@@ -217,7 +217,7 @@ class Agreement(Protocol):
         """A step's other sums over ranks: loss, gradients that aren't finite, load of experts."""
 
     def skipped(self) -> None:
-        """A step was given up; ``after_update`` of the wire is not called for it."""
+        """A step was given up; ``after_update`` of the communication method is not called for it."""
         return
 
     def settle(self) -> None:
@@ -302,7 +302,7 @@ class Setup:
     precision: Precision = field(default_factory=GivenPrecision)
     loss_scale: LossScaling | None = None  # PRECISION brings one with fp16
     layout: Layout = field(default_factory=OneProcess)
-    wire: Wire = field(default_factory=NoCompression)
+    communication: Communication = field(default_factory=NoCompression)
     optimizer: OptimizerFactory | None = None
     average: Average | None = None
     checkpoint: Checkpointing | None = None  # None: state stays in memory
@@ -310,7 +310,7 @@ class Setup:
     allocator: Callable[[], None] = lambda: None
     engine: Callable[[EngineParts], Engine] | None = None  # a LAYOUT may bring its own
     clock: Clock = field(default_factory=NoPhaseTimer)  # counts what a step's time goes into
-    guards: Guards = field(default_factory=Guards)  # what each step is checked for
+    step_checks: StepChecks = field(default_factory=StepChecks)  # what each step is checked for
     spikes: SpikeWatch | None = None  # what follows from a loss that rises
     adjusting: Adjusting | None = None  # changes settings between two steps
 
@@ -321,8 +321,8 @@ class Setup:
 
     @property
     def agreement(self) -> Agreement:
-        """What ranks tell each other in a step; a wire may have its own way."""
-        return self.wire if isinstance(self.wire, Agreement) else SumsEachStep(self.layout)
+        """What ranks tell each other in a step; a communication method may have its own way."""
+        return self.communication if isinstance(self.communication, Agreement) else SumsEachStep(self.layout)
 
 
 def prepare(job: Job, plan: Plan, facts: Facts, folder: Path | None = None) -> Setup:

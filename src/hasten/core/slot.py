@@ -28,7 +28,7 @@ class Slot(Enum):
     COMPILE = "which graph runs"
     PRECISION = "in which number format the step runs"
     LAYOUT = "which rank holds which part"
-    WIRE = "what travels between ranks, and by which path"
+    COMMUNICATION = "what travels between ranks, and by which path"
     OPTIMIZER = "the update rule and the format of its state"
     AVERAGE = "which running average of the weights is kept"
     CHECKPOINT = "when and how state reaches the disk"

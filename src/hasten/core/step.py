@@ -6,7 +6,7 @@ of its positions are tokens and how many tokens carry loss. The *feeder* brings 
 device. There the model turns tokens into *loss*, summed over trained tokens and divided by the
 number of trained tokens of the whole step over all micro-batches and ranks, so that neither
 micro-batch size, nor padding, nor rank count changes its meaning. Backward turns loss into
-*gradients*, which leave over the *wire* while earlier layers are still at work. When the last is
+*gradients*, which leave over the *network* while earlier layers are still at work. When the last is
 back, the norm is taken, and if every rank saw finite numbers it is clipped and the *optimizer*
 moves the weights. That is one step; what it cost is noted beside it.
 
@@ -60,7 +60,7 @@ def training(session: Session) -> Iterator[StepMetrics]:
 
     Raises:
         NotFiniteError: several steps in a row had no finite loss and gradient.
-        StoppedError: another of the setup's guards says that the run is lost.
+        StoppedError: another check of the setup shows that the run is lost.
     """
     setup, clock = session.setup, session.setup.clock
     with nullcontext() if setup.checkpoint is None else setup.checkpoint.running(session):
@@ -71,7 +71,7 @@ def training(session: Session) -> Iterator[StepMetrics]:
             clock.begin()
             for batch in batches(session):
                 metrics = train_step(session, batch, started)
-                setup.guards.after_step(session, batch, metrics)
+                setup.step_checks.after_step(session, batch, metrics)
                 back = setup.spikes is not None and setup.spikes.goes_back(session, metrics)
                 clock.mark(BETWEEN)
                 # A state that is kept is one to come back to.
@@ -201,7 +201,7 @@ def train_step(session: Session, batch: StepBatch, started: float) -> StepMetric
     else:
         session.engine.discard()
         setup.agreement.skipped()
-        setup.guards.given_up(found.loss_sum)
+        setup.step_checks.given_up(found.loss_sum)
     clock.mark(OPTIMIZER)
     return _note(session, batch, found, started)
 
@@ -252,10 +252,10 @@ def _note(session: Session, batch: StepBatch, found: StepNumbers, started: float
         data_seconds=parts.get(DATA),
         passes_seconds=parts.get(FORWARD, 0.0) + parts[BACKWARD] if parts else None,
         optimizer_seconds=parts.get(OPTIMIZER),
-        wire_seconds=None if exposed is None or hidden is None else exposed + hidden,
-        exposed_communication_seconds=exposed,
+        comm_seconds=None if exposed is None or hidden is None else exposed + hidden,
+        exposed_comm_seconds=exposed,
         hidden_communication_seconds=hidden,
-        wire_bytes=None if traffic is None else traffic.sent_bytes,
+        comm_bytes=None if traffic is None else traffic.sent_bytes,
     )
 
 
@@ -417,10 +417,10 @@ class PlainEngine:
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, self._norm)
         for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
             group["lr"] = peak * rate_factor
-        setup.wire.before_update(parameters)
+        setup.communication.before_update(parameters)
         self.optimizer.step()
         setup.precision.publish()
-        setup.wire.after_update(parameters)
+        setup.communication.after_update(parameters)
         if setup.average is not None:
             setup.average.after_update(parameters)
         if setup.routing is not None:
@@ -457,7 +457,7 @@ def forward_of(
 def all_finite(agreement: Agreement, *mine: float) -> bool:
     """Whether these numbers are finite on every rank; every rank calls it.
 
-    A flag of its own: a wire need not carry one rank's overflow to the others, and a loss that is
+    A flag of its own: a communication method need not carry one rank's overflow to the others, and a loss that is
     infinite need not show in the gradients.
     """
     wrong = torch.tensor([0.0 if all(map(math.isfinite, mine)) else 1.0], dtype=torch.float64)

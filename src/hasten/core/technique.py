@@ -86,7 +86,7 @@ class Forecast:
     positions: float = 1.0
     flops: float = 1.0
     bytes: float = 1.0
-    wire_bytes: float = 1.0
+    comm_bytes: float = 1.0
     resident_bytes: float = 0.0
 
 

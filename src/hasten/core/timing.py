@@ -296,7 +296,7 @@ class StepMetrics:
 
     ``grad_norm`` is the norm before clipping; a step that was ``skipped`` moved nothing;
     ``model_flops`` and ``mfu`` are None where the session's meter doesn't know them, and the
-    seconds of the step's parts, on this rank, where its clock doesn't count. What the wire took is
+    seconds of the step's parts, on this rank, where its clock doesn't count. What the communication method took is
     this rank's too, None where it isn't known; on one rank nothing travels.
     """
 
@@ -320,10 +320,10 @@ class StepMetrics:
     data_seconds: float | None = None
     passes_seconds: float | None = None
     optimizer_seconds: float | None = None
-    wire_seconds: float | None = None
-    exposed_communication_seconds: float | None = None
+    comm_seconds: float | None = None
+    exposed_comm_seconds: float | None = None
     hidden_communication_seconds: float | None = None
-    wire_bytes: int | None = None
+    comm_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; a number that isn't finite becomes None, which JSON can say."""

@@ -41,7 +41,7 @@ from hasten.parts.nn.head_form import plain_head_reason
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.optimizer import FusedAdamW
-from hasten.techniques.wire.compressed_wire import Compressed
+from hasten.techniques.communication.compressed import Compressed
 
 EDITS = (Slot.EXPERTS, Slot.ATTENTION, Slot.LAYERS, Slot.LOSS, Slot.RECOMPUTE, Slot.THREADS)
 PROVEN = tuple(slot for slot in EDITS if slot is not Slot.THREADS)  # what changes a pass
@@ -67,7 +67,7 @@ class HostRun:
         examples: what a SAMPLER chooses from; empty where none is asked for.
         lengths: tokens of each example.
         batch: examples of a step over all ranks.
-        steps, epochs: how long the run is, one of the two; a wire's dense start is a share of it.
+        steps, epochs: how long the run is, one of the two; a communication method's dense start is a share of it.
         folder: for checkpoints that name none.
     """
 
@@ -115,8 +115,8 @@ def prepare_host(
         raise InputError("; ".join(reasons))
     whole = plan.with_(DDP()) if known.world.size > 1 and Slot.LAYOUT not in plan else plan
     setup = prepare(_job(model, host_run, known), whole, known, host_run.folder)
-    if Slot.WIRE in plan and known.world.size > 1 and not isinstance(setup.wire, Compressed):
-        name = next(t.name() for t in plan if t.slot is Slot.WIRE)
+    if Slot.COMMUNICATION in plan and known.world.size > 1 and not isinstance(setup.communication, Compressed):
+        name = next(t.name() for t in plan if t.slot is Slot.COMMUNICATION)
         raise InputError(
             f"{name}: it needs a step of hasten's own, which {host.name} isn't; {HERE}, or take "
             "half, quantised, topk or powersgd"
@@ -378,23 +378,23 @@ def optimizer_reason(
     return ""
 
 
-def attach_wire(setup: Setup, module: nn.Module) -> None:
-    """WIRE: hook into the replicas; with one process nothing travels.
+def attach_communication(setup: Setup, module: nn.Module) -> None:
+    """COMMUNICATION: hook into the replicas; with one process nothing travels.
 
     Raises:
-        InputError: several ranks that are not DDP's, or a wire that has had its training.
+        InputError: several ranks that are not DDP's, or a communication method that has had its training.
     """
-    if Slot.WIRE not in setup.plan or setup.facts.world.size == 1:
+    if Slot.COMMUNICATION not in setup.plan or setup.facts.world.size == 1:
         return
     if not isinstance(module, DistributedDataParallel):
         raise InputError(
-            f"gradients of {setup.facts.world.size} ranks go over a wire of DDP's, and this loop "
-            f"runs a {type(module).__name__}; start it with DDP, or leave the wire out"
+            f"gradients of {setup.facts.world.size} ranks go over a communication method of DDP's, and this loop "
+            f"runs a {type(module).__name__}; start it with DDP, or leave the communication method out"
         )
     try:
-        setup.wire.attach(module)
+        setup.communication.attach(module)
     except ValueError as error:
-        raise InputError(f"{error}; build model and wire anew for another training") from error
+        raise InputError(f"{error}; build model and communication anew for another training") from error
 
 
 def _job(model: nn.Module, host_run: HostRun, known: Facts) -> Job:

@@ -2,7 +2,7 @@
 
 The data's position belongs to the host, so nothing is restored by itself: the checkpointer's own
 ``protect(...).restore()`` brings the state back where the reader wants it. A host that resumes from
-its own checkpoints has all it needs in them but what a wire remembers, which is laid beside it.
+its own checkpoints has all it needs in them but what a communication method remembers, which is laid beside it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hasten.machine.files import replacing
 from hasten.parts.checkpoint import SmartCheckpointer, checkpoints
 from hasten.techniques.checkpoint import DYNAMIC, EPOCH, Checkpoints
 
-WIRE_FILE = "hasten_wire.pt"
+COMMUNICATION_FILE = "hasten_communication.pt"
 
 
 class CheckpointSchedule:
@@ -56,13 +56,13 @@ class CheckpointSchedule:
         return saves
 
     def begin(self, **objects: Any) -> None:
-        """Training begins with these; a wire that remembers is saved with them."""
+        """Training begins with these; a communication method that remembers is saved with them."""
         each = self._chosen.interval if isinstance(self._chosen.interval, int) else DYNAMIC
         keeper = SmartCheckpointer(
             each, self._chosen.max_checkpoints, self._chosen.compression, self.folder
         )
-        if has_wire_memory(self._setup):
-            objects["wire"] = self._setup.wire
+        if has_communication_memory(self._setup):
+            objects["communication"] = self._setup.communication
         self._keeper = keeper.protect(**objects)
 
     def after_step(self, step: int) -> None:
@@ -83,36 +83,36 @@ class CheckpointSchedule:
             self._keeper = None
 
 
-def has_wire_memory(setup: Setup) -> bool:
-    """Whether there is a wire that may remember something."""
-    return Slot.WIRE in setup.plan and setup.facts.world.size > 1
+def has_communication_memory(setup: Setup) -> bool:
+    """Whether there is a communication method that may remember something."""
+    return Slot.COMMUNICATION in setup.plan and setup.facts.world.size > 1
 
 
-def keep_wire(setup: Setup, folder: Path) -> None:
-    """What the wire has left out so far, into a host's checkpoint; every rank calls it."""
-    if not has_wire_memory(setup):
+def keep_communication(setup: Setup, folder: Path) -> None:
+    """What the communication method has left out so far, into a host's checkpoint; every rank calls it."""
+    if not has_communication_memory(setup):
         return
-    wire: Any = setup.wire
-    found = wire.state_dict()  # brings all ranks' together on the first
+    communication: Any = setup.communication
+    found = communication.state_dict()  # brings all ranks' together on the first
     if setup.facts.world.is_main:
-        with replacing(folder / WIRE_FILE) as file:
+        with replacing(folder / COMMUNICATION_FILE) as file:
             torch.save(found, file)
 
 
-def take_wire(setup: Setup, folder: Path) -> None:
-    """The wire goes on from what the checkpoint in the folder says; every rank calls it.
+def take_communication(setup: Setup, folder: Path) -> None:
+    """The communication method goes on from what the checkpoint in the folder says; every rank calls it.
 
     Raises:
-        InputError: the checkpoint is of another wire.
+        InputError: the checkpoint is of another communication method.
     """
-    if not has_wire_memory(setup):
+    if not has_communication_memory(setup):
         return
-    wire: Any = setup.wire
-    if (folder / WIRE_FILE).is_file():
-        wire.load_state_dict(torch.load(folder / WIRE_FILE, weights_only=True))
+    communication: Any = setup.communication
+    if (folder / COMMUNICATION_FILE).is_file():
+        communication.load_state_dict(torch.load(folder / COMMUNICATION_FILE, weights_only=True))
     else:
         warnings.warn(
-            f"{folder} says nothing of the wire: it begins anew, with its dense start", stacklevel=2
+            f"{folder} says nothing of the communication method: it begins anew, with its dense start", stacklevel=2
         )
 
 

@@ -1,6 +1,6 @@
 """``gradual_optimize``: one switch more at a time, and only what pays is kept.
 
-For a recipe it is :func:`hasten.report.speedup.climb_recipe`. For a model and a loader:
+For a recipe it is :func:`hasten.report.speedup.greedy_recipe`. For a model and a loader:
 
   1. batches are drawn from the loader once; the last of them are held out
   2. for each technique two copies of model and optimizer train on the same batches, one with what
@@ -38,11 +38,11 @@ from hasten.launch.ranks import process_group
 from hasten.measure.ablation import Variant
 from hasten.parts.distributed.pipeline.runtime import usual_loss
 from hasten.parts.nn.torch_means import with_sum
-from hasten.report.speedup import Climb, LadderStep, climb, climb_recipe
+from hasten.report.speedup import GreedySearch, CumulativeStep, greedy_search, greedy_recipe
 
 SWITCHES = {
     Slot.PRECISION: "mixed_precision",
-    Slot.WIRE: "compress_gradients",
+    Slot.COMMUNICATION: "compress_gradients",
     Slot.BATCH: "dynamic_batch",
 }
 EVAL_DATA = 0.2  # of the batches that were drawn
@@ -57,7 +57,7 @@ class GradualResult:
     ``trainer`` goes on with what was kept, and ``summary`` is that of the epoch it has trained.
     """
 
-    climb: Climb
+    climb: GreedySearch
     trainer: OptimizedTrainer = field(repr=False)
     summary: dict[str, Any] = field(repr=False)
 
@@ -79,8 +79,8 @@ def gradual_optimize(
 ) -> Any:
     """Switch techniques on one at a time, measure each, keep what pays.
 
-    With a recipe (or its path) it returns a :class:`~hasten.report.speedup.Climb` and takes
-    ``order`` and the further arguments of :func:`hasten.report.speedup.climb_recipe`.
+    With a recipe (or its path) it returns a :class:`~hasten.report.speedup.GreedySearch` and takes
+    ``order`` and the further arguments of :func:`hasten.report.speedup.greedy_recipe`.
 
     Args:
         job: a model, which is trained one epoch with what was kept; or a recipe, or its path.
@@ -88,7 +88,7 @@ def gradual_optimize(
         loss_fn: ``loss_fn(output, target)``, a mean over examples; cross-entropy for a target of
             whole numbers and the mean squared error for others, if left out.
         optimizer: over the model's parameters; AdamW if left out.
-        techniques: of the slots PRECISION, WIRE and BATCH; mixed precision, compressed gradients
+        techniques: of the slots PRECISION, COMMUNICATION and BATCH; mixed precision, compressed gradients
             and growing batches, if left out.
         order: in that of the list, or by the gain each has alone, which is measured first.
         rounds, steps: rounds of a comparison, and batches of a round.
@@ -106,7 +106,7 @@ def gradual_optimize(
         )
     other = (loss_fn, optimizer, techniques) != (None, None, None) or (rounds, steps) != (8, 4)
     if isinstance(job, str | Path | BaseModel) and dataloader is None and not other:
-        return climb_recipe(job, order=order, **experiment)  # type: ignore[arg-type]  # it checks
+        return greedy_recipe(job, order=order, **experiment)  # type: ignore[arg-type]  # it checks
     raise TypeError(KINDS)
 
 
@@ -133,7 +133,7 @@ def _of_model(
         def singles() -> list[Variant]:
             return [Variant("baseline", Plan()), *(measure(Plan(), Plan([t]))[1] for t in candidates)]
 
-        found = climb(candidates, measure, singles if order == "gain" else None)
+        found = greedy_search(candidates, measure, singles if order == "gain" else None)
         rungs = [replace(r, why=r.why.replace(" tokens", " examples")) for r in found.rungs]
         kept: dict[str, Any] = {SWITCHES[t.slot]: t for t in found.plan}
         trainer = OptimizedTrainer(model, optimizer, measure.loss_fn, **kept)
@@ -143,7 +143,7 @@ def _of_model(
 
 def _usable(
     asked: Sequence[Technique] | None, known: Facts
-) -> tuple[list[Technique], list[LadderStep]]:
+) -> tuple[list[Technique], list[CumulativeStep]]:
     """The techniques in question that can work here, and why the others can't."""
     candidates, skipped = [], []
     for technique in [USUAL[name] for name in SWITCHES.values()] if asked is None else asked:
@@ -153,10 +153,10 @@ def _usable(
                 f"techniques of {', '.join(slot.name for slot in SWITCHES)}"
             )
         reasons = technique.obstacles(known)
-        if technique.slot is Slot.WIRE and known.world.size == 1:
+        if technique.slot is Slot.COMMUNICATION and known.world.size == 1:
             reasons = ("with one rank no gradient travels",)
         if reasons:
-            skipped.append(LadderStep(str(technique), None, False, reasons[0]))
+            skipped.append(CumulativeStep(str(technique), None, False, reasons[0]))
         else:
             candidates.append(technique)
     return candidates, skipped

@@ -32,7 +32,7 @@ from hasten.integrations.adapt import (
     Host,
     HostedTechniques,
     HostRun,
-    attach_wire,
+    attach_communication,
     optimizer_of,
     prepare_recognised,
 )
@@ -50,7 +50,7 @@ from hasten.integrations.checkpoints import (
     CheckpointSchedule,
     StepLog,
     TokenCount,
-    has_wire_memory,
+    has_communication_memory,
     step_log,
 )
 from hasten.machine import environment
@@ -59,12 +59,12 @@ from hasten.parts.nn.causal_lm import causal_lm
 
 _LOG = logging.getLogger(__name__)
 
-# The moments of a Lightning training at which WIRE and CHECKPOINT are called, as a callback.
+# The moments of a Lightning training at which COMMUNICATION and CHECKPOINT are called, as a callback.
 #
-#     (1) training begins    DDP stands: the wire hooks into it, and takes back what it remembered
+#     (1) training begins    DDP stands: the communication method hooks into it, and takes back what it remembered
 #     (2) before an update   the step counts
 #     (3) after an update    weights are compared at times, a checkpoint is begun
-#     (4) Lightning saves    what the wire has left out so far goes into Lightning's checkpoint
+#     (4) Lightning saves    what the communication method has left out so far goes into Lightning's checkpoint
 #
 # Lightning isn't one of hasten's dependencies, so its class is imported when a function asks.
 
@@ -88,8 +88,8 @@ def seams(  # noqa: C901  # a class within: its methods count
 ) -> Any:
     """A callback that calls them for the model of one training."""
     base = callback_class()
-    remembers = has_wire_memory(setup)
-    wire: Any = setup.wire
+    remembers = has_communication_memory(setup)
+    communication: Any = setup.communication
 
     class Seams(base):  # type: ignore[misc, valid-type]  # known only now
         def __init__(self) -> None:
@@ -103,9 +103,9 @@ def seams(  # noqa: C901  # a class within: its methods count
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self._step = trainer.global_step
-            attach_wire(setup, trainer.strategy.model)
+            attach_communication(setup, trainer.strategy.model)
             if remembers and self._remembered is not None:
-                wire.load_state_dict(self._remembered)
+                communication.load_state_dict(self._remembered)
                 self._remembered = None
             if saves is not None:
                 saves.begin(model=model, optimizer=trainer.optimizers[0])
@@ -113,7 +113,7 @@ def seams(  # noqa: C901  # a class within: its methods count
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             passes.end_first_step()
-            setup.wire.before_update(self._parameters())
+            setup.communication.before_update(self._parameters())
 
         def on_train_batch_end(
             self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -121,7 +121,7 @@ def seams(  # noqa: C901  # a class within: its methods count
             passes.close()
             if trainer.global_step > self._step:
                 self._step = trainer.global_step
-                setup.wire.after_update(self._parameters())
+                setup.communication.after_update(self._parameters())
                 if saves is not None:
                     saves.after_step(self._step)
 
@@ -139,10 +139,10 @@ def seams(  # noqa: C901  # a class within: its methods count
 
         def state_dict(self) -> dict[str, Any]:
             """Of all ranks; Lightning calls it on each, and the first one writes."""
-            return {"wire": wire.state_dict()} if remembers else {}
+            return {"communication": communication.state_dict()} if remembers else {}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            self._remembered = state_dict["wire"]
+            self._remembered = state_dict["communication"]
 
         def _parameters(self) -> list[Any]:
             return [p for p in model.parameters() if p.requires_grad]
@@ -154,7 +154,7 @@ def seams(  # noqa: C901  # a class within: its methods count
 
 HOST = Host(
     "Lightning",
-    frozenset((*EDITS, Slot.SAMPLER, Slot.COLLATE, Slot.WIRE, Slot.OPTIMIZER, Slot.CHECKPOINT)),
+    frozenset((*EDITS, Slot.SAMPLER, Slot.COLLATE, Slot.COMMUNICATION, Slot.OPTIMIZER, Slot.CHECKPOINT)),
     {
         Slot.FEED: "give the DataLoader num_workers and prefetch_factor",
         Slot.BATCH: "give lightning.Trainer accumulate_grad_batches",
@@ -163,7 +163,7 @@ HOST = Host(
         Slot.PRECISION: 'give lightning.Trainer precision="bf16-mixed"',
         Slot.LAYOUT: 'give lightning.Trainer strategy="ddp"',
         Slot.AVERAGE: "give lightning.Trainer its callback WeightAveraging",
-        Slot.ALLOCATOR: "start the program with the variables that `hasten doctor` names",
+        Slot.ALLOCATOR: "start the program with the variables that `hasten check` names",
     },
 )
 WHOLE = ("SingleDeviceStrategy", "DDPStrategy")  # every process holds the whole model
@@ -373,9 +373,9 @@ def _check(trainer: Any, loader: Any, plan: Iterable[Technique]) -> None:
             f"{sampler}: Lightning would put a sampler of its own in its place; give "
             "lightning.Trainer use_distributed_sampler=False"
         )
-    if Slot.WIRE in filled and trainer.scaler is not None:
+    if Slot.COMMUNICATION in filled and trainer.scaler is not None:
         raise InputError(
-            f"{filled[Slot.WIRE]}: with 16-mixed Lightning scales gradients; say bf16-mixed instead"
+            f"{filled[Slot.COMMUNICATION]}: with 16-mixed Lightning scales gradients; say bf16-mixed instead"
         )
 
 

@@ -23,7 +23,7 @@ from hasten.integrations.adapt import (
     EDITS,
     Host,
     HostRun,
-    attach_wire,
+    attach_communication,
     edit_model,
     optimizer_of,
     prepare_host,
@@ -41,7 +41,7 @@ from hasten.machine import host
 
 HOST = Host(
     "a loop of one's own",
-    frozenset((*EDITS, Slot.SAMPLER, Slot.COLLATE, Slot.WIRE, Slot.OPTIMIZER)),
+    frozenset((*EDITS, Slot.SAMPLER, Slot.COLLATE, Slot.COMMUNICATION, Slot.OPTIMIZER)),
     {
         Slot.FEED: "wrap the loader in hasten.AsyncPipeline",
         Slot.PRECISION: "put torch.autocast around the forward pass, or train with `hasten train`",
@@ -80,15 +80,15 @@ class LoopParts:
         return optimizer_of(self.setup, self.model, usual)
 
     def attach(self, module: nn.Module) -> None:
-        """WIRE: hook into the replicas, before the first pass."""
-        attach_wire(self.setup, module)
+        """COMMUNICATION: hook into the replicas, before the first pass."""
+        attach_communication(self.setup, module)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Move the weights, tell the wire, forget the gradients."""
+        """Move the weights, tell the communication method, forget the gradients."""
         trained = [p for group in optimizer.param_groups for p in group["params"]]
-        self.setup.wire.before_update(trained)
+        self.setup.communication.before_update(trained)
         optimizer.step()
-        self.setup.wire.after_update(trained)
+        self.setup.communication.after_update(trained)
         optimizer.zero_grad()
 
 

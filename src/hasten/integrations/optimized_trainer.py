@@ -51,7 +51,7 @@ from hasten.techniques.batch import AdaptiveBatch, AdaptiveCut
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast
-from hasten.techniques.wire.compress import Quantised, technique_of
+from hasten.techniques.communication.compress import Quantised, technique_of
 
 Switch = bool | Technique | DynamicBatcher | GradientCompressor | None
 DECISIVE = ("lr", "betas", "eps", "weight_decay", "momentum")
@@ -272,12 +272,12 @@ class OptimizedTrainer:
         return plan
 
     def _possible(self, known: Facts) -> Plan:
-        """The plan without those usual techniques that can't work here, nor a wire of one rank."""
+        """The plan without those usual techniques that can't work here, nor a communication method of one rank."""
         plan = self.plan
         for name, technique in self.techniques.items():
             if technique is None:
                 continue
-            if technique.slot is Slot.WIRE and known.world.size == 1:
+            if technique.slot is Slot.COMMUNICATION and known.world.size == 1:
                 print(f"{name}: with one rank no gradient travels, so none is compressed")
             elif technique is USUAL[name] and (reasons := technique.obstacles(known)):
                 print(f"{name}: going on without {technique}: {reasons[0]}")

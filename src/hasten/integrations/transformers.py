@@ -31,7 +31,7 @@ from hasten.integrations.adapt import (
     HostedTechniques,
     HostRun,
     NoContext,
-    attach_wire,
+    attach_communication,
     optimizer_of,
     optimizer_reason,
     plain_forward,
@@ -50,9 +50,9 @@ from hasten.integrations.checkpoints import (
     CheckpointSchedule,
     StepLog,
     TokenCount,
-    keep_wire,
+    keep_communication,
     step_log,
-    take_wire,
+    take_communication,
 )
 from hasten.machine import environment
 from hasten.measure.quality.first_step import FirstStepProof, proof_is_on
@@ -61,7 +61,7 @@ from hasten.parts.nn.causal_lm import causal_lm
 _LOG = logging.getLogger(__name__)
 HOST = Host(
     "the Trainer",
-    frozenset((*EDITS, Slot.SAMPLER, Slot.COLLATE, Slot.WIRE, Slot.OPTIMIZER, Slot.CHECKPOINT)),
+    frozenset((*EDITS, Slot.SAMPLER, Slot.COLLATE, Slot.COMMUNICATION, Slot.OPTIMIZER, Slot.CHECKPOINT)),
     {
         Slot.FEED: "give TrainingArguments dataloader_num_workers and dataloader_prefetch_factor",
         Slot.BATCH: "give TrainingArguments gradient_accumulation_steps or auto_find_batch_size",
@@ -72,7 +72,7 @@ HOST = Host(
         Slot.LAYOUT: "start it with torchrun, and give TrainingArguments ddp_bucket_cap_mb or fsdp",
         Slot.AVERAGE: "train with `hasten train` for it, or call hasten.parts.optim.weight_average "
         "in a callback",
-        Slot.ALLOCATOR: "start the program with the variables that `hasten doctor` names",
+        Slot.ALLOCATOR: "start the program with the variables that `hasten check` names",
     },
 )
 Theirs = TypeVar("Theirs", bound=Trainer)
@@ -158,7 +158,7 @@ def _check(trainer: Trainer, technique: Technique) -> None:  # noqa: C901  # a c
             f"{name}: it is for training passes, and {kind.__name__} generates between them; leave "
             "it out"
         )
-    if slot is Slot.WIRE and args.fp16:
+    if slot is Slot.COMMUNICATION and args.fp16:
         raise InputError(f"{name}: with fp16 the Trainer scales gradients; use bf16=True instead")
     if slot is Slot.OPTIMIZER:
         reason = _own_optimizer(trainer, technique)
@@ -277,7 +277,7 @@ class TrainerTechniques(TrainerCallback):
         3. training_step         opens a window that ends with the pass
         4. compute_loss          in that window: the proof while it is the first step, then the
                                  model's edits are switched on until the window ends
-        5. callbacks             the wire and checkpoints of hasten
+        5. callbacks             the communication method and checkpoints of hasten
     """
 
     def __init__(self, trainer: Trainer, plan: Sequence[Technique]) -> None:
@@ -435,10 +435,10 @@ class TrainerTechniques(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         module: Any = self._trainer.model_wrapped
         if module is not self._attached:  # DDP takes one hook in its life
-            attach_wire(self.setup, module)
+            attach_communication(self.setup, module)
             self._attached = module
         if self.resumed is not None:
-            take_wire(self.setup, self.resumed)
+            take_communication(self.setup, self.resumed)
             self.resumed = None
         if self._saves is not None:
             self._saves.begin(
@@ -484,10 +484,10 @@ class TrainerTechniques(TrainerCallback):
                 )
             self.proof = None
             self._decide()
-        self.setup.wire.before_update(self._parameters())
+        self.setup.communication.before_update(self._parameters())
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self.setup.wire.after_update(self._parameters())
+        self.setup.communication.after_update(self._parameters())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self._saves is not None:
@@ -496,7 +496,7 @@ class TrainerTechniques(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if not args.save_only_model:
             folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-            keep_wire(self.setup, folder)
+            keep_communication(self.setup, folder)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self._saves is not None:

@@ -4,17 +4,17 @@
         results = lab.run(["bash", "job.sh"])
         sent, received = lab.bytes(0)
 
-A lab is three kinds of process: Lab -> guard -> keeper -> ranks.
+A lab is three kinds of process: Lab -> verification -> keeper -> ranks.
 
-The **guard** leaves for new namespaces and waits. The **keeper** is the first process in a
+The **verification** leaves for new namespaces and waits. The **keeper** is the first process in a
 namespace of process numbers. When it ends, the kernel ends everything inside (pid_namespaces(7)),
-and with it the network namespaces, which have no other owner. The keeper dies with the guard; the
-guard ends the keeper when the lab's owner closes its pipe or is gone, and removes the lab's folder.
+and with it the network namespaces, which have no other owner. The keeper dies with the verification; the
+verification ends the keeper when the lab's owner closes its pipe or is gone, and removes the lab's folder.
 So any of them can be killed and nothing stays but, at worst, a folder.
 
 Requests come through a socket in the lab's folder: one line of JSON each, one line back. The
 machine's own network namespace is never entered, so that nothing in it can be changed. Nothing here
-imports torch. The guard runs as ``python -m hasten.launch.lab FOLDER``.
+imports torch. The verification runs as ``python -m hasten.launch.lab FOLDER``.
 """
 
 from __future__ import annotations
@@ -410,9 +410,9 @@ def _signal(processes: list[subprocess.Popen[bytes]], number: signal.Signals) ->
             os.killpg(process.pid, number)
 
 
-# The keeper, and the guard that ends it.
+# The keeper, and the verification that ends it.
 
-LOOK_SECONDS = 0.2  # how often the guard looks for its keeper and the owner
+LOOK_SECONDS = 0.2  # how often the verification looks for its keeper and the owner
 
 
 class Keeper:
@@ -523,7 +523,7 @@ def _keep(
     """Be the keeper: build, say so, and answer until ended."""
     die_with_parent()
     if spec["mode"] != "loopback":
-        unshare(NEW_MOUNTS)  # here, so that the guard still sees the owner in /proc
+        unshare(NEW_MOUNTS)  # here, so that the verification still sees the owner in /proc
         mount_own_proc()
     try:
         keeper = kind(folder, spec)
@@ -545,8 +545,8 @@ def _keep(
         server.serve_forever()
 
 
-def guard(folder: Path, kind: type[Keeper] = Keeper) -> None:  # noqa: C901, PLR0915  # in order
-    """Be the guard: leave for new namespaces, start the keeper, and clean up after it."""
+def verification(folder: Path, kind: type[Keeper] = Keeper) -> None:  # noqa: C901, PLR0915  # in order
+    """Be the verification: leave for new namespaces, start the keeper, and clean up after it."""
     spec = json.loads((folder / "spec.json").read_text())
 
     def tell(words: dict[str, Any]) -> None:
@@ -640,7 +640,7 @@ class Lab:
     where links were asked for, has them.
     """
 
-    KEEPER: ClassVar[Sequence[str]] = ("-m", "hasten.launch.lab")  # how Python runs its guard
+    KEEPER: ClassVar[Sequence[str]] = ("-m", "hasten.launch.lab")  # how Python runs its verification
 
     def __init__(
         self,
@@ -671,7 +671,7 @@ class Lab:
         }
 
     def start(self, stay: bool = False) -> Self:
-        """Build it. With ``stay`` it outlives this process, and ends with its guard."""
+        """Build it. With ``stay`` it outlives this process, and ends with its verification."""
         links = self._spec["bits"] or self._spec.get("switch")
         tried = []
         for mode in MODES if self.asked == "auto" else (self.asked,):
@@ -694,22 +694,22 @@ class Lab:
         owner = None if stay else {"process": process, "born": born(process)}
         (folder / "spec.json").write_text(json.dumps({**self._spec, "mode": mode, "owner": owner}))
         with (folder / "keeper.log").open("wb") as log:
-            guard = subprocess.Popen(
+            verification = subprocess.Popen(
                 [sys.executable, *self.KEEPER, str(folder)],
                 stdin=subprocess.DEVNULL if stay else subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
             )
-        answer = _first_line(guard)
+        answer = _first_line(verification)
         if not answer.get("ready"):
             words = (folder / "keeper.log").read_text() if folder.exists() else ""
-            guard.terminate()
-            guard.wait()
+            verification.terminate()
+            verification.wait()
             shutil.rmtree(folder, ignore_errors=True)
             last = (words.strip().splitlines() or ["its keeper ended without a word"])[-1]
             return str(answer.get("error", last))
-        self.mode, self._guard = mode, guard
+        self.mode, self._guard = mode, verification
         self.called(folder)
         return ""
 
@@ -815,10 +815,10 @@ class Lab:
         return answer
 
 
-def _first_line(guard: subprocess.Popen[bytes]) -> dict[str, Any]:
+def _first_line(verification: subprocess.Popen[bytes]) -> dict[str, Any]:
     """What the keeper says when it is ready, or nothing if it ends or takes too long."""
-    assert guard.stdout is not None
-    with selectors.DefaultSelector() as waiting, guard.stdout as lines:
+    assert verification.stdout is not None
+    with selectors.DefaultSelector() as waiting, verification.stdout as lines:
         waiting.register(lines, selectors.EVENT_READ)
         if waiting.select(START_SECONDS):
             with contextlib.suppress(ValueError):
@@ -828,4 +828,4 @@ def _first_line(guard: subprocess.Popen[bytes]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    guard(Path(sys.argv[1]))
+    verification(Path(sys.argv[1]))

@@ -1,6 +1,6 @@
 """Transport settings: the variables by which gloo, NCCL and UCX choose how bytes travel.
 
-They are shown with hints by ``hasten doctor`` and set where a recipe says so (``transport``), never
+They are shown with hints by ``hasten check`` and set where a recipe says so (``transport``), never
 silently: a wrong interface or a switched-off InfiniBand costs more than any codec saves. Sources:
 NCCL's user guide ("Environment Variables"), torch.distributed's page ("Common environment
 variables"), UCX's FAQ.

@@ -79,7 +79,7 @@ class Headroom:
 
     def _lower(self, load: int) -> None:
         self.ceiling = min(self.ceiling or load, load)
-        if self.good >= self.ceiling:  # it was good by luck: its batches were smaller
+        if self.good >= self.ceiling:  # it was good by chance: its batches were smaller
             self.good = 0
 
     def _next(self) -> int:

@@ -15,8 +15,8 @@ from hasten.errors import InputError
 from hasten.formatting import did_you_mean
 from hasten.measure.statistics import ProcessVariance
 
-Kind = Literal["baseline", "again", "alone", "left out", "ladder", "all", "other"]
-Which = Literal["plan", "ladder", "alone", "left-out", "all"]
+Kind = Literal["baseline", "again", "single", "leave-one-out", "cumulative", "all", "other"]
+Which = Literal["full", "cumulative", "single", "leave-one-out", "all"]
 Grouping = Literal["auto", "together", "groups", "fresh"]
 BASELINE, AGAIN = "baseline", "baseline again"
 
@@ -130,7 +130,7 @@ class Variant:
     foreign_load: list[float] = field(default_factory=list)
     joules_per_token: float | None = None  # of the rounds that count, where energy was counted
     builds: list[int] = field(default_factory=list)  # which fresh build had the round, from 0
-    luck: ProcessVariance | None = (
+    process_variance: ProcessVariance | None = (
         None  # how far processes of this experiment lie apart; None: not known
     )
     warmup: dict[str, float | None] = field(default_factory=dict)
@@ -160,15 +160,15 @@ def plans_of(
                 f"only: {name!r} is not in the plan{did_you_mean(name, names)}; it has "
                 f"{', '.join(names)}"
             )
-    if which == "plan":
-        which = "alone" if only else which
+    if which == "full":
+        which = "single" if only else which
     plans: dict[str, Plan] = {BASELINE: Plan()}
     kinds: dict[str, Kind] = {BASELINE: "baseline"}
     for technique in plan:
         for name, kind, variant in _between(plan, technique.name(), which):
             if (not only or technique.name() in only) and set(variant) not in map(set, plans.values()):
                 plans[name], kinds[name] = variant, kind
-    last = {"plan": "plan", "ladder": f"+ {names[-1]}"}.get(which, "all")
+    last = {"full": "plan", "cumulative": f"+ {names[-1]}"}.get(which, "all")
     plans[last], kinds[last] = plan, "all"
     return plans, kinds
 
@@ -178,12 +178,12 @@ def _between(plan: Plan, name: str, which: Which) -> list[tuple[str, Kind, Plan]
     place = [t.name() for t in plan].index(name)
     technique = plan.techniques[place]
     found: list[tuple[str, Kind, Plan]] = []
-    if which in ("alone", "all"):
-        found.append((f"only {name}", "alone", Plan([technique])))
-    if which in ("left-out", "all"):
-        found.append((f"without {name}", "left out", plan.without(technique)))
-    if which == "ladder":
-        found.append((f"+ {name}", "ladder", Plan(plan.techniques[: place + 1])))
+    if which in ("single", "all"):
+        found.append((f"only {name}", "single", Plan([technique])))
+    if which in ("leave-one-out", "all"):
+        found.append((f"without {name}", "leave-one-out", plan.without(technique)))
+    if which == "cumulative":
+        found.append((f"+ {name}", "cumulative", Plan(plan.techniques[: place + 1])))
     return [entry for entry in found if 0 < len(entry[2]) < len(plan)]
 
 
@@ -204,7 +204,7 @@ def check_turns(plans: Mapping[str, Plan], steps: int) -> None:
     Raises:
         InputError: most turns would hold no exchange, and what it costs would not be seen.
     """
-    for technique in {t for plan in plans.values() for t in plan if t.slot is Slot.WIRE}:
+    for technique in {t for plan in plans.values() for t in plan if t.slot is Slot.COMMUNICATION}:
         every = technique.settings().get("every")
         if isinstance(every, int) and steps % every:
             raise InputError(

@@ -5,7 +5,7 @@ say what the rest will cost. Of what doesn't fit, this is left out first:
 
 1. variants that leave one technique out
 2. second builds
-3. variants of one technique alone, and rungs of the ladder, those with the smallest forecast first
+3. variants of one technique alone, and rungs of the cumulative, those with the smallest forecast first
 4. the second process of the baseline
 
 The baseline and the whole plan stay. Where not even two of their rounds fit, the experiment is
@@ -67,7 +67,7 @@ STAYS: Kind = "all"  # a kind that is never dropped
 class Costs:
     """Seconds that a variant takes: to start and warm up, for a look, at the end; and for a turn.
 
-    ``turns`` are those of the variants that have run. Others lie between them: of a ladder the first
+    ``turns`` are those of the variants that have run. Others lie between them: of a cumulative the first
     and the last row have run first.
     """
 
@@ -166,8 +166,8 @@ def _in_order(
     names: Sequence[str], kinds: Mapping[str, Kind], expected: Mapping[str, float]
 ) -> list[str | None]:
     """What is left out, first to last; None stands for the second builds."""
-    left_out = [name for name in names if kinds.get(name) == "left out"]
-    single = [name for name in names if kinds.get(name) in ("alone", "ladder", "other")]
+    left_out = [name for name in names if kinds.get(name) == "leave-one-out"]
+    single = [name for name in names if kinds.get(name) in ("single", "cumulative", "other")]
     again = [name for name in names if kinds.get(name) == "again"]
     single = [name for name in single if name not in (names[0], names[-1])]
     return [*left_out, None, *sorted(single, key=lambda n: expected.get(n, 0.0)), *again]

@@ -393,7 +393,7 @@ class _Chooser:
 
     def _race(self, plans: Mapping[str, Plan], seconds: float) -> list[Variant]:
         """Race plans against the first of them; it and the last one are never dropped."""
-        kinds: dict[str, Kind] = dict.fromkeys(plans, "ladder")
+        kinds: dict[str, Kind] = dict.fromkeys(plans, "cumulative")
         kinds |= {next(iter(plans)): "baseline", list(plans)[-1]: "all"}
         design = replace(RACE, budget_seconds=seconds / (1 + GRACE), partial=True)
         found = measured(
@@ -421,7 +421,7 @@ class _Chooser:
         gain = None
         if chosen and plain and best != PLAIN:  # one that is out has fewer rounds
             ratios_to_plain = [a / b for a, b in zip(chosen, plain, strict=False)]
-            gain = ratio_of_rounds(ratios_to_plain, final[0].luck).summary()
+            gain = ratio_of_rounds(ratios_to_plain, final[0].process_variance).summary()
         speeds = chosen or next((variant.rounds for variant in self._variants if variant.name == best), [])
         others = {name: r.low for name, r in ratios.items() if plans[name] != plan}
         if plan != self._first:
@@ -481,7 +481,7 @@ class _Chooser:
         rows += [ChoiceRow(n, "not taken", "memory would run out") for n in self._too_large]
         for candidate in self._found:
             if candidate.refused:
-                rows.append(ChoiceRow(candidate.technique.name(), "left out", candidate.why))
+                rows.append(ChoiceRow(candidate.technique.name(), "leave-one-out", candidate.why))
             elif candidate.technique not in raced:
                 taken = candidate.technique in chosen.techniques
                 why = f"no time to race it; forecast: {candidate.why}"
@@ -564,18 +564,18 @@ def _ratio(variant: Variant) -> Interval | None:
     """Its speed over the first plan's; None: it is that plan, or was never raced."""
     if variant.kind == "baseline" or not variant.beside or variant.failed:
         return None
-    return paired_ratio(variant.beside, variant.rounds)  # decisions allow for no luck of processes
+    return paired_ratio(variant.beside, variant.rounds)  # decisions allow for no process variance
 
 
 def _verdicts(variants: Sequence[Variant]) -> dict[str, tuple[Interval, EffectVerdict]]:
     """Each measured change's ratio and verdict, as the report of the same rounds has them."""
-    luck = variants[0].luck if variants else None
+    process_variance = variants[0].process_variance if variants else None
     effects = {}
     for variant in variants:
         if _ratio(variant) is not None:
             ratios = [ours / theirs for ours, theirs in zip(variant.rounds, variant.beside, strict=True)]
-            effects[variant.name] = ratio_of_rounds(ratios, luck), ratios
-    judged = judge_effects(effects, luck=luck)
+            effects[variant.name] = ratio_of_rounds(ratios, process_variance), ratios
+    judged = judge_effects(effects, process_variance=process_variance)
     return {name: (ratio, judged[name]) for name, (ratio, _) in effects.items()}
 
 

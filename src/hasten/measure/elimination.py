@@ -1,6 +1,6 @@
 """Which of several workers is the fastest: they take turns, and who is surely behind leaves.
 
-The best of many short measurements is in part luck. Here all do the same steps in each pass: what
+The best of many short measurements is in part process_variance. Here all do the same steps in each pass: what
 slows a pass, or makes it long, does so for all of them, and what counts is the difference within a
 pass. Whoever is behind the leader beyond doubt leaves, and the others have the more rounds for it
 (racing: Maron and Moore 1994, "Hoeffding Races").

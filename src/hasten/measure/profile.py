@@ -433,7 +433,7 @@ def measure(
             "seconds": sum(m.step_seconds for m in measured),
             "data_stall_share": data_stall(counted),
             "step": seconds_by_part(counted, session.saves),
-            "wire": wire_of(measured),
+            "communication": communication_of(measured),
         }
     )
     return {
@@ -470,14 +470,14 @@ def _figures(measured: Sequence[StepMetrics]) -> dict[str, Any]:
     }
 
 
-def wire_of(measured: Sequence[StepMetrics]) -> dict[str, float] | None:
-    """Means over the steps of what this rank's wire took; None where the layout can't tell."""
-    known = [m for m in measured if m.exposed_communication_seconds is not None]
+def communication_of(measured: Sequence[StepMetrics]) -> dict[str, float] | None:
+    """Means over the steps of what this rank's communication took; None where the layout can't tell."""
+    known = [m for m in measured if m.exposed_comm_seconds is not None]
     if not known:
         return None
-    names = ("wire_seconds", "exposed_communication_seconds", "hidden_communication_seconds")
+    names = ("comm_seconds", "exposed_comm_seconds", "hidden_communication_seconds")
     found: dict[str, float] = {}
-    for name in (*names, "wire_bytes"):
+    for name in (*names, "comm_bytes"):
         values = [getattr(m, name) for m in known]
         if all(value is not None for value in values):
             found[name] = statistics.fmean(values)
@@ -518,7 +518,7 @@ def _parallel(
     if not isinstance(layout, SendsGradientsLate) or not isinstance(engine, PlainEngine):
         return {"ranks": layout.size, "text": CANT_RUN_ALONE}
     engine.module = layout.alone(session.module)
-    setup.layout, setup.wire = OneProcess(), NoCompression()
+    setup.layout, setup.communication = OneProcess(), NoCompression()
     engine.sum_loads = setup.agreement.sum
     tell("the same examples without communication", 0.7)
     dist.barrier()
@@ -548,11 +548,11 @@ def efficiency_once_more(
     if setup.layout.size == 1 or setup.agreement.apart or not isinstance(engine, PlainEngine):
         return None
     ranks = _gather({"seconds": sum(m.step_seconds for m in measured)})
-    kept = engine.module, engine.sum_loads, setup.layout, setup.wire, session.progress
+    kept = engine.module, engine.sum_loads, setup.layout, setup.communication, session.progress
     buffers = {name: buffer.clone() for name, buffer in session.loss_module.named_buffers()}
     with engine.holding_still():
         found = _parallel(session, before, measured, ranks, lambda text, share: None)
-    engine.module, engine.sum_loads, setup.layout, setup.wire, session.progress = kept
+    engine.module, engine.sum_loads, setup.layout, setup.communication, session.progress = kept
     for name, buffer in session.loss_module.named_buffers():  # those of routers move without a rate
         buffer.copy_(buffers[name])
     value = (found or {}).get("efficiency_against_one_rank")

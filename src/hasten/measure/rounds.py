@@ -21,7 +21,7 @@ from hasten.core.plan import Plan
 from hasten.measure.ablation import Variant, Design, Kind
 from hasten.measure.record import Event
 from hasten.measure.schedule import peak_of
-from hasten.measure.significance import with_luck
+from hasten.measure.significance import with_process_variance
 from hasten.measure.statistics import Interval, paired_ratio
 
 Key = tuple[int, int]  # cohort, round
@@ -147,12 +147,12 @@ def variants_of(
     dropped = {name for e in events if e["event"] == "dropped" for name in e["variants"]}
     names = [name for name in plans if name not in dropped]
     variants = [_variant(Variant(n, plans[n], kind=kinds.get(n, "other")), found) for n in names]
-    return with_luck(_named_by_what_they_add(variants))
+    return with_process_variance(_named_by_what_they_add(variants))
 
 
 def _named_by_what_they_add(variants: list[Variant]) -> list[Variant]:
-    """The same variants; a row of a ladder that stands for dropped ones, too, is named so."""
-    rungs = [variant for variant in variants if variant.kind in ("ladder", "all")]
+    """The same variants; a row of a cumulative that stands for dropped ones, too, is named so."""
+    rungs = [variant for variant in variants if variant.kind in ("cumulative", "all")]
     above = variants[0]
     for variant in rungs:
         new = [t.name() for t in variant.plan if t not in above.plan.techniques]
@@ -247,7 +247,7 @@ def rates(turns: Mapping[str, Event]) -> dict[str, float]:
     not either. A variant that took other tokens in some step has the median of its own steps.
 
     A turn of ranks that train apart has seconds of its own: most of its steps cost nothing on the
-    wire and one costs much, which a median would not see. Its distance is that of the whole turn.
+    communication and one costs much, which a median would not see. Its distance is that of the whole turn.
     """
     found = {name: [_step_rate(step) for step in turn["steps"]] for name, turn in turns.items()}
     work = {name: tuple(step["tokens"] for step in turn["steps"]) for name, turn in turns.items()}

@@ -1,4 +1,4 @@
-"""Which measured ratios are beyond doubt: p-values, luck of processes, losses that aren't worse.
+"""Which measured ratios are beyond doubt: p-values, process variance, losses that aren't worse.
 
 An interval judges one ratio. An experiment has many variants, and of twenty that do nothing one has a
 95 % interval without 1 in it. So each variant's ratio is tested against the noise floor, and the
@@ -47,16 +47,16 @@ def p_value(ratios: Sequence[float], edge: float) -> float:
     return _chance(*_mean_and_error(ratios), math.log(edge), len(ratios))
 
 
-def p_beyond(ratios: Sequence[float], floor: float, luck: ProcessVariance | None = None) -> float:
+def p_beyond(ratios: Sequence[float], floor: float, process_variance: ProcessVariance | None = None) -> float:
     """The p-value of a change beyond the noise floor: against its nearer edge, 1 within it.
 
-    Neither rounds nor, where ``luck`` is known, processes alone may explain it.
+    Neither rounds nor, where ``process_variance`` is known, processes alone may explain it.
     """
     mean, error = _mean_and_error(ratios)
     for edge in (math.log1p(floor), math.log1p(-floor)):
         if abs(mean) > abs(edge) and mean * edge >= 0:
             by_rounds = _chance(mean, error, edge, len(ratios))
-            return by_rounds if luck is None else max(by_rounds, luck.chance(mean - edge))
+            return by_rounds if process_variance is None else max(by_rounds, process_variance.chance(mean - edge))
     return 1.0
 
 
@@ -77,7 +77,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def noise_floor(again: Sequence[float], luck: ProcessVariance | None = None) -> float:
+def noise_floor(again: Sequence[float], process_variance: ProcessVariance | None = None) -> float:
     """The share that nobody should act on, from ratios of the baseline to a second copy of itself.
 
     Twice the error of their mean, at least `LEAST_FLOOR`. Two copies that differ beyond doubt are
@@ -88,7 +88,7 @@ def noise_floor(again: Sequence[float], luck: ProcessVariance | None = None) -> 
     if len(again) < 2:
         return LEAST_FLOOR  # one round has no error; nothing is concluded from it anyway
     found = [LEAST_FLOOR, math.expm1(min(2 * error, 1.0))]
-    by_processes = 0.0 if luck is None else luck.chance(mean)
+    by_processes = 0.0 if process_variance is None else process_variance.chance(mean)
     if max(_chance(mean, error, 0.0, len(again)), by_processes) <= DOUBT:
         found.append(math.expm1(min(abs(mean), 1.0)))
     return min(max(found), 0.99)
@@ -111,16 +111,16 @@ class EffectVerdict:
     rivals: int
 
 
-def ratio_of_rounds(ratios: Sequence[float], luck: ProcessVariance | None = None) -> Interval:
+def ratio_of_rounds(ratios: Sequence[float], process_variance: ProcessVariance | None = None) -> Interval:
     """The interval of ratios to another variant, one for each round; at least as wide as processes."""
     found = paired_ratio([1.0] * len(ratios), ratios)
-    return found if luck is None else luck.widened(found)
+    return found if process_variance is None else process_variance.widened(found)
 
 
 def judge_effects(
     effects: Mapping[str, tuple[Interval, Sequence[float]]],
     floor: float = LEAST_FLOOR,
-    luck: ProcessVariance | None = None,
+    process_variance: ProcessVariance | None = None,
 ) -> dict[str, EffectVerdict]:
     """The words for ratios that were measured together: the rule of reports and of ``plan: auto``.
 
@@ -128,10 +128,10 @@ def judge_effects(
         effects: by name the interval (`ratio_of_rounds`) and the ratio of each round; without
             rounds, since two variants never ran side by side, the interval decides alone.
         floor: the change that nobody should act on.
-        luck: how far processes of the experiment lie apart.
+        process_variance: how far processes of the experiment lie apart.
     """
     rounds = {name: ratios for name, (_, ratios) in effects.items() if ratios}
-    raw = {name: p_beyond(ratios, floor, luck) for name, ratios in rounds.items()}
+    raw = {name: p_beyond(ratios, floor, process_variance) for name, ratios in rounds.items()}
     p_values = dict(zip(raw, holm(list(raw.values())), strict=True))
     found = {}
     for name, (ratio, _) in effects.items():
@@ -155,7 +155,7 @@ def rounds_needed(
     ratio: Interval,
     floor: float = LEAST_FLOOR,
     variants: int = 1,
-    luck: ProcessVariance | None = None,
+    process_variance: ProcessVariance | None = None,
 ) -> int | str | None:
     """How many more rounds turn "undecided" into a word, as a median.
 
@@ -167,7 +167,7 @@ def rounds_needed(
         ratio: by rounds alone, not widened by processes.
         floor: of the noise; one above `LEAST_FLOOR` came from noise and shrinks with its root.
         variants: how many p-values Holm's correction still counts when it comes to this one.
-        luck: of processes, which no further round makes smaller.
+        process_variance: of processes, which no further round makes smaller.
 
     Returns:
         None for a single round, which says nothing of how rounds vary. Beyond `MOST_ROUNDS` the
@@ -187,7 +187,7 @@ def rounds_needed(
         error = deviation / math.sqrt(rounds)
 
         def clears(gap: float, p: float) -> bool:
-            by_processes = 0.0 if luck is None else luck.half(2 * p - 1)
+            by_processes = 0.0 if process_variance is None else process_variance.half(2 * p - 1)
             return gap >= max(student_quantile(p, rounds - 1) * error, by_processes)
 
         return clears(beyond, strict) or clears(within, HALF)
@@ -216,12 +216,12 @@ def _chance(mean: float, error: float, edge: float, rounds: int) -> float:
 
 # How far processes of one program lie apart, and what that leaves of an interval over rounds.
 #
-# All rounds of a process share its luck: where its memory lies, what was loaded before it. Copies
+# All rounds of a process share its process_variance: where its memory lies, what was loaded before it. Copies
 # of one program differ by a per cent or two for as long as they live, so an interval over the
 # rounds of two processes, however many, is one about these two and not about their programs. What
 # tells the difference are fresh builds, and since an experiment has few of each variant, all variants say
 # it together: each build's log ratio, less what its variant has in all builds and what its cohort has
-# in all variants (the baseline's own luck), varies as processes do (a two-way layout: Scheffé, The
+# in all variants (the baseline's own process_variance), varies as processes do (a two-way layout: Scheffé, The
 # Analysis of Variance, 1959, chapter 4). Where there are few builds, `USUAL` counts like `BELIEF`
 # degrees of freedom (the conjugate prior of a variance: Gelman et al., Bayesian Data Analysis,
 # section 2.6).
@@ -231,7 +231,7 @@ BELIEF = 4.0  # degrees of freedom that this counts for
 Row = list[float]  # a variant's mean log ratio in each build
 
 
-def luck_of(variants: Sequence[Variant]) -> ProcessVariance | None:
+def process_variance_of(variants: Sequence[Variant]) -> ProcessVariance | None:
     """Of all variants of an experiment together; None where no variant has rounds beside the baseline's.
 
     Variants of one group had the same processes of the baseline beside them, those of another others.
@@ -254,11 +254,11 @@ def luck_of(variants: Sequence[Variant]) -> ProcessVariance | None:
     return ProcessVariance(math.sqrt(squares / freedom / builds), freedom, builds)
 
 
-def with_luck(variants: Sequence[Variant]) -> list[Variant]:
+def with_process_variance(variants: Sequence[Variant]) -> list[Variant]:
     """The same variants, each knowing how far apart processes of this experiment were."""
-    found = luck_of(variants)
+    found = process_variance_of(variants)
     for variant in variants:
-        variant.luck = found
+        variant.process_variance = found
     return list(variants)
 
 

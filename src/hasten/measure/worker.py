@@ -210,7 +210,7 @@ class RecipeJob:
         imported = time.perf_counter()
         self.data = prepare_data(recipe, Path(recipe.output) / "data")
         known = facts_of(recipe, self.data)
-        check_kernels(known, lambda text: None)  # `hasten doctor` and a training say what it found
+        check_kernels(known, lambda text: None)  # `hasten check` and a training say what it found
         host.reset_memory_peak(known.device)
         opened = time.perf_counter()
         self.plan = plan_of(recipe, known, more=more)

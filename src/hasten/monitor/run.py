@@ -73,7 +73,7 @@ def run_numbers(run: Run, now: float) -> dict[str, Any]:
         "padding_share": _mean_of(run.recent, "padding_share"),
         "data_stall_share": _mean_of(run.recent, "data_stall_share"),
         "exposed_communication_share": _communication(run),
-        "wire_bytes": _mean_of(run.recent, "wire_bytes"),
+        "comm_bytes": _mean_of(run.recent, "comm_bytes"),
         "expert_load_ratio": number(last.get("expert_load_ratio")),
         "grad_norm": number(last.get("grad_norm")),
         "learning_rate": number(last.get("learning_rate")),
@@ -300,7 +300,7 @@ def _value(line: bytes) -> Any:
 
 STEP_COLUMNS = (
     *("loss", "tokens_per_second", "mfu", "peak_memory_bytes", "data_stall_share"),
-    *("exposed_communication_share", "wire_bytes"),
+    *("exposed_communication_share", "comm_bytes"),
     *("expert_load_ratio", "grad_norm", "learning_rate", "padding_share", "step_seconds"),
 )
 MACHINE_COLUMNS = (
@@ -310,7 +310,7 @@ MACHINE_COLUMNS = (
 # Shares of a step's time, and the field of a line that has their seconds.
 SHARES = {
     "data_stall_share": "data_seconds",
-    "exposed_communication_share": "exposed_communication_seconds",
+    "exposed_communication_share": "exposed_comm_seconds",
 }
 LARGEST = 8 << 20  # bytes of a file that is read whole
 MOST_RANKS = 4096

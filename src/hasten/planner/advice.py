@@ -364,7 +364,7 @@ def sensitivity(found: ClusterPlan) -> list[LayoutChange]:
 def switches(found: ClusterPlan) -> list[LayoutChange]:
     """What formats and compression that change the mathematics would do to the rate."""
     best, chip = found.best[0].layout, found.cluster.device
-    said = "other mathematics: have the guard prove it"
+    said = "other mathematics: have the verification prove it"
     tried = {"fp8 products": replace(best, precision="fp8")} if chip.peak8 else {}
     if chip.peak4:
         tried["nvfp4 products"] = replace(best, precision="nvfp4")

@@ -28,8 +28,8 @@ TRAINER_CHUNKS = 2  # stages of a rank that the technique pipeline interleaves
 # Of the planner -> an entry of a plan; the trainer keeps half of the bytes layer by layer.
 _RECOMPUTES: Mapping[str, list[str]] = {
     "none": [],
-    "full": ["recompute"],
-    "selective": ["recompute: {budget: 0.5}"],
+    "full": ["activation_checkpointing"],
+    "selective": ["activation_checkpointing: {budget: 0.5}"],
 }
 # Formats whose weights, masters and moments are as many bytes as the planner counts, fp16's aside.
 _PRECISIONS: Mapping[str, list[str]] = {
@@ -38,7 +38,7 @@ _PRECISIONS: Mapping[str, list[str]] = {
     "fp8": ["float8"],
     "fp32": [],
 }
-_WIRES: Mapping[str, list[str]] = {
+_COMMUNICATIONS: Mapping[str, list[str]] = {
     "none": [],
     "int8": ["quantised: {bits: 8}"],
     "int4": ["quantised: {bits: 4}"],
@@ -101,7 +101,7 @@ class PlanCandidate:
             "micro_batches": self.micro_batches,
             "step_seconds": asdict(self.step_seconds),
             "step_parts": self.step_parts,
-            "exposed_communication_seconds": self.exposed,
+            "exposed_comm_seconds": self.exposed,
             "tokens_per_second_per_device": asdict(self.tokens_per_second_per_device),
             "mfu": self.mfu,
             "mfu_interval": [self.mfu_span.low, self.mfu_span.high],
@@ -188,10 +188,10 @@ def recipe_lines(layout: PlannedLayout) -> str:
         shown = {"ddp": {}} if layout.dp > 1 else {}
     lines += [f"layout: {_inline(shown)}"] if shown else []
     if layout.pp == 1:
-        plan += [_inline({"accumulate": {"micro_batch_size": layout.micro_batch}})[1:-1]]
+        plan += [_inline({"gradient_accumulation": {"micro_batch_size": layout.micro_batch}})[1:-1]]
         plan += _RECOMPUTES[layout.recompute]
     plan += _PRECISIONS[layout.precision]
-    plan += _WIRES[layout.compression]
+    plan += _COMMUNICATIONS[layout.compression]
     lines += [f"plan: [{', '.join(plan)}]"] if plan else []
     return "\n".join(lines)
 

@@ -65,7 +65,7 @@ class PlanOptions:
     gpus: bool
     shapes: bool
     measured: Path | None
-    check_paper: bool
+    check_simulation: bool
 
 
 def recipe_of(name: str, overrides: Sequence[str]) -> Recipe | None:

@@ -265,10 +265,10 @@ def bubble_stages(layouts: Layouts) -> Column:
 
 # What travels of a gradient over its 16 bits, however wide its sum is kept; and passes over it in
 # memory to encode and decode.
-WIRE = np.array([1.0, 0.5, 0.25, 0.02])
+COMMUNICATION = np.array([1.0, 0.5, 0.25, 0.02])
 ENCODE = np.array([0.0, 3.0, 3.0, 8.0])
 BUCKET = 25 * 2**20  # bytes of gradients that leave together, as DistributedDataParallel has it
-assert len(WIRE) == len(ENCODE) == len(COMPRESSIONS)
+assert len(COMMUNICATION) == len(ENCODE) == len(COMPRESSIONS)
 
 
 @dataclass(frozen=True)
@@ -280,8 +280,8 @@ class LinkSpeeds:
 
 
 @dataclass(frozen=True)
-class PlannedWire:
-    """Seconds on the wire: of one micro-batch through all layers, and ``dp`` of one exchange."""
+class PlannedCommunication:
+    """Seconds over the network: of one micro-batch through all layers, and ``dp`` of one exchange."""
 
     tp: Column
     cp: Column
@@ -310,9 +310,9 @@ def links(stride: Value, ranks: Value, machine: MachineNumbers, c: Constants) ->
     return LinkSpeeds(rate, c.latency * np.where(within, machine.intra_latency, slow))
 
 
-def wire(
+def communication(
     model: ModelNumbers, machine: MachineNumbers, layouts: Layouts, c: Constants, lora: Value
-) -> PlannedWire:
+) -> PlannedCommunication:
     """All of a step's exchanges."""
     T, tp, cp = tokens(model, layouts), layouts.tp, layouts.cp
     size = element(layouts)
@@ -325,7 +325,7 @@ def wire(
     ring = links(tp, cp, machine, c)
     keys = size * T * cp * model.kv_width / tp
     context = 3 * gather_seconds(keys, cp, ring.rate, ring.hop) * model.layers
-    return PlannedWire(
+    return PlannedCommunication(
         tp=tensor,
         cp=context,
         ep=_experts(model, machine, layouts, c),
@@ -399,7 +399,7 @@ def _gradients(
     # Sums over micro-batches are kept in fp32; with no 16 bits anywhere, so is all else.
     whole_width = element(layouts) / 2
     width = np.where(layouts.zero >= 2, whole_width, 2.0)
-    sent = np.where(code > 0, WIRE[code], width)
+    sent = np.where(code > 0, COMMUNICATION[code], width)
 
     scattered = sent * np.where((layouts.zero >= 2) & (machine.gloo > 0), 2.0, 1.0)
 

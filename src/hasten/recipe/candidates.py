@@ -21,10 +21,10 @@ from hasten.recipe.memory_check import needs_of, room_of, size_of
 from hasten.recipe.schema import AutoPlan, Recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.techniques.attention import DocumentAttention
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import COMPILE_SECONDS, Compiled
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 
 MICRO_BATCH_TOKENS = 8192  # a step with more tokens is cut
 FEWER_POSITIONS = 0.95  # packing that saves less isn't in the first plan
@@ -35,7 +35,7 @@ ALLOWED = {
     "lossy": tuple(Fidelity),
 }
 # Added in this order until the first plan fits into memory.
-FOR_MEMORY: tuple[Technique, ...] = (Accumulate(micro_batch_size=1), Recompute())
+FOR_MEMORY: tuple[Technique, ...] = (GradientAccumulation(micro_batch_size=1), ActivationCheckpointing())
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def candidates(
     step_tokens = _step_tokens(recipe, known)
     if step_tokens > MICRO_BATCH_TOKENS:
         limit = max(MICRO_BATCH_TOKENS, known.examples.longest)
-        cut = _judged(Accumulate(micro_batch_tokens=limit), recipe, known, fidelity)
+        cut = _judged(GradientAccumulation(micro_batch_tokens=limit), recipe, known, fidelity)
         why = cut.why if cut.refused else f"a step has {step_tokens:,.0f} tokens"
         found.append(replace(cut, usual=not cut.refused, why=why))
     return sorted(found, key=lambda c: list(Slot).index(c.technique.slot))
@@ -112,7 +112,7 @@ def expected_gain(technique: Technique, known: Facts) -> float:
     if (gain := technique.gain(known)) is not None:
         return math.log(gain.ratio)
     cast = technique.forecast(known)
-    return -math.log(max(cast.positions * cast.flops * cast.bytes * cast.wire_bytes, 1e-9))
+    return -math.log(max(cast.positions * cast.flops * cast.bytes * cast.comm_bytes, 1e-9))
 
 
 def fitted_to_memory(plan: Plan, recipe: Recipe, known: Facts, positions: int) -> tuple[Plan, str]:
@@ -147,7 +147,7 @@ def _judged(  # noqa: C901  # a clause for each reason
         return refused(f"{technique.fidelity.name} isn't allowed: {technique.fidelity.value}")
     if reasons := technique.obstacles(known):
         return refused(reasons[0])
-    if technique.slot is Slot.WIRE and known.world.size == 1:
+    if technique.slot is Slot.COMMUNICATION and known.world.size == 1:
         return refused("one rank sends nothing")
     gain = technique.gain(known)
     if gain is not None and gain.lost:
@@ -182,7 +182,7 @@ def _words(technique: Technique, known: Facts) -> str:
             ("positions", cast.positions),
             ("operations", cast.flops),
             ("bytes moved", cast.bytes),
-            ("bytes sent", cast.wire_bytes),
+            ("bytes sent", cast.comm_bytes),
         )
         if abs(factor - 1) >= 0.005
     ]

@@ -38,12 +38,12 @@ from hasten.models.memory import (
 )
 from hasten.recipe.schema import Recipe
 from hasten.techniques.adapter import LoRA
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW
 from hasten.techniques.precision import BF16MasterWeights
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 
 # A process with torch, transformers and the libraries that the first step loads; about the same as
 # a GPU's context.
@@ -56,14 +56,14 @@ MAY_RUN_OUT = "it may run out"
 BLOCK_BACKWARD = 1.3  # what a block holds as it runs backward / what its forward pass keeps
 FIRST_STEPS = 4  # that are looked at for the largest micro-batch
 STATE_SLOTS = (
-    *(Slot.ADAPTER, Slot.OBJECTIVE, Slot.PRECISION, Slot.OPTIMIZER, Slot.AVERAGE, Slot.WIRE),
+    *(Slot.ADAPTER, Slot.OBJECTIVE, Slot.PRECISION, Slot.OPTIMIZER, Slot.AVERAGE, Slot.COMMUNICATION),
 )
 # Offered in this order: what costs nothing comes first.
 HELP: tuple[Technique, ...] = (
     LabelledTokenLoss(),
-    Accumulate(micro_batch_size=1),
+    GradientAccumulation(micro_batch_size=1),
     BF16MasterWeights(),
-    Recompute(),
+    ActivationCheckpointing(),
     CompactAdamW(),
     FSDP2(),
 )

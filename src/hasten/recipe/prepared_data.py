@@ -239,7 +239,7 @@ SHOWN_REASONS = 3  # for which examples were left out; rejected.jsonl has all
 _FATE = {
     "truncate": "dialogues are cut, plain texts go on in further pieces",
     "split": "they go on in further pieces, as far as those have a part of an answer",
-    "drop": "left out",
+    "drop": "leave-one-out",
 }
 
 

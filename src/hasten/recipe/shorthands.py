@@ -135,9 +135,9 @@ def _check(
 # ``deepspeed: FILE``: a ds_config.json, or what it would hold, as settings and techniques.
 #
 # The resolved recipe needs the file no more. What the recipe says itself may repeat what the file
-# says, not contradict it. ``hasten doctor --ds-config FILE`` shows what becomes of each key.
+# says, not contradict it. ``hasten check --ds-config FILE`` shows what becomes of each key.
 
-ACCUMULATE, SIZE = "accumulate", "micro_batch_size"
+ACCUMULATE, SIZE = "gradient_accumulation", "micro_batch_size"
 NAMES = {
     "batch": "global_batch_size",
     **{n: n for n in ("learning_rate", "weight_decay", "lr_schedule", "warmup_steps")},
@@ -211,7 +211,7 @@ def techniques_of(found: MappedConfig, values: Mapping[str, Any]) -> list[Any]:
     if found.micro_batch is not None:
         entries.append({ACCUMULATE: {SIZE: found.micro_batch}})
     if found.recompute:
-        entries.append("recompute")
+        entries.append("activation_checkpointing")
     if found.precision == "bf16":
         entries.append("bf16_master_weights")
     elif found.precision == "fp16":

@@ -83,7 +83,7 @@ def suggest(model: str, dataset: str, output: str) -> str:
         f"{known.model.parameters / 1e6:,.1f} M parameters, on {known.hardware.short}.\n"
         f"# Seen: {one_line(_seen(data))}.\n"
         f"# {first}.\n"
-        "# Check it with `hasten doctor`, measure it with `hasten speedup`.\n"
+        "# Check it with `hasten check`, measure it with `hasten speedup`.\n"
     )
     text = head + "\n".join(line.text() for line in lines) + "\n"
     return check_keys(text, [line.key for line in lines])

@@ -1,6 +1,6 @@
 """From examples to verdicts: what each switch gains on the user's own job, as JSON, table and page.
 
-`ablate` measures a recipe's techniques, `climb_recipe` one after the other; `compare` measures two
+`ablate` measures a recipe's techniques, `greedy_recipe` one after the other; `compare` measures two
 training loops of anybody's against each other. All are imported on first use: a trial's process
 needs none of it.
 """
@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hasten.measure.ablation import Design
     from hasten.measure.loops import Comparison, compare
-    from hasten.report.speedup import Climb
+    from hasten.report.speedup import GreedySearch
 
 _HOMES = {
-    "Climb": "hasten.report.speedup",
+    "GreedySearch": "hasten.report.speedup",
     "Comparison": "hasten.measure.loops",
     "Design": "hasten.measure.ablation",
     "ablate": "hasten.report.speedup",
     "compare": "hasten.measure.loops",
-    "climb_recipe": "hasten.report.speedup",
+    "greedy_recipe": "hasten.report.speedup",
 }
-__all__ = ["Climb", "Comparison", "Design", "ablate", "climb_recipe", "compare"]
+__all__ = ["GreedySearch", "Comparison", "Design", "ablate", "greedy_recipe", "compare"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The report as a dictionary: measured variants, and what guard, ledger and prices found.
+"""The report as a dictionary: measured variants, and what verification, ledger and prices found.
 
 Verdicts and ratios come from ``judgement``, promises from ``claims``; here they are laid out under
 the keys that docs/report-schema.md describes. `experiment_report` adds the cost, the claims of a
@@ -26,7 +26,7 @@ from hasten.report.claims import claims_of, preset_claims
 from hasten.report.cost import cost_of_experiment
 from hasten.report.judgement import (
     NOT_MEASURED,
-    Guard,
+    Verification,
     Judgement,
     fastest_of_equal_quality,
     interaction_of,
@@ -53,7 +53,7 @@ def report_of(
     mfu: str | None = None,
     design: Mapping[str, Any] | None = None,
     invariance: Sequence[Mapping[str, Any]] | None = None,
-    guard: Guard | None = None,
+    verification: Verification | None = None,
     cost: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The report as ``docs/report-schema.md`` describes it; the first variant is the baseline.
@@ -63,12 +63,12 @@ def report_of(
         mfu: what the variants' MFU refers to and counts.
         design: how the experiment was run, as ``report.design``.
         invariance: what the self-test before the run found, as ``report.invariance``.
-        guard: the proofs of equal quality, as ``report.guard``; the variants of a technique that is
+        verification: the proofs of equal quality, as ``report.verification``; the variants of a technique that is
             worse there are worse, however fast they are.
         cost: ``report.cost``.
     """
     base, final = variants[0], variants[-1]
-    judgements = judge_variants(variants, guard or ())
+    judgements = judge_variants(variants, verification or ())
     rows = [_variant(variant, base, said) for variant, said in zip(variants, judgements, strict=True)]
     report: dict[str, Any] = {
         "schema": SCHEMA,
@@ -77,12 +77,12 @@ def report_of(
         "command": command,
         "variants": rows,
         "claims": claims_of(final.plan, rows),
-        "quality": quality(final, base, guard or ()),
+        "quality": quality(final, base, verification or ()),
         "noise": noise_of(variants),
         "interaction": interaction_of(variants),
         "design": None if design is None else dict(design),
         "invariance": None if invariance is None else [dict(entry) for entry in invariance],
-        "guard": None if guard is None else [dict(entry) for entry in guard],
+        "verification": None if verification is None else [dict(entry) for entry in verification],
         "samples": [{**s, "variant": variant.name} for variant in (base, final) for s in variant.samples],
         "hardware": dict(hardware),
         "versions": dict(versions),
@@ -113,7 +113,7 @@ def _variant(variant: Variant, base: Variant, said: Judgement) -> dict[str, Any]
         "corrected": said.corrected,
         "rounds_needed": said.rounds_needed,
         "rebuilt": rebuilt_of(variant, base),
-        "luck": None if variant.luck is None else asdict(variant.luck),
+        "process_variance": None if variant.process_variance is None else asdict(variant.process_variance),
         # What a failed variant had used by then says nothing of what it needs.
         "peak_memory_bytes": variant.peak_memory_bytes if variant.failed is None else None,
         "eval_loss": last_loss(variant),
@@ -169,7 +169,7 @@ def experiment_report(
 ) -> dict[str, Any]:
     """The report of an experiment on a recipe; ``bundle.json`` is written into its folder.
 
-    ``further`` are more arguments of `report_of` (guard, invariance, cost), ``earlier_seconds`` of
+    ``further`` are more arguments of `report_of` (verification, invariance, cost), ``earlier_seconds`` of
     the experiments that led to this one: their cost is a part of its own.
     """
     recipe, known = subject.recipe, subject.known

@@ -54,7 +54,7 @@ def ratio_to(variant: Variant, base: Variant) -> Interval | None:
     Rounds are complete from the first on, so those with the same number ran in the same turn.
     """
     found = ratios_of(variant, base)
-    return ratio_of_rounds(found, variant.luck) if found else None
+    return ratio_of_rounds(found, variant.process_variance) if found else None
 
 
 def ratio_between(variant: Variant, other: Variant, base: Variant) -> tuple[Interval, list[float]] | None:
@@ -66,7 +66,7 @@ def ratio_between(variant: Variant, other: Variant, base: Variant) -> tuple[Inte
         theirs = variant.beside if other is base and variant.beside else other.rounds
         ours = other.beside if variant is base and other.beside else variant.rounds
         found = [a / b for a, b in zip(ours, theirs, strict=False)]
-        return (ratio_of_rounds(found, variant.luck), found) if found else None
+        return (ratio_of_rounds(found, variant.process_variance), found) if found else None
     sides = ratios_of(other, base), ratios_of(variant, base)
     return (_widened(unpaired_ratio(*sides), variant), []) if all(sides) else None
 
@@ -74,7 +74,7 @@ def ratio_between(variant: Variant, other: Variant, base: Variant) -> tuple[Inte
 def floor_of(variants: Sequence[Variant]) -> float:
     """The share that nobody should act on in this experiment."""
     ratios = _again(variants)
-    return noise_floor(ratios, variants[0].luck) if ratios else LEAST_FLOOR
+    return noise_floor(ratios, variants[0].process_variance) if ratios else LEAST_FLOOR
 
 
 def noise_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
@@ -82,8 +82,8 @@ def noise_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
     ratios = _again(variants)
     if not ratios:
         return None
-    luck, floor = variants[0].luck, floor_of(variants)
-    ratio = ratio_of_rounds(ratios, variants[0].luck)
+    process_variance, floor = variants[0].process_variance, floor_of(variants)
+    ratio = ratio_of_rounds(ratios, variants[0].process_variance)
     said = span(ratio.summary(), "times")
     rounds = "1 round" if len(ratios) == 1 else f"{len(ratios)} rounds"
     text = f"A second copy of the baseline ran at {said} of the first over {rounds}."
@@ -95,9 +95,9 @@ def noise_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
             "machine favours one process over another."
         )
     text += f" Changes below {100 * floor:.1f} % are not counted as gain or harm."
-    if luck is not None:
+    if process_variance is not None:
         text += (
-            f" Processes of one program lie {100 * luck.spread:.1f} % apart here (standard "
+            f" Processes of one program lie {100 * process_variance.spread:.1f} % apart here (standard "
             "deviation, from all variants' builds); intervals allow for it."
         )
     text += _losses_apart(variants)
@@ -128,7 +128,7 @@ def interaction_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
     """All techniques together against the product of their single gains; None where not asked."""
     base = variants[0]
     together = next((variant for variant in variants if variant.kind == "all" and len(variant.plan) > 1), None)
-    if together is None or not any(variant.kind == "alone" for variant in variants):
+    if together is None or not any(variant.kind == "single" for variant in variants):
         return None
     singles = []
     for technique in together.plan:
@@ -165,8 +165,8 @@ def rebuilt_of(variant: Variant, base: Variant) -> dict[str, Any] | None:
 
 
 def _widened(ratio: Interval, variant: Variant, variants: float = 2.0) -> Interval:
-    """At least as wide as the luck of the processes makes it, where that is known."""
-    return ratio if variant.luck is None else variant.luck.widened(ratio, variants=variants)
+    """At least as wide as the process_variance of the processes makes it, where that is known."""
+    return ratio if variant.process_variance is None else variant.process_variance.widened(ratio, variants=variants)
 
 
 def _again(variants: Sequence[Variant]) -> list[float]:
@@ -184,7 +184,7 @@ def _joint(together: Variant, singles: Sequence[Variant], base: Variant) -> Inte
     every = [beside, together.rounds, *(variant.rounds for variant in singles)]
     rounds = min(len(values) for values in every)
     first, second, *rest = (values[:rounds] for values in every)
-    # The baseline's luck is in every single gain and once in that of all together.
+    # The baseline's process_variance is in every single gain and once in that of all together.
     return _widened(joint_ratio(first, second, rest), base, 1 + len(rest) + (len(rest) - 1) ** 2)
 
 
@@ -202,17 +202,17 @@ def _interaction_words(ratio: Interval) -> str:
 
 # One judgement per variant: its effect against the variant that it belongs beside, and its quality.
 #
-# A variant's effect is its speed against another variant: on a ladder the row above, for a plan without
+# A variant's effect is its speed against another variant: on a cumulative the row above, for a plan without
 # one technique the whole plan, else the baseline. Whether the model is as good is judged apart,
 # against the baseline. The effect's word is the first that applies: it failed; it is a row of a
-# ladder that adds several techniques at once, so that its effect is that of none of them; nobody
+# cumulative that adds several techniques at once, so that its effect is that of none of them; nobody
 # knows what its techniques did; none of those that the other variant hasn't acted. Only then does the
 # ratio decide, by the rules of `significance.judge_effects`: beyond the noise floor of the
 # experiment and after Holm's correction for the number of its variants.
 
 MARGIN = 0.01  # of the eval loss: fixed before any run, for the whole plan; wide for one seed
 GUILTY = FAILED
-Guard = Sequence[Mapping[str, Any]]  # report.guard: one entry per technique that was tested
+Verification = Sequence[Mapping[str, Any]]  # report.verification: one entry per technique that was tested
 Row = Mapping[str, Any]  # a variant as the report has it
 Plans = Mapping[str, Sequence[str]]  # each variant's techniques as texts, by the variant's name
 
@@ -241,7 +241,7 @@ def verdict_word(text: str | None) -> str:
 
 def judge_variants(
     variants: Sequence[Variant],
-    guard: Guard = (),
+    verification: Verification = (),
     *,
     plans: Plans | None = None,
     floor: float | None = None,
@@ -250,7 +250,7 @@ def judge_variants(
 
     Args:
         variants: with their rounds.
-        guard: the proofs of equal quality.
+        verification: the proofs of equal quality.
         plans: of variants that were read, and have none of their own.
         floor: of the experiment's noise; by its second baseline if left out.
     """
@@ -260,16 +260,16 @@ def judge_variants(
     others = references(variants, plans)
     usable = others if _has_result(base) else {}
     effects = {n: ratio_between(a, usable[n], base) for a in variants if (n := a.name) in usable}
-    rows = _ladder(variants, plans)[1:]
-    rows = rows or [variant.name for variant in variants[1:] if variant.name.startswith("+ ")]  # of a ladder's end
+    rows = _cumulative(variants, plans)[1:]
+    rows = rows or [variant.name for variant in variants[1:] if variant.name.startswith("+ ")]  # of a cumulative's end
     several = {n: new for n in rows if n in usable and len(new := _new(n, others, plans)) > 1}
     known = {n: effect for n, effect in effects.items() if effect is not None and n not in several}
-    words = judge_effects(known, floor, base.luck)
+    words = judge_effects(known, floor, base.process_variance)
     tested = sum(said.p_value is not None for said in words.values())
     found = []
     for variant in variants:
         effect, names = effects.get(variant.name), plans[variant.name]
-        is_as_good = _quality_of(variant, base, guard, names)
+        is_as_good = _quality_of(variant, base, verification, names)
         if effect is None or variant.failed is not None:
             found.append(Judgement(_state(variant, base), is_as_good))
             continue
@@ -284,7 +284,7 @@ def judge_variants(
         needed = None
         if verdict_word(text) == "undecided" and variant.unfinished is None:
             by_rounds = ratio_of_rounds(rounds) if rounds else ratio
-            needed = rounds_needed(by_rounds, floor, said.rivals, base.luck)
+            needed = rounds_needed(by_rounds, floor, said.rivals, base.process_variance)
         corrected = None if said.p_value is None else tested > 1
         found.append(Judgement(text, is_as_good, other, ratio, said.p_value, corrected, needed))
     return found
@@ -296,47 +296,47 @@ def _new(name: str, others: Mapping[str, Variant], plans: Plans) -> list[str]:
     return [text.partition("(")[0] for text in plans[name] if text not in before]
 
 
-def _ladder(variants: Sequence[Variant], plans: Plans) -> list[str]:
+def _cumulative(variants: Sequence[Variant], plans: Plans) -> list[str]:
     rows = ({"name": a.name, "kind": a.kind, "techniques": plans[a.name]} for a in variants)
-    return [row["name"] for row in ladder_of(list(rows))]
+    return [row["name"] for row in cumulative_of(list(rows))]
 
 
 def references(variants: Sequence[Variant], plans: Plans) -> dict[str, Variant]:
     """The variant that the effect of each variant with a result is against, by name."""
     measured = [variant for variant in variants[1:] if variant.kind != "again" and _has_result(variant)]
     whole = [variant for variant in measured if variant.kind == "all"] or [variants[0]]
-    found = {a.name: whole[-1] if a.kind == "left out" else variants[0] for a in measured}
-    above, ladder = variants[0], _ladder(variants, plans)
+    found = {a.name: whole[-1] if a.kind == "leave-one-out" else variants[0] for a in measured}
+    above, cumulative = variants[0], _cumulative(variants, plans)
     for variant in measured:
-        if variant.name in ladder:
+        if variant.name in cumulative:
             found[variant.name], above = above, variant
     return found
 
 
-def ladder_of(variants: Sequence[Row]) -> list[Row]:
+def cumulative_of(variants: Sequence[Row]) -> list[Row]:
     """The baseline and the variants that each add something to the one above; empty if none do."""
     base, *rest = variants
-    rungs = [variant for variant in rest if variant.get("kind") in (None, "ladder", "all")]
+    rungs = [variant for variant in rest if variant.get("kind") in (None, "cumulative", "all")]
     plans = [set(variant["techniques"]) for variant in (base, *rungs)]
-    named = any(variant.get("kind") in (None, "ladder") for variant in rungs)
-    is_ladder = named and len(rungs) > 1 and all(one < other for one, other in pairwise(plans))
-    return [base, *rungs] if is_ladder else []
+    named = any(variant.get("kind") in (None, "cumulative") for variant in rungs)
+    is_cumulative = named and len(rungs) > 1 and all(one < other for one, other in pairwise(plans))
+    return [base, *rungs] if is_cumulative else []
 
 
-def quality(final: Variant, base: Variant, guard: Guard = ()) -> dict[str, Any]:
-    """Whether the model is as good: by the guard, and by the eval loss after equal tokens."""
+def quality(final: Variant, base: Variant, verification: Verification = ()) -> dict[str, Any]:
+    """Whether the model is as good: by the verification, and by the eval loss after equal tokens."""
     found = _eval_data(final, base)
-    guilty = guilty_of(map(str, final.plan), guard)
+    guilty = guilty_of(map(str, final.plan), verification)
     if not guilty:
         return found
     said = "; ".join(f"{entry['technique']}: {entry['text']}" for entry in guilty)
-    return {**found, "verdict": "worse", "text": f"The guard finds: {said}. {found['text']}"}
+    return {**found, "verdict": "worse", "text": f"The verification finds: {said}. {found['text']}"}
 
 
-def guilty_of(techniques: Iterable[str], guard: Guard) -> list[Mapping[str, Any]]:
-    """The guard's entries against these techniques."""
+def guilty_of(techniques: Iterable[str], verification: Verification) -> list[Mapping[str, Any]]:
+    """The verification's entries against these techniques."""
     names = {name for text in techniques for name in (text, text.partition("(")[0])}
-    return [e for e in guard if e["verdict"] in GUILTY and e["technique"] in names]
+    return [e for e in verification if e["verdict"] in GUILTY and e["technique"] in names]
 
 
 def idle_techniques(variant: Variant) -> list[str]:
@@ -378,11 +378,11 @@ def _effect_text(variant: Variant, own: Collection[str], said: EffectVerdict) ->
     return f"{said.word}: {', '.join(at_rest)} did not act" if at_rest else said.text
 
 
-def _quality_of(variant: Variant, base: Variant, guard: Guard, techniques: Iterable[str]) -> str | None:
+def _quality_of(variant: Variant, base: Variant, verification: Verification, techniques: Iterable[str]) -> str | None:
     """Whether a variant's model is as good as the baseline's, with the reason where it is worse."""
     if variant is base or variant.kind == "again" or not _has_result(variant):
         return None
-    guilty = guilty_of(techniques, guard)
+    guilty = guilty_of(techniques, verification)
     if guilty:
         return f"worse: {guilty[0]['technique']}: {guilty[0]['text']}"
     word: str = _eval_data(variant, base)["verdict"]
@@ -429,7 +429,7 @@ class SwitchGain:
 def result_of(variants: Sequence[Row]) -> Row:
     """The variant that the head of the page compares with the baseline: all of it, or the last."""
     whole = [variant for variant in variants if variant["kind"] == "all"]
-    plain = [variant for variant in variants if variant["kind"] not in ("again", "left out")]
+    plain = [variant for variant in variants if variant["kind"] not in ("again", "leave-one-out")]
     return (whole or plain or variants)[-1]
 
 
@@ -450,8 +450,8 @@ def measured_variant(row: Row, base: Row) -> Variant:
     other turns.
     """
     usable = all(map(_sensible, (*row["rounds"], *row["beside"]))) and _in_turn(row, base)
-    luck = row["luck"]
-    known = luck is not None and all(map(_sensible, luck.values()))
+    process_variance = row["process_variance"]
+    known = process_variance is not None and all(map(_sensible, process_variance.values()))
     failed, loss, curve = verdict_word(row["verdict"]) == "failed", row["eval_loss"], [(1, 0.0)]
     return Variant(
         row["name"],
@@ -462,7 +462,7 @@ def measured_variant(row: Row, base: Row) -> Variant:
         failed=row["verdict"] if failed else None,
         kind=row["kind"],
         beside=list(row["beside"]) if len(row["beside"]) == len(row["rounds"]) else [],
-        luck=ProcessVariance(**luck) if known else None,
+        process_variance=ProcessVariance(**process_variance) if known else None,
     )
 
 
@@ -479,11 +479,11 @@ def on_the_whole(variant: Row, report: Mapping[str, Any]) -> str:
 
 
 def switches(variants: Sequence[Row]) -> list[SwitchGain]:
-    """Every technique of the whole plan, where it was measured apart; not what a ladder shows."""
+    """Every technique of the whole plan, where it was measured apart; not what a cumulative shows."""
     final = result_of(variants)
     wanted = set(final["techniques"])
-    apart = [a for a in variants[1:] if a is not final and a["kind"] not in ("again", "ladder")]
-    if any(a["kind"] is None for a in apart) and ladder_of(variants):
+    apart = [a for a in variants[1:] if a is not final and a["kind"] not in ("again", "cumulative")]
+    if any(a["kind"] is None for a in apart) and cumulative_of(variants):
         return []
     found = []
     for technique in dict.fromkeys(final["techniques"]):
@@ -499,7 +499,7 @@ def switches(variants: Sequence[Row]) -> list[SwitchGain]:
 def fastest_of_equal_quality(report: Mapping[str, Any]) -> Row | None:
     """The fastest variant whose model isn't worse; None where nothing was measured.
 
-    The baseline is one of these variants. Of a ladder, last rows that aren't likely to gain anything
+    The baseline is one of these variants. Of a cumulative, last rows that aren't likely to gain anything
     are left off: the simpler plan wins, as with ``plan: auto``.
     """
     variants: Sequence[Row] = report["variants"]
@@ -509,7 +509,7 @@ def fastest_of_equal_quality(report: Mapping[str, Any]) -> Row | None:
     equal = [variant for variant in variants[1:] if verdict_word(variant["quality"]) == "not worse"]
     every: list[Row] = [base, *(variant for variant in equal if variant["ratio"]["median"] is not None)]
     best = max(every, key=lambda variant: variant["ratio"]["median"] or 0.0)
-    rows = ladder_of(variants)
+    rows = cumulative_of(variants)
     place = next((i for i, row in enumerate(rows) if row is best), 0)
     for above in reversed(rows[:place]):
         if above not in every or not _is_idle_row(best, above):
@@ -530,7 +530,7 @@ def _is_idle_row(variant: Row, above: Row) -> bool:
 
 def compared(variants: Sequence[Row]) -> list[Row]:
     """The variants whose own speed says whether something pays."""
-    return [a for a in variants[1:] if a["kind"] not in ("again", "left out")]
+    return [a for a in variants[1:] if a["kind"] not in ("again", "leave-one-out")]
 
 
 def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -558,7 +558,7 @@ def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
         what = "slower with it than without" if word == "hurt" else "no gain beyond the noise"
         why = f"{alone}beside all the others {said(gain)}: {what}"
         found.append({"name": switch.technique, "why": why, "word": word})
-    guilty = (row for row in report["guard"] if verdict_word(row["verdict"]) in GUILTY)
+    guilty = (row for row in report["verification"] if verdict_word(row["verdict"]) in GUILTY)
     return found + [
         {"name": row["technique"], "why": reason_of(row), "word": "worse"} for row in guilty
     ]
@@ -581,7 +581,7 @@ def word_of(ratio: Interval, floor: float | None) -> str:
 
 
 def reason_of(row: Mapping[str, Any]) -> str:
-    """A line of the guard in words: its verdict and the reason for it."""
+    """A line of the verification in words: its verdict and the reason for it."""
     reason = row["text"] or (
         f"found {amount(row['found'])}" if row["found"] is not None else "no reason given"
     )
@@ -589,7 +589,7 @@ def reason_of(row: Mapping[str, Any]) -> str:
 
 
 def amount(value: object) -> str:
-    """A number or text that a guard found, as it is printed."""
+    """A number or text that a verification found, as it is printed."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return words(float(value), "found") if number else str(value)  # type: ignore[arg-type]
 

@@ -37,7 +37,7 @@ from hasten.report.judgement import (
     variants_that_hurt,
     compared,
     effect_words,
-    ladder_of,
+    cumulative_of,
     lead_of,
     on_the_whole,
     reason_of,
@@ -102,7 +102,7 @@ def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: PageLimits
             final=result_of(variants),
             machine=machine(read["hardware"]),
             drawings=drawings(read),
-            ladder=bool(ladder_of(variants)),
+            cumulative=bool(cumulative_of(variants)),
             table=table_of(read),
             hurt=variants_that_hurt(variants),
             lead=lead_of(read),
@@ -271,9 +271,9 @@ def table_of(report: Mapping[str, Any]) -> ReportTable:
     Where every effect is against the baseline anyway, there is no second column of it.
     """
     variants, base = report["variants"], report["variants"][0]["name"]
-    ladder = bool(ladder_of(variants))
+    cumulative = bool(cumulative_of(variants))
     others = list(dict.fromkeys(variant["against"] for variant in variants if variant["against"]))
-    against_ = "the row above" if ladder else " or ".join(others) or base
+    against_ = "the row above" if cumulative else " or ".join(others) or base
     columns = {
         "name": "variant",
         "effect": f"against {against_} [95 %]",
@@ -284,11 +284,11 @@ def table_of(report: Mapping[str, Any]) -> ReportTable:
         "memory": "peak memory",
         "loss": "eval loss",
     }
-    if set(others) <= {base} and not ladder:
+    if set(others) <= {base} and not cumulative:
         del columns["ratio"]
     rows = []
     for number, variant in enumerate(variants):
-        usual = variants[number - 1]["name"] if ladder and number else base
+        usual = variants[number - 1]["name"] if cumulative and number else base
         rows.append(
             {
                 "name": variant["name"],
@@ -386,14 +386,14 @@ def unmeasured(report: Mapping[str, Any]) -> list[str]:
     found += [
         f"{a['name']}: {a['verdict']}" for a in variants if verdict_word(a["verdict"]) == "failed"
     ]
-    untested = (row for row in report["guard"] if verdict_word(row["verdict"]) == "not tested")
+    untested = (row for row in report["verification"] if verdict_word(row["verdict"]) == "not tested")
     found += [f"Equal quality of {row['technique']}: {reason_of(row)}" for row in untested]
     lines = (row for row in report["invariance"] if verdict_word(row["verdict"]) == "not tested")
     found += [f"Invariance, {row['what']}: {reason_of(row)}" for row in lines]
     ledgers = [variant["ledger"] for variant in (variants[0], result_of(variants))]
     absent = {
         "noise: no second copy of the baseline ran": report["noise"]["ratio"] is None,
-        "the proof of equal quality that each switch owes": not report["guard"],
+        "the proof of equal quality that each switch owes": not report["verification"],
         "independence of the loss from packing, splits and neighbours": not report["invariance"],
         "where a step's time goes": not any(any_known(x["step"]) for x in ledgers),
         "what memory holds": not any(any_known(x["memory"]) for x in ledgers),
@@ -431,7 +431,7 @@ def load_of_others(variants: Sequence[Row]) -> str | None:
 # The report in short, as Markdown that reads well in a terminal too.
 #
 # The table of variants; below it the reasons behind verdicts, the noise floor, what did not pay, where
-# the guard objects, and the cost. The page has the rest.
+# the verification objects, and the cost. The page has the rest.
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:

@@ -91,10 +91,10 @@ def _ranks(profile: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[s
     rows = [
         [str(r["rank"]), *(time_text(r["step"][part]) for part in shown)] for r in profile["ranks"]
     ]
-    found, wires = profile["parallel"], _wires(profile["ranks"])
+    found, communications = profile["parallel"], _communication(profile["ranks"])
     if "text" in found:
         words = ("Efficiency", ["", ""], [["", found["text"]]])
-        return [("Ranks", ["rank", *shown], rows), *wires, words]
+        return [("Ranks", ["rank", *shown], rows), *communications, words]
     speeds = [
         ["all ranks", _rate(found["tokens_per_second"]), ""],
         [
@@ -114,24 +114,24 @@ def _ranks(profile: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[s
     )
     return [
         ("Where each rank's time goes", ["rank", *shown], rows),
-        *wires,
+        *communications,
         (title, ["against", "tokens/s", "efficiency"], speeds),
     ]
 
 
-def _wires(
+def _communication(
     ranks: Sequence[Mapping[str, Any]],
 ) -> list[tuple[str, list[str], list[list[str]]]]:
-    """What each rank's wire took in a step."""
-    names = ("wire_seconds", "exposed_communication_seconds", "hidden_communication_seconds")
+    """What each rank's communication took in a step."""
+    names = ("comm_seconds", "exposed_comm_seconds", "hidden_communication_seconds")
     rows = [
         [
             str(r["rank"]),
-            *(time_text(r["wire"].get(name)) for name in names),
-            _size(r["wire"].get("wire_bytes")),
+            *(time_text(r["communication"].get(name)) for name in names),
+            _size(r["communication"].get("comm_bytes")),
         ]
         for r in ranks
-        if r.get("wire")
+        if r.get("communication")
     ]
     columns = ["rank", "under way", "exposed", "hidden", "sent"]
     return [("What travels in a step", columns, rows)] if rows else []

@@ -48,7 +48,7 @@ VARIANT = {
     "corrected?": bool,
     "rounds_needed?": object,
     "rebuilt?": {"ratio?": SPAN, "text?": str},
-    "luck?": {"error": float, "freedom": float, "builds": float},
+    "process_variance?": {"error": float, "freedom": float, "builds": float},
     "peak_memory_bytes?": float,
     "eval_loss?": float,
     "eval_curve?": [[float, float]],  # (tokens, loss)
@@ -78,7 +78,7 @@ _DESIGN = {
     "epoch_examples?": float,
 }
 _INVARIANCE = {"what": str, "verdict": str, "found?": object, "tolerance?": object, "text?": str}
-_GUARD = {
+_VERIFICATION = {
     "technique": str,
     "fidelity?": str,
     "test?": str,
@@ -109,7 +109,7 @@ REPORT: dict[str, Any] = {
     "claims?": [dict.fromkeys(_CLAIM, str)],
     "quality?": {"margin": float, "text": str, "verdict": str},
     "invariance?": [_INVARIANCE],
-    "guard?": [_GUARD],
+    "verification?": [_VERIFICATION],
     "predicted?": {
         "text?": str,
         "rows?": [

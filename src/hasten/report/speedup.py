@@ -1,4 +1,4 @@
-"""What a recipe's techniques gain on its own job: `ablate`, and `climb_recipe` step by step.
+"""What a recipe's techniques gain on its own job: `ablate`, and `greedy_recipe` step by step.
 
 Gradual optimisation tries one technique more at a time, and only what pays is kept:
 
@@ -7,7 +7,7 @@ Gradual optimisation tries one technique more at a time, and only what pays is k
   3. the technique is kept if its whole interval lies above the noise floor, it was seen to act, and
      the model isn't worse; else the next one is tried without it
 
-Each of the n techniques gets one chance, so one of n that do nothing would be kept by luck n times
+Each of the n techniques gets one chance, so one of n that do nothing would be kept by chance n times
 as often. Holm's correction orders all p-values first, which nobody has while climbing; so every
 decision is taken at its first and strictest threshold, a doubt of 5 % / n (Bonferroni): that is
 never laxer than Holm's.
@@ -33,14 +33,14 @@ from hasten.report.build import experiment_report
 from hasten.report.judgement import idle_techniques, quality, ratio_to, ratios_of
 from hasten.report.markup import cell, markdown_table
 
-DOUBT = 0.05  # of all decisions of a climb together
+DOUBT = 0.05  # of all decisions of a greedy search together
 FLOOR = 0.01  # a gain that nobody should act on
 
 Measure = Callable[[Plan, Plan], tuple[Variant, Variant]]  # the plan so far, and with one technique more
 
 
 @dataclass(frozen=True)
-class LadderStep:
+class CumulativeStep:
     """One technique's chance: what was measured, and what became of it."""
 
     technique: str
@@ -51,14 +51,14 @@ class LadderStep:
 
 
 @dataclass(frozen=True)
-class Climb:
+class GreedySearch:
     """The plan that is left, how it came about, and its report against the baseline.
 
     ``report`` is None where nothing paid: then there is nothing to compare.
     """
 
     plan: Plan
-    rungs: tuple[LadderStep, ...]
+    rungs: tuple[CumulativeStep, ...]
     report: dict[str, Any] | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
@@ -74,11 +74,11 @@ class Climb:
         return [asdict(rung) for rung in self.rungs]
 
 
-def climb(
+def greedy_search(
     techniques: Sequence[Technique],
     measure: Measure,
     singles: Callable[[], Sequence[Variant]] | None = None,
-) -> Climb:
+) -> GreedySearch:
     """Try every technique on top of what was kept before it.
 
     In the order given, or where ``singles`` measures the baseline and each technique alone, by the
@@ -92,14 +92,14 @@ def climb(
         rung = decide(technique, *measure(kept, wider), doubt=DOUBT / len(techniques))
         rungs.append(rung)
         kept = wider if rung.kept else kept
-    return Climb(kept, tuple(rungs))
+    return GreedySearch(kept, tuple(rungs))
 
 
-def decide(technique: Technique, before: Variant, after: Variant, doubt: float) -> LadderStep:
+def decide(technique: Technique, before: Variant, after: Variant, doubt: float) -> CumulativeStep:
     """Whether a technique stays, from the variant without it and the variant with it."""
 
-    def rung(kept: bool, why: str, ratio: Interval | None = None) -> LadderStep:
-        return LadderStep(str(technique), ratio.summary() if ratio else None, kept, why)
+    def rung(kept: bool, why: str, ratio: Interval | None = None) -> CumulativeStep:
+        return CumulativeStep(str(technique), ratio.summary() if ratio else None, kept, why)
 
     ratios = ratios_of(after, before)
     if after.failed is not None:
@@ -107,7 +107,7 @@ def decide(technique: Technique, before: Variant, after: Variant, doubt: float) 
     if not ratios:
         return rung(False, f"the plan so far has no result: {before.failed or 'no rounds'}")
     ratio = paired_ratio([1.0] * len(ratios), ratios, confidence=1 - doubt)
-    ratio = ratio if after.luck is None else after.luck.widened(ratio, confidence=1 - doubt)
+    ratio = ratio if after.process_variance is None else after.process_variance.widened(ratio, confidence=1 - doubt)
     if after.unfinished is not None:
         return rung(False, f"what it did is not known: {after.unfinished}", ratio)
     if technique.name() in idle_techniques(after):
@@ -138,7 +138,7 @@ Order = Literal["slots", "gain"]
 
 def ablate(
     recipe: Recipe | str | Path,
-    variants: Which = "plan",
+    variants: Which = "full",
     *,
     only: Sequence[str] = (),
     design: Design | None = None,
@@ -159,7 +159,7 @@ def ablate(
         command: that repeats it.
         fresh: measure anew, whatever was measured before.
         audience: is told how it goes on.
-        also: finds further arguments of `report_of` (guard, invariance, cost) beforehand.
+        also: finds further arguments of `report_of` (verification, invariance, cost) beforehand.
 
     Raises:
         InputError: an unusable recipe, an empty plan, too small a budget.
@@ -175,7 +175,7 @@ def ablate(
     return experiment_report(subject, found, design, title, command, further)
 
 
-def climb_recipe(
+def greedy_recipe(
     recipe: Recipe | str | Path,
     *,
     order: Order = "slots",
@@ -185,10 +185,10 @@ def climb_recipe(
     fresh: bool = False,
     audience: Audience | None = None,
     also: Callable[[ExperimentSubject], Mapping[str, Any]] = lambda subject: {},
-) -> Climb:
+) -> GreedySearch:
     """Switch the recipe's techniques on one at a time, measure each, keep what pays.
 
-    Each decision is an experiment with an example of its own, so that a climb that was interrupted
+    Each decision is an experiment with an example of its own, so that a greedy search that was interrupted
     goes on. At the end the plan that is left is measured against the baseline.
 
     Args:
@@ -200,7 +200,7 @@ def climb_recipe(
     audience = audience or SilentProgress()
     subject = prepared(recipe, audience, ranks=True)
     design = replace(design or Design(seed=subject.recipe.seed), noise=False)
-    alone, singly = plans_of(subject.plan, "alone")  # refuses an empty plan
+    alone, singly = plans_of(subject.plan, "single")  # refuses an empty plan
     seconds: list[float] = []  # of each experiment on the way
 
     def variants(plans: Mapping[str, Plan], kinds: Mapping[str, Kind]) -> list[Variant]:
@@ -212,16 +212,16 @@ def climb_recipe(
         (new,) = set(after.techniques) - set(before.techniques)
         audience.tell(f"does {new} pay on top of: {before}?")
         names = {"so far": before, f"+ {new.name()}": after}
-        found = variants(names, dict(zip(names, ("baseline", "ladder"), strict=True)))
+        found = variants(names, dict(zip(names, ("baseline", "cumulative"), strict=True)))
         return found[0], found[-1]
 
     singles = (lambda: variants(alone, singly)) if order == "gain" else None
-    climbed = climb(list(subject.plan), measure, singles)
-    if not len(climbed.plan):
-        return climbed
-    plans, kinds = with_second_baseline(*plans_of(climbed.plan, "plan"))
+    search = greedy_search(list(subject.plan), measure, singles)
+    if not len(search.plan):
+        return search
+    plans, kinds = with_second_baseline(*plans_of(search.plan, "full"))
     further = also(subject)
     found = measured(subject, plans, kinds, design, fresh, audience)
     report = experiment_report(subject, found, design, title, command, further, sum(seconds))
-    report["design"]["climb"] = climbed.rows()
-    return replace(climbed, report=report)
+    report["design"]["greedy"] = search.rows()
+    return replace(search, report=report)

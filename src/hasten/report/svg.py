@@ -22,7 +22,7 @@ from hasten.report.judgement import (
     Row,
     SwitchGain,
     any_known,
-    ladder_of,
+    cumulative_of,
     on_the_whole,
     result_of,
     said,
@@ -374,7 +374,7 @@ def _deviations(values: Sequence[float]) -> list[float]:
 # The report's drawings by name: which variants each one shows, in which colours, with which words.
 #
 # Drawings with a row per variant exist twice, for wide and for narrow screens. Which of the drawings of
-# speed there are depends on the variants: a waterfall where they are a ladder, pairs of bars (alone,
+# speed there are depends on the variants: a waterfall where they are a cumulative, pairs of bars (alone,
 # and beside all the others) where switches were measured apart, plain bars for all other variants.
 
 WIDTHS = (800, 324)  # pixels of a drawing for wide and for narrow screens
@@ -408,16 +408,16 @@ def drawings(report: Mapping[str, Any]) -> Drawings:
 def _speeds(report: Mapping[str, Any]) -> dict[str, Draw]:
     """The waterfall, the pairs, and bars for the variants that neither of them shows."""
     variants, floor = report["variants"], report["noise"]["floor"]
-    ladder, apart = ladder_of(variants), switches(variants)
+    cumulative, apart = cumulative_of(variants), switches(variants)
     pairs = _pairs(apart, report) if any(switch.beside for switch in apart) else []
-    shown = {variant["name"] for variant in ladder}
+    shown = {variant["name"] for variant in cumulative}
     if pairs:
         shown |= {switch.alone["name"] for switch in apart if switch.alone}
-        shown |= {variant["name"] for variant in variants if variant["kind"] == "left out"}
+        shown |= {variant["name"] for variant in variants if variant["kind"] == "leave-one-out"}
     rest = [variant for variant in variants if variant["name"] not in shown and variant["kind"] != "again"]
     found: dict[str, Draw] = {}
-    if ladder:
-        steps = _waterfall(ladder, report)
+    if cumulative:
+        steps = _waterfall(cumulative, report)
         found["waterfall"] = _bars("Speed against the baseline, one more at a time", steps, floor)
     if pairs:
         found["pairs"] = _bars("What each switch gains, alone and with the others", pairs, floor)
@@ -444,10 +444,10 @@ def _tone_of(variant: Row, word: str) -> str:
     return "harm" if verdict_word(variant["quality"]) == "worse" else _HUES.get(word, "other")
 
 
-def _waterfall(ladder: Sequence[Row], report: Mapping[str, Any]) -> list[Bar]:
+def _waterfall(cumulative: Sequence[Row], report: Mapping[str, Any]) -> list[Bar]:
     """Each rung's bar begins where the last known one ended, in the colour of its own effect."""
-    bars, height = [_speed(ladder[0], report)], ladder[0]["ratio"]["median"]
-    for variant in ladder[1:]:
+    bars, height = [_speed(cumulative[0], report)], cumulative[0]["ratio"]["median"]
+    for variant in cumulative[1:]:
         found = _speed(variant, report)
         bars.append(replace(found, tone=_tone_of(variant, verdict_word(variant["verdict"])), start=height))
         height = found.value if found.value is not None else height

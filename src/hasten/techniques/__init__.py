@@ -7,7 +7,7 @@ from hasten.techniques.adapter import LoRA
 from hasten.techniques.allocator import Allocator
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.average import WeightAverage
-from hasten.techniques.batch import Accumulate, AdaptiveBatch
+from hasten.techniques.batch import GradientAccumulation, AdaptiveBatch
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
@@ -25,20 +25,20 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from hasten.techniques.threads import Threads
-from hasten.techniques.wire.compress import Half, PowerSGD, Quantised, TopK
-from hasten.techniques.wire.local import LocalSteps, Stream
-from hasten.techniques.wire.topology import Hierarchical
+from hasten.techniques.communication.compress import Half, PowerSGD, Quantised, TopK
+from hasten.techniques.communication.local import LocalSteps, Stream
+from hasten.techniques.communication.topology import Hierarchical
 
 CATALOGUE: tuple[type[Technique], ...] = (
     PackedEpoch,
     LengthGrouped,
     Packed,
     Prefetched,
-    Accumulate,
+    GradientAccumulation,
     AdaptiveBatch,
     LoRA,
     BalancedRouting,
@@ -47,7 +47,7 @@ CATALOGUE: tuple[type[Technique], ...] = (
     FusedLayers,
     LabelledTokenLoss,
     MultiTokenPrediction,
-    Recompute,
+    ActivationCheckpointing,
     Compiled,
     Autocast,
     BF16MasterWeights,

@@ -72,7 +72,7 @@ FURTHER_PASSES = 1.05  # of a step's traffic
 
 
 @dataclass(frozen=True)
-class Accumulate(Technique):
+class GradientAccumulation(Technique):
     """Gradient accumulation: a step in several forward and backward passes, one update.
 
     The loss is divided by the trained tokens of the whole step, so that the cut changes memory and
@@ -288,7 +288,7 @@ class AdaptiveCut:
         if not isinstance(layout, SendsGradientsLate) or not isinstance(engine, PlainEngine):
             raise InputError(
                 f"plan: adaptive_batch with {layout.size} ranks needs ddp as the layout, where a "
-                "rank can repeat a pass alone; take ddp, or accumulate in its place"
+                "rank can repeat a pass alone; use ddp, or gradient_accumulation instead"
             )
         return engine.gradients_apart(batch.micro_batches, tokens, layout)
 

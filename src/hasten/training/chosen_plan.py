@@ -24,7 +24,7 @@ from hasten.machine.environment import World
 from hasten.machine.files import write_atomic
 from hasten.machine.processes import LoadMeter
 from hasten.measure.choose import LONGEST_SECONDS, Choice, choose, choose_by_forecast
-from hasten.measure.quality.guard import GuardDesign, guarded
+from hasten.measure.quality.verification import VerificationDesign, verified
 from hasten.measure.quality.requirements import FAILED
 from hasten.parts.checkpoint.format import read_manifest
 from hasten.progress import Audience
@@ -51,7 +51,7 @@ def with_chosen_plan(
         recipe: as it was read.
         audience: is told how it goes on, and in one sentence what was chosen.
         fresh: race again, whatever was found before.
-        prove: run the guard on a choice that is new.
+        prove: run the verification on a choice that is new.
 
     Raises:
         InputError: an unusable recipe.
@@ -112,22 +112,22 @@ def _proven(recipe: Recipe, choice: Choice, audience: Audience) -> Choice:
         known = replace(known, world=World(size=settled.nproc))
     budget = PROOF_SHARE * (recipe.auto_budget or LONGEST_SECONDS)
     lossy = recipe.auto_plan is not None and recipe.auto_plan.fidelity == "lossy"
-    design = GuardDesign(seeds=SEEDS if lossy else 0, budget_seconds=budget)
-    found = guarded(settled, known, plan, data.note.key, design, audience.tell, fresh=False)
-    wrong = {row["technique"]: row["text"] for row in found["guard"] if row["verdict"] in FAILED}
+    design = VerificationDesign(seeds=SEEDS if lossy else 0, budget_seconds=budget)
+    found = verified(settled, known, plan, data.note.key, design, audience.tell, fresh=False)
+    wrong = {row["technique"]: row["text"] for row in found["verification"] if row["verdict"] in FAILED}
     whole = [row["what"] for row in found["invariance"] if row["verdict"] in FAILED]
-    untested = [row["technique"] for row in found["guard"] if row["verdict"] == "not tested"]
+    untested = [row["technique"] for row in found["verification"] if row["verdict"] == "not tested"]
     if not wrong and whole:
         audience.tell(f"plan: auto: a proof of equal quality failed: {'; '.join(whole)}")
     for name, text in wrong.items():
         audience.tell(f"plan: auto: without {name}, whose proof of equal quality failed: {text}")
     kept = [entry for entry in choice.entries if name_of(entry) not in wrong]
-    proven = [row["technique"] for row in found["guard"] if row["verdict"] == "equal"]
+    proven = [row["technique"] for row in found["verification"] if row["verdict"] == "equal"]
     proof = f"verified, each against a reference on this job: {', '.join(proven) or 'none'}"
     if wrong or whole:
         proof = "a proof of equal quality failed"
     elif untested:
-        proof = f"equal quality not tested of {', '.join(untested)}: hasten guard does"
+        proof = f"equal quality not tested of {', '.join(untested)}: hasten verify does"
     return replace(choice, entries=kept, why=f"{choice.why}; {proof}")
 
 

@@ -1,4 +1,4 @@
-"""``hasten doctor --faults``: the recipe's own job is killed, damaged and resumed, then compared.
+"""``hasten check --faults``: the recipe's own job is killed, damaged and resumed, then compared.
 
     undisturbed   some steps with a checkpoint every second one
     kills         the same, killed at random moments and started again until it is done
@@ -61,7 +61,7 @@ class UndisturbedRun:
     step_seconds: float
 
 
-def doctor_faults(path: Path, overrides: Sequence[str], seed: int | None = None) -> int:
+def check_faults(path: Path, overrides: Sequence[str], seed: int | None = None) -> int:
     """Run the checks and print a line for each; the exit code is 4 if one failed."""
     recipe = load_recipe(path, overrides)
     check_folder(Path(recipe.output))

@@ -180,11 +180,11 @@ class Writers:
 
     def _work(self) -> None:
         for name in self._names:
-            self._guarded(name, partial(self._make, name))
+            self._verified(name, partial(self._make, name))
         while (item := self._waiting.get()) is not None:
             self._write(*item)
         for name, writer in list(self._open.items()):
-            self._guarded(name, writer.close)
+            self._verified(name, writer.close)
 
     def _make(self, name: str) -> None:
         self._open[name] = MAKERS[name](self._folder, self._start)
@@ -197,9 +197,9 @@ class Writers:
         }
         step = int(number(line.get("step")) or 0)
         for name, writer in list(self._open.items()):
-            self._guarded(name, partial(writer.write, step, values))
+            self._verified(name, partial(writer.write, step, values))
 
-    def _guarded(self, name: str, call: Callable[[], object]) -> None:
+    def _verified(self, name: str, call: Callable[[], object]) -> None:
         try:
             call()
         except Exception as error:  # another project's code, in the middle of a training

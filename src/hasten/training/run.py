@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hasten.core.health import Guards, SlowLink, SpikeWatch, check_comparable, check_policy
+from hasten.core.health import StepChecks, SlowLink, SpikeWatch, check_comparable, check_policy
 from hasten.core.job import share_of
 from hasten.core.loop import (
     Evaluation,
@@ -46,7 +46,7 @@ from hasten.machine import environment, host
 from hasten.machine.files import write_atomic
 from hasten.machine.processes import Heartbeat, attempt_folder, attempt_number, reporting_errors
 from hasten.measure.energy import meter_of_run
-from hasten.measure.paper.comparison import comparison_of
+from hasten.measure.gpu_simulation.comparison import comparison_of
 from hasten.models.save import AS_IN_MEMORY
 from hasten.models.weights import NumberFormats
 from hasten.recipe.build import PreparedJob, job_of, plan_of, prepare_run
@@ -108,7 +108,7 @@ def train(
 
     Raises:
         InputError: anything of the recipe can't be used; nothing was trained.
-        StoppedError: a guard ended the run, or a rank can't be reached.
+        StoppedError: a check ended the run, or a rank can't be reached.
     """
     asked = recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe))
     choice = None
@@ -182,13 +182,13 @@ def _open_folder(recipe: Recipe, data: PreparedData, tell: Tell) -> None:
         tell(f"{rejected_words(data.note)}; listed in {output / 'rejected.jsonl'}")
 
 
-def set_guards(session: Session, recipe: Recipe, output: Path) -> None:
+def set_step_checks(session: Session, recipe: Recipe, output: Path) -> None:
     """What the session's steps are checked for, before it resumes.
 
     Raises:
-        InputError: a guard can't do its work in this plan.
+        InputError: a check isn't possible in this plan.
     """
-    session.setup.guards = Guards(
+    session.setup.step_checks = StepChecks(
         recipe.max_skipped, output / "quarantined.jsonl", recipe.check_replicas
     )
     check_comparable(session, recipe.check_replicas)
@@ -240,7 +240,7 @@ def _train(
     # Now, while the base is where it was: a finished training needs it no more.
     run = replace(run, formats=saved_formats(recipe))
     without_refused(session.model)
-    set_guards(session, recipe, run.output)
+    set_step_checks(session, recipe, run.output)
     adjust(session, recipe, run.output, run.tell)
     if recipe.resume != "never":
         resume_from(session, recipe.resume, run.tell)

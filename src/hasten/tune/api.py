@@ -40,10 +40,10 @@ def tune(
 
     Args:
         job: a recipe or its path.
-        budget: 90s, 8m, 1h30m or seconds: for trials and duel together.
+        budget: 90s, 8m, 1h30m or seconds: for trials and final_comparison together.
         options: how.
         audience: is told how it goes on.
-        prove: finds what the guard has against a plan with lossy techniques.
+        prove: finds what the verification has against a plan with lossy techniques.
 
     Raises:
         InputError: the budget is too short, the job fails, or every trial does.
@@ -103,7 +103,7 @@ class _Tuning:
             result = self._result(found)
             folder.keep(found)
             if is_proven(found):
-                record.append("done")  # else a second start has the duel
+                record.append("done")  # else a second start has the final comparison
         return result
 
     def _search(self, record: ExperimentRecord) -> tuple[Study, float]:
@@ -138,11 +138,11 @@ class _Tuning:
         value = study.tried[-1].value
         if leader is None or value is None or leader != study.tried[-1].point:
             return
-        words = [f"Best of {len(study.rows)} trials so far, not proven by a duel."]
+        words = [f"Best of {len(study.rows)} trials so far, not proven by a final comparison."]
         self._folder.keep_best(self._subject.text(leader, words))
 
     def _judge(self, study: Study, left: float) -> dict[str, Any]:
-        """The duel, and of its winners the best that nothing speaks against."""
+        """The final_comparison, and of its winners the best that nothing speaks against."""
         subject, leaders = self._subject, study.leaders()
         found: dict[str, Any] | None = None
         winner = None
@@ -151,8 +151,8 @@ class _Tuning:
             def show(text: str) -> None:
                 self._audience.show(text, 0.99)
 
-            self._audience.show(f"duel of {len(leaders)} with the start", 1 - left / self._seconds)
-            found = subject.duel(leaders, left, study.step_seconds, show)
+            self._audience.show(f"final_comparison of {len(leaders)} with the start", 1 - left / self._seconds)
+            found = subject.final_comparison(leaders, left, study.step_seconds, show)
             for place, leader in enumerate(leaders, start=2):
                 found["variants"][place]["settings"] = subject.space.settings(leader)
             winner = self._winner(study, found, leaders)

@@ -50,7 +50,7 @@ def document(learnt: LearningResult, space: Space, about: Mapping[str, Any]) -> 
         "space": [{"name": d.name, "values": list(d.values)} for d in space.dimensions],
         "start": {"settings": space.settings(space.start), "loss": own},
         "trials": trials,
-        "duel": _duel(learnt),
+        "final_comparison": _final_comparison(learnt),
         "pairs": learnt.pairs,
         "unproven": learnt.unproven,
         "winner": _winner(learnt, space),
@@ -78,12 +78,12 @@ def said(found: Mapping[str, Any]) -> str:
         )
     if found["unproven"]:
         return f"Not proven ({found['unproven']}): the best so far is in best.yaml. {count}"
-    if found["duel"] is None:
+    if found["final_comparison"] is None:
         return f"No training had a lower loss: keep the values as they are. {count}"
     return f"No significant difference: keep the values as they are. {count}"
 
 
-def _duel(learnt: LearningResult) -> dict[str, Any] | None:
+def _final_comparison(learnt: LearningResult) -> dict[str, Any] | None:
     if learnt.best is None:
         return None
     ratio = learnt.ratio

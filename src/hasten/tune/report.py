@@ -33,7 +33,7 @@ svg {{ max-width: 100%; height: auto; }} text {{ fill: var(--ink); font-size: 12
 .best {{ fill: none; stroke: var(--good); stroke-width: 2; }} .bar {{ fill: var(--good); }}
 .axis {{ stroke: var(--faint); }}
 </style></head><body><h1>{title}</h1><p>{lead}</p>
-<h2>Duel</h2>{duel}{final}<h2>History</h2>{history}<h2>Importance</h2>{importance}<h2>Trials</h2>{trials}
+<h2>FinalComparison</h2>{final_comparison}{final}<h2>History</h2>{history}<h2>Importance</h2>{importance}<h2>Trials</h2>{trials}
 </body></html>
 """
 
@@ -41,7 +41,7 @@ svg {{ max-width: 100%; height: auto; }} text {{ fill: var(--ink); font-size: 12
 def study_document(
     study: Study,
     space: Space,
-    duel: Mapping[str, Any] | None,
+    final_comparison: Mapping[str, Any] | None,
     winner: Mapping[str, Any] | None,
     importance: Mapping[str, float],
     about: Mapping[str, Any],
@@ -71,14 +71,14 @@ def study_document(
             }
             for point in study.leaders(len(study.final))
         ],
-        "duel": duel,
+        "final_comparison": final_comparison,
         "winner": winner,
         "importance": dict(importance),
     }
 
 
-def duel_rows(variants: Sequence[Variant]) -> dict[str, Any]:
-    """The duel as the study's JSON has it; places of ``rows`` follow the variants."""
+def final_rows(variants: Sequence[Variant]) -> dict[str, Any]:
+    """The final_comparison as the study's JSON has it; places of ``rows`` follow the variants."""
     words = judge_variants(variants)
     rows = []
     for variant, said in zip(variants, words, strict=True):
@@ -136,11 +136,11 @@ def result_sentence(found: Mapping[str, Any]) -> str:
     if upcoming := found.get("next"):
         said += f" A larger budget would try: {'; or '.join(map(_words, upcoming))}."
     winner = found["winner"]
-    if winner is None and found["duel"] and not is_proven(found):
-        why = found["duel"]["variants"][2]["verdict"].partition(": ")[2]
+    if winner is None and found["final_comparison"] and not is_proven(found):
+        why = found["final_comparison"]["variants"][2]["verdict"].partition(": ")[2]
         return f"Not proven ({why}): the best of the trials is in best.yaml. {said}"
     if winner is None:
-        why = "No significant difference" if found["duel"] else "Nothing was better by the trials"
+        why = "No significant difference" if found["final_comparison"] else "Nothing was better by the trials"
         return f"{why}: keep the settings as they are. {said}"
     ratio = winner["ratio"]
     span = f"{ratio['median']:.3f}×"
@@ -157,9 +157,9 @@ def _words(changes: Mapping[str, Any]) -> str:
 
 
 def is_proven(found: Mapping[str, Any]) -> bool:
-    """Whether nothing is left to prove: there was nobody to duel with, or a duel had rounds."""
-    duel = found["duel"]
-    return duel is None or any(variant["rounds"] for variant in duel["variants"][2:])
+    """Whether nothing is left to prove: there was nobody to final_comparison with, or a final comparison had rounds."""
+    final_comparison = found["final_comparison"]
+    return final_comparison is None or any(variant["rounds"] for variant in final_comparison["variants"][2:])
 
 
 def page(found: Mapping[str, Any], title: str, said: str) -> str:
@@ -167,7 +167,7 @@ def page(found: Mapping[str, Any], title: str, said: str) -> str:
     return PAGE.format(
         title=escape(title),
         lead=escape(said),
-        duel=_duel(found["duel"]),
+        final_comparison=_final_comparison(found["final_comparison"]),
         final=_final(found.get("final", ())),
         history=_history(found["trials"]),
         importance=_importance(found["importance"]),
@@ -175,11 +175,11 @@ def page(found: Mapping[str, Any], title: str, said: str) -> str:
     )
 
 
-def _duel(duel: Mapping[str, Any] | None) -> str:
-    if duel is None:
+def _final_comparison(final_comparison: Mapping[str, Any] | None) -> str:
+    if final_comparison is None:
         return "<p>There was none.</p>"
     rows = []
-    for variant in duel["variants"]:
+    for variant in final_comparison["variants"]:
         ratio = variant["ratio"] or {"median": None, "low": None}
         words = "" if ratio["median"] is None else f"{ratio['median']:.3f}"
         if ratio["low"] is not None:

@@ -161,13 +161,13 @@ class Space:
 
 NONE = "none"
 MOST_VALUES = 6  # of a range
-TRUST = {"positions": 1.0, "flops": 0.7, "bytes": 0.4, "wire_bytes": 0.3}  # of a step's time, at most
+TRUST = {"positions": 1.0, "flops": 0.7, "bytes": 0.4, "comm_bytes": 0.3}  # of a step's time, at most
 CLAIMED = 0.5  # share of a promise that is believed beforehand
 MEANT = 0.01  # a technique of unknown gain is meant to gain something
 TURNED = 0.003  # of a gain, for a knob that isn't where its author has set it
 # What these decide is not speed: what learns, what is saved, which mean is kept, how routers learn.
 KEPT = frozenset({Slot.ADAPTER, Slot.ROUTING, Slot.OBJECTIVE, Slot.AVERAGE, Slot.CHECKPOINT})
-AMONG_RANKS = frozenset({Slot.LAYOUT, Slot.WIRE})
+AMONG_RANKS = frozenset({Slot.LAYOUT, Slot.COMMUNICATION})
 Bounds = Mapping[str, tuple[float, float]]
 
 
@@ -300,7 +300,7 @@ def expected(plan: Plan, facts: Facts) -> float:
         cast = technique.forecast(facts)
         terms = {name: getattr(cast, name) for name in TRUST}
         if not facts.world.size > 1:
-            terms.pop("wire_bytes")
+            terms.pop("comm_bytes")
         gain = -math.fsum(TRUST[n] * math.log(max(v, 1e-3)) for n, v in terms.items())
         if gain == 0.0:
             claims = [c.ratio for c in technique.claims if c.metric == "tokens_per_second"]

@@ -3,7 +3,7 @@
 Everything that is found goes into a record, line by line, so that a study that was killed goes on
 from there: what was tried is told to the proposer again, and nothing is measured twice. The last
 part of the budget is kept: first for a final, in which the best few take turns among themselves,
-since the best of many trials is in part luck; then for the duel, in which they are measured again
+since the best of many trials is in part process_variance; then for the final comparison, in which they are measured again
 beside the start, in the final's order as far as the time allows.
 """
 
@@ -27,7 +27,7 @@ from hasten.tune.space import Point, Space
 
 Objective = Literal["tokens", "memory"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
-LEADERS = 3  # that go into the duel
+LEADERS = 3  # that go into the final comparison
 
 
 @dataclass
@@ -63,11 +63,11 @@ NOISE_SHARE = 0.08  # of the budget, if the noise has been seen twice by then
 DUEL_SHARE = 0.22  # of the budget, at least
 FINAL_SHARE = 0.2  # the same
 FINALISTS = 4
-DUEL_STARTS = 3.5  # starts of a process that a duel needs at least, its first rounds included
+DUEL_STARTS = 3.5  # starts of a process that a final comparison needs at least, its first rounds included
 FINAL_HOPE = 0.3  # below the best, as a logarithm: no finalist, whose turns would be long
 FINAL_PASSES = 4  # fewer decide nothing
 FEWEST = 5  # trials before a study may end early
-LEAST_TRIALS = 2  # for which a small budget leaves out the final, and shortens the duel
+LEAST_TRIALS = 2  # for which a small budget leaves out the final, and shortens the final comparison
 NEXT = 2  # points that are named where the budget ended the trials
 TIME_USED = "the budget's time for trials was used"
 HOPE = 0.005  # expected gain of the best untried point, below which a study ends
@@ -85,7 +85,7 @@ class Search:
         bench: where it is measured.
         record: what was found before, and where everything goes.
         objective: what counts.
-        budget_seconds: for all, the duel included.
+        budget_seconds: for all, the final comparison included.
         most: trials at most.
         tell: is told what happens, and which share of the budget is used.
         found: is called after every trial.
@@ -164,7 +164,7 @@ class Search:
     def _finalists(self, study: Study, proposer: Proposer) -> list[Point]:
         """The best few as far as memory holds them all, by what all trials say of each.
 
-        A value of its own is in part luck, of one round most of all.
+        A value of its own is in part process_variance, of one round most of all.
         """
         better = study.leaders(len(study.rows))
         values = dict(zip(better, proposer.believed(better) if better else (), strict=True))
@@ -195,14 +195,14 @@ class Search:
 
     @property
     def reserve(self) -> float:
-        """Seconds that are kept for the duel."""
+        """Seconds that are kept for the final comparison."""
         return max(DUEL_SHARE * self._budget, DUEL_STARTS * self._bench.start_seconds)
 
     def _kept(self, study: Study) -> float:
         """Seconds that the next trial leaves for what comes after the trials.
 
         As long as nothing is better than the start, nothing is sure to come: then half of the
-        duel's part is kept, should the last trial be the first that is better.
+        final_comparison's part is kept, should the last trial be the first that is better.
         """
         least = DUEL_STARTS * self._bench.start_seconds
         if len(study.rows) < LEAST_TRIALS:
@@ -232,13 +232,13 @@ class Search:
         return noise
 
     def _afford(self, more: float) -> None:
-        """Refuse a budget that doesn't hold what is still to come, one trial and the duel."""
+        """Refuse a budget that doesn't hold what is still to come, one trial and the final comparison."""
         before = self._started - self._began
         least = (self._clock() - self._started) + more + self._trial_time + self.reserve
         if before + least > self._budget:
             gone = f", and {rounded_up(before)} of it went by before the first start"
             raise InputError(
-                f"budget: {rounded_up(self._budget)} is too short: the noise, one trial and a duel "
+                f"budget: {rounded_up(self._budget)} is too short: the noise, one trial and a final comparison "
                 f"take about {rounded_up(least / (1 - DUEL_SHARE))} on this job and machine"
                 f"{gone if before > GONE * self._budget else ''}"
             )

@@ -1,4 +1,4 @@
-"""A recipe as it is tuned: a space of plans, processes to measure in, a duel, the winner's text."""
+"""A recipe as it is tuned: a space of plans, processes to measure in, a final comparison, the winner's text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hasten.recipe.shorthands import catalogue
 from hasten.recipe.suggest import recipe_text
 from hasten.tune.bench import turn_steps
 from hasten.tune.recipe_workers import RecipeWorkers
-from hasten.tune.report import duel_rows
+from hasten.tune.report import final_rows
 from hasten.tune.samplers import PriorKnowledge, Sampler, check_sampler
 from hasten.tune.space import Point, plan_space
 from hasten.tune.study import OBJECTIVES, Objective
@@ -36,7 +36,7 @@ class TuneOptions:
     Args:
         sampler: who proposes; auto: hasten's own order.
         objective: tokens (tokens per second), or memory.
-        lossy: let techniques of other mathematics take part, behind the guard.
+        lossy: let techniques of other mathematics take part, behind the verification.
         only: slots or techniques by name that are tuned.
         trials: at most; None: as many as the budget holds.
         seed: of everything that is drawn.
@@ -67,7 +67,7 @@ class TuneOptions:
 
 
 Prove = Callable[[Subject_, Plan], Sequence[str]]
-FINISH = 0.9  # of the time that is left goes into the duel; the rest is for its end
+FINISH = 0.9  # of the time that is left goes into the final comparison; the rest is for its end
 DUEL = Design(rounds=20, warmup=2, longest_warmup=8, evaluations=0, noise=True, foreign_load=0.35)
 
 
@@ -78,7 +78,7 @@ class RecipeSubject:
         given: the recipe and what is known of it.
         options: how.
         audience: is told how it goes on.
-        prove: finds what the guard has against a plan.
+        prove: finds what the verification has against a plan.
     """
 
     unit = "tokens/s"
@@ -92,8 +92,8 @@ class RecipeSubject:
         # A micro-batch is no larger than half a step; what is cut is cut by examples alone.
         most = max((batch_of(recipe).examples or 64) // 2, 1)
         bounds = {
-            "accumulate.micro_batch_size": (1, most),
-            "accumulate.micro_batch_tokens": (1, 0),
+            "gradient_accumulation.micro_batch_size": (1, most),
+            "gradient_accumulation.micro_batch_tokens": (1, 0),
         }
         self._plans = plan_space(
             catalogue(),
@@ -149,14 +149,14 @@ class RecipeSubject:
     def _effort(self, point: Point) -> float:
         return self._workers.effort(self._plans.plan(point))
 
-    def duel(
+    def final_comparison(
         self,
         leaders: Sequence[Point],
         seconds: float,
         step_seconds: float,
         tell: Callable[[str], None],
     ) -> dict[str, Any]:
-        """The duel's rows: the start, again, then the leaders, as `hasten speedup` measures.
+        """The final_comparison's rows: the start, again, then the leaders, as `hasten speedup` measures.
 
         The budget drops the second baseline last, and never the last variant, which is the result.
 
@@ -186,21 +186,21 @@ class RecipeSubject:
                 {**dict.fromkeys(choices, "other"), **kinds},
                 design,
                 self._options.fresh,
-                _DuelProgress(self._audience, tell),
+                _FinalProgress(self._audience, tell),
                 self._workers.pool,
             )
             if (why := found.variants[0].failed) is not None:
                 raise InputError(f"the job as it is failed: {why}")
         except InputError as error:  # or the budget left no room for two rounds
-            reason = f"no duel: {error}"
+            reason = f"no final_comparison: {error}"
             return {"noise_floor": None, "variants": [_unmeasured(name, reason) for name in names]}
-        rows = duel_rows(found.variants)
+        rows = final_rows(found.variants)
         by_name = {row["name"]: row for row in rows["variants"]}
         every = [by_name.get(name) or _unmeasured(name) for name in names]
         return {**rows, "variants": every, "design": found.design}
 
     def refusal(self, point: Point) -> str | None:
-        """What the guard has against a plan with lossy techniques that the recipe hadn't."""
+        """What the verification has against a plan with lossy techniques that the recipe hadn't."""
         plan = self._plans.plan(point)
         own = set(self._given.plan)
         new = [t for t in plan if t.fidelity is Fidelity.LOSSY and t not in own]
@@ -232,8 +232,8 @@ class RecipeSubject:
         return recipe_text(self._given.recipe, self._plans.plan(point), words)
 
 
-class _DuelProgress:
-    """Hands a duel's progress on without its own share, which is that of another budget."""
+class _FinalProgress:
+    """Hands a final comparison's progress on without its own share, which is that of another budget."""
 
     def __init__(self, audience: Audience, tell: Callable[[str], None]) -> None:
         self._audience, self._tell = audience, tell
@@ -245,7 +245,7 @@ class _DuelProgress:
         pass
 
     def show(self, text: str, share: float) -> None:
-        self._tell(f"duel: {text}")
+        self._tell(f"final_comparison: {text}")
 
 
 def _unmeasured(name: str, why: str = "no time for it") -> dict[str, Any]:

@@ -23,12 +23,12 @@ from hasten.measure.quality.gradients import (
 from hasten.measure.quality.job import _at, losses, train
 from hasten.measure.worker import QualityJob
 from hasten.techniques.adapter import LoRA
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import Muon
 from hasten.techniques.precision import Autocast
-from measure.quality.guard_plants import bench
+from measure.quality.verify_plants import bench
 from tiny import examples, tiny_model
 
 
@@ -57,7 +57,7 @@ def test_the_reference_is_the_plain_float64_loop(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_cut_leaves_loss_and_gradient(tmp_path: Path, cut: str) -> None:
-    proof, plan = bench(tmp_path), Plan([Packed(), Accumulate(micro_batch_size=3)])
+    proof, plan = bench(tmp_path), Plan([Packed(), GradientAccumulation(micro_batch_size=3)])
     reference(proof, Plan())
     found = gradient(proof, plan, cut, padded=False)
     passes = {"planned": 3, "whole": 1, "single": 8}

@@ -26,7 +26,7 @@ from hasten.measure.quality.bench import (
     still,
 )
 from hasten.parts.data.collate import tokenized_example
-from measure.quality.guard_plants import bench
+from measure.quality.verify_plants import bench
 from tiny import job_facts, language_job, examples, tiny_model
 
 SEVEN = ModelFacts("llama", 6_900_000_000, 4096, 30, 102_400)

@@ -8,9 +8,9 @@ import pytest
 
 from hasten.core.plan import Plan
 from hasten.measure.quality.gradients import reference
-from hasten.measure.quality.requirements import FLOAT32, LEAK_FLOAT32, WIRE
+from hasten.measure.quality.requirements import FLOAT32, LEAK_FLOAT32, COMMUNICATION
 from hasten.measure.workers import merge_replies
-from measure.quality.guard_plants import bench
+from measure.quality.verify_plants import bench
 from ranks import on_ranks
 
 Found = dict[str, dict[str, Any]]
@@ -20,7 +20,7 @@ Found = dict[str, dict[str, Any]]
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     folder = tmp_path_factory.mktemp("proofs")
     reference(bench(folder), Plan())
-    return on_ranks("measure.quality.guarding_rank_jobs:proofs", folder)
+    return on_ranks("measure.quality.verification_rank_jobs:proofs", folder)
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +43,13 @@ def test_every_replica_is_looked_at_and_of_parts_the_whole(ranks: list[Found]) -
 
 
 def test_numbers_that_travel_in_sixteen_bits_round_and_no_more(found: Found) -> None:
-    assert FLOAT32 < found["rounded"]["error"] < WIRE
+    assert FLOAT32 < found["rounded"]["error"] < COMMUNICATION
 
 
 def test_a_mean_taken_for_a_sum_and_a_wire_that_adds_are_seen(found: Found) -> None:
     assert found["unscaled"]["error"] == pytest.approx(0.5, rel=1e-3)
     assert found["louder"]["error"] == pytest.approx(0.02, rel=1e-2)
-    assert found["louder"]["error"] > WIRE
+    assert found["louder"]["error"] > COMMUNICATION
 
 
 def test_documents_keep_their_losses_and_two_runs_their_bits(found: Found) -> None:

@@ -17,7 +17,7 @@ from hasten.machine.environment import World
 from hasten.parts.comm import exchange
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.exchange import SECOND, Ranks
-from hasten.techniques.wire.compress import Quantised
+from hasten.techniques.communication.compress import Quantised
 from parts.comm.compression_kit import (
     Small,
     averaged,

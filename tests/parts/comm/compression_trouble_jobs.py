@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hasten.machine.environment import World
 from hasten.parts.comm import codecs
-from hasten.parts.comm.exchange import WireError
+from hasten.parts.comm.exchange import CommunicationError
 from parts.comm.compression_kit import (
     LEARNT,
     METHODS,
@@ -53,7 +53,7 @@ def trouble(world: World) -> dict[str, Any]:
 def _error(action: Callable[[], Any]) -> str:
     try:
         action()
-    except (WireError, RuntimeError, ValueError) as error:
+    except (CommunicationError, RuntimeError, ValueError) as error:
         return str(error)
     return ""
 

@@ -32,8 +32,8 @@ def test_the_largest_travel_and_the_others_are_zero(flat: Tensor, k: int, ties: 
     wanted = torch.zeros(len(flat))
     for place, value in by_hand(flat, k):
         wanted[place] = value
-    wire = ChunkedTopK(k)
-    assert torch.equal(wire.decode(wire.encode(flat), len(flat)), wanted)
+    communication = ChunkedTopK(k)
+    assert torch.equal(communication.decode(communication.encode(flat), len(flat)), wanted)
 
 
 def test_three_bytes_for_each_number_that_is_kept() -> None:

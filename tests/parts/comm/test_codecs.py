@@ -17,7 +17,7 @@ NAMES = ("none", "half", "bf16", "int8", "int4", "sign")
 names = pytest.mark.parametrize("name", NAMES)
 few = settings(max_examples=60, deadline=None)
 every = pytest.mark.parametrize(
-    "wire", [*map(codec, NAMES), codec("int8", 32), ChunkedTopK(13)], ids=str
+    "communication", [*map(codec, NAMES), codec("int8", 32), ChunkedTopK(13)], ids=str
 )
 
 
@@ -37,10 +37,10 @@ def numbers(count: int, seed: int = 0) -> Tensor:
     ],
 )
 def test_a_message_has_the_stated_length(name: str, size: int) -> None:
-    wire = codec(name)
-    assert wire.name == name
-    assert wire.message_bytes(1001) == size == wire.encode(numbers(1001)).nbytes
-    assert wire.message_bytes(0) == 0 == wire.encode(numbers(0)).nbytes
+    communication = codec(name)
+    assert communication.name == name
+    assert communication.message_bytes(1001) == size == communication.encode(numbers(1001)).nbytes
+    assert communication.message_bytes(0) == 0 == communication.encode(numbers(0)).nbytes
 
 
 @pytest.mark.parametrize(("name", "bits"), [("int8", 8), ("int4", 4), ("sign", 1)])
@@ -54,18 +54,18 @@ def test_a_message_has_its_bits_for_each_number_and_one_scale_per_block(
 @few
 @given(flat=cases(), block=st.sampled_from([32, 96, 256, 1024]))
 def test_a_message_reads_as_the_documented_layout_says(bits: int, flat: Tensor, block: int) -> None:
-    wire = QuantisedCodec(bits, block)
-    message = wire.encode(flat)
+    communication = QuantisedCodec(bits, block)
+    message = communication.encode(flat)
     by_hand = torch.tensor(read_by_hand(message, len(flat), bits, block), dtype=torch.float64)
-    assert same_bits(wire.decode(message, len(flat)), by_hand.float())
+    assert same_bits(communication.decode(message, len(flat)), by_hand.float())
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @few
 @given(flat=cases(broken=False))
 def test_a_number_is_off_by_half_a_code_at_most(bits: int, flat: Tensor) -> None:
-    wire, most = QuantisedCodec(bits), 2 ** (bits - 1) - 1
-    found = wire.decode(wire.encode(flat), len(flat))
+    communication, most = QuantisedCodec(bits), 2 ** (bits - 1) - 1
+    found = communication.decode(communication.encode(flat), len(flat))
     assert bool(found.isfinite().all())
     for a, b in zip(flat.double().split(256), found.double().split(256), strict=True):
         # a scale rounded up to bf16 is at most 1/128 above, and numbers below 2^-90 may be left
@@ -78,20 +78,20 @@ def test_a_number_is_off_by_half_a_code_at_most(bits: int, flat: Tensor) -> None
 @given(flat=cases(broken=False).filter(lambda flat: float(flat[:256].abs().max()) > 1e-20))
 def test_a_scale_is_the_next_bf16_above_its_share_of_the_largest(bits: int, flat: Tensor) -> None:
     most, flat = 2 ** (bits - 1) - 1, flat[:256].clamp(-1e38, 1e38)
-    wire = QuantisedCodec(bits)
-    message = wire.encode(flat)
+    communication = QuantisedCodec(bits)
+    message = communication.encode(flat)
     (scale,) = message[32 * bits :][:2].view(torch.bfloat16).tolist()
     share = float(flat.abs().max()) / most
     assert share * (1 - 1e-6) <= scale <= share * (1 + 2**-7)
-    codes = wire.decode(message, len(flat)) / scale
+    codes = communication.decode(message, len(flat)) / scale
     assert float(codes.abs().max()) <= most
 
 
 @few
 @given(flat=cases(broken=False), block=st.sampled_from([32, 256]))
 def test_signs_are_sent_with_the_mean_magnitude_of_their_block(flat: Tensor, block: int) -> None:
-    flat, wire = flat.clamp(-1e30, 1e30), QuantisedCodec(1, block)
-    found = wire.decode(wire.encode(flat), len(flat)).double()
+    flat, communication = flat.clamp(-1e30, 1e30), QuantisedCodec(1, block)
+    found = communication.decode(communication.encode(flat), len(flat)).double()
     for a, b in zip(flat.double().split(block), found.split(block), strict=True):
         mean = float(a.abs().mean())
         assert torch.equal(b < 0, (a < 0) & (b != 0))
@@ -117,54 +117,54 @@ def test_signs_have_no_chance_and_end_where_a_sum_might_be_infinite() -> None:
 @few
 @given(flat=cases(broken=False), seed=st.integers(0, 99), on_bf16=st.booleans())
 def test_what_is_sent_and_what_is_kept_are_what_was_there(
-    wire: Codec, flat: Tensor, seed: int, on_bf16: bool
+    communication: Codec, flat: Tensor, seed: int, on_bf16: bool
 ) -> None:
     flat = flat.clamp(-60000, 60000)
     flat = flat.bfloat16() if on_bf16 else flat
     residual, kept = numbers(len(flat), seed) * 1e-3, torch.empty(len(flat))
     before = residual.clone()
-    message, finite = wire.encode_with_feedback(flat, residual, kept=kept)
+    message, finite = communication.encode_with_feedback(flat, residual, kept=kept)
     assert bool(finite)
     assert torch.equal(residual, before)
-    sent = wire.decode(message, len(flat)).double()
+    sent = communication.decode(message, len(flat)).double()
     exact = flat.double() + residual.double()
     # What is kept beside a sign is as large as what was sent, and rounded as that is.
-    least = 2.0**-23 * float(sent.abs().max()) if wire.name == "sign" else 1e-30
+    least = 2.0**-23 * float(sent.abs().max()) if communication.name == "sign" else 1e-30
     assert torch.allclose(sent + kept.double(), exact, rtol=1e-6, atol=least)
-    again, _ = wire.encode_with_feedback(flat, residual)
+    again, _ = communication.encode_with_feedback(flat, residual)
     assert torch.equal(again, message)
     assert same_bits(residual, kept)
 
 
 @every
-def test_what_was_left_out_comes_later(wire: Codec) -> None:
+def test_what_was_left_out_comes_later(communication: Codec) -> None:
     gradient, residual, sent = numbers(1000) * 1e-3, torch.zeros(1000), torch.zeros(1000)
-    rounds = 2000 if wire.name == "sign" else 200  # the largest wait until the mean is large enough
+    rounds = 2000 if communication.name == "sign" else 200  # the largest wait until the mean is large enough
     for _ in range(rounds):
-        message, _ = wire.encode_with_feedback(gradient, residual)
-        wire.decode(message, 1000, sent, add=True)
+        message, _ = communication.encode_with_feedback(gradient, residual)
+        communication.decode(message, 1000, sent, add=True)
     wanted = rounds * gradient.double()
     assert float((sent + residual - wanted).abs().max()) < 5e-7 * rounds
-    assert float(residual.abs().max()) < (0.5 if wire.name == "sign" else 0.1)
+    assert float(residual.abs().max()) < (0.5 if communication.name == "sign" else 0.1)
 
 
 @every
 @pytest.mark.parametrize("value", BROKEN, ids=str)
 @pytest.mark.parametrize("place", [0, 299, 999])
 def test_a_broken_number_leaves_the_residual_and_reaches_every_rank(
-    wire: Codec, value: float, place: int
+    communication: Codec, value: float, place: int
 ) -> None:
     flat, residual = numbers(1000), numbers(1000, 1)
     flat[place] = value
     before = residual.clone()
-    message, finite = wire.encode_with_feedback(flat, residual)
+    message, finite = communication.encode_with_feedback(flat, residual)
     assert not bool(finite)
     assert torch.equal(residual, before)
-    assert not bool(wire.finite(message, 1000))
-    assert not bool(wire.decode(message, 1000)[place].isfinite())
-    fine = wire.encode(numbers(1000, 2))
-    assert bool(wire.finite(fine, 1000))
-    assert not bool(wire.decode_mean(torch.stack([fine, message]), 1000)[place].isfinite())
+    assert not bool(communication.finite(message, 1000))
+    assert not bool(communication.decode(message, 1000)[place].isfinite())
+    fine = communication.encode(numbers(1000, 2))
+    assert bool(communication.finite(fine, 1000))
+    assert not bool(communication.decode_mean(torch.stack([fine, message]), 1000)[place].isfinite())
 
 
 @pytest.mark.parametrize(("name", "beyond"), [("half", 70000.0), ("bf16", LARGEST)])
@@ -186,84 +186,84 @@ def test_a_sum_that_overflows_counts_as_not_finite(bits: int) -> None:
 
 
 @every
-def test_a_mean_is_summed_in_the_order_of_the_ranks(wire: Codec) -> None:
-    messages = torch.stack([wire.encode(numbers(700, seed) * 10.0**seed) for seed in range(5)])
-    total = wire.decode(messages[0], 700)
+def test_a_mean_is_summed_in_the_order_of_the_ranks(communication: Codec) -> None:
+    messages = torch.stack([communication.encode(numbers(700, seed) * 10.0**seed) for seed in range(5)])
+    total = communication.decode(messages[0], 700)
     for message in messages[1:]:
-        total += wire.decode(message, 700)
-    assert same_bits(wire.decode_mean(messages, 700), total * torch.tensor(1 / 5))
-    added = wire.decode(messages[1], 700, out=wire.decode(messages[0], 700), add=True)
-    assert same_bits(added, wire.decode(messages[0], 700) + wire.decode(messages[1], 700))
+        total += communication.decode(message, 700)
+    assert same_bits(communication.decode_mean(messages, 700), total * torch.tensor(1 / 5))
+    added = communication.decode(messages[1], 700, out=communication.decode(messages[0], 700), add=True)
+    assert same_bits(added, communication.decode(messages[0], 700) + communication.decode(messages[1], 700))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rounding_by_chance_is_right_in_the_mean_and_the_seed_decides_it(bits: int) -> None:
-    wire, flat = QuantisedCodec(bits), numbers(2048)
-    drawn = torch.stack([wire.decode(wire.encode(flat, seed=s), 2048) for s in range(400)])
+    communication, flat = QuantisedCodec(bits), numbers(2048)
+    drawn = torch.stack([communication.decode(communication.encode(flat, seed=s), 2048) for s in range(400)])
     step = flat.view(-1, 256).abs().amax(1).repeat_interleave(256) / (2 ** (bits - 1) - 1)
     off = (drawn.double().mean(0) - flat) / step
     assert float(off.abs().max()) < 5 * 0.5 / math.sqrt(400)  # of 2048, beyond five sigmas: none
     assert abs(float(off.mean())) < 5 * 0.5 / math.sqrt(400 * 2048)
-    assert torch.equal(wire.encode(flat, seed=3), wire.encode(flat, seed=3))
-    assert not torch.equal(wire.encode(flat, seed=3), wire.encode(flat, seed=3 + 2**33))
-    assert not torch.equal(wire.encode(flat, seed=-3), wire.encode(flat, seed=3))
-    zero = wire.encode(torch.zeros(300), seed=1)
+    assert torch.equal(communication.encode(flat, seed=3), communication.encode(flat, seed=3))
+    assert not torch.equal(communication.encode(flat, seed=3), communication.encode(flat, seed=3 + 2**33))
+    assert not torch.equal(communication.encode(flat, seed=-3), communication.encode(flat, seed=3))
+    zero = communication.encode(torch.zeros(300), seed=1)
     assert torch.equal(zero, torch.zeros_like(zero))
 
 
 @names
 def test_all_messages_are_whole_without_what_was_in_their_memory(name: str) -> None:
-    wire = codec(name)
+    communication = codec(name)
     for count in (1, 7, 255, 257):
-        size = wire.message_bytes(count)
+        size = communication.message_bytes(count)
         memory = torch.full((2, size), 171, dtype=torch.uint8)
-        message = wire.encode(numbers(count), memory[1])
+        message = communication.encode(numbers(count), memory[1])
         assert message.data_ptr() == memory[1].data_ptr()
-        assert torch.equal(message, wire.encode(numbers(count)))
+        assert torch.equal(message, communication.encode(numbers(count)))
         assert torch.equal(memory[0], torch.full_like(memory[0], 171))
         out = torch.full((count + 2,), 5.0)
-        wire.decode(message, count, out[1:-1])
-        assert torch.equal(out[1:-1], wire.decode(message, count))
+        communication.decode(message, count, out[1:-1])
+        assert torch.equal(out[1:-1], communication.decode(message, count))
         assert float(out[0]) == float(out[-1]) == 5.0
 
 
 @every
-def test_nothing_of_a_message_needs_a_gradient(wire: Codec) -> None:
+def test_nothing_of_a_message_needs_a_gradient(communication: Codec) -> None:
     weight, residual = torch.nn.Parameter(numbers(300)), torch.zeros(300)
-    message, _ = wire.encode_with_feedback(weight, residual)
-    assert torch.equal(message, wire.encode(weight))
-    assert not wire.decode(message, 300).requires_grad
+    message, _ = communication.encode_with_feedback(weight, residual)
+    assert torch.equal(message, communication.encode(weight))
+    assert not communication.decode(message, 300).requires_grad
     assert not residual.requires_grad
 
 
 @every
-def test_what_does_not_fit_is_refused_with_a_sentence(wire: Codec) -> None:
-    flat, message = numbers(300), wire.encode(numbers(300))
+def test_what_does_not_fit_is_refused_with_a_sentence(communication: Codec) -> None:
+    flat, message = numbers(300), communication.encode(numbers(300))
     size = len(message)
     with pytest.raises(ValueError, match="float32 and bf16"):
-        wire.encode(flat.double())
+        communication.encode(flat.double())
     with pytest.raises(ValueError, match="flat and without gaps"):
-        wire.encode(flat.view(3, 100))
+        communication.encode(flat.view(3, 100))
     with pytest.raises(ValueError, match="flat and without gaps"):
-        wire.encode(flat[::2])
+        communication.encode(flat[::2])
     with pytest.raises(ValueError, match=f"is {size} of torch.uint8, not {size - 1}"):
-        wire.decode(message[:-1], 300)
+        communication.decode(message[:-1], 300)
     with pytest.raises(ValueError, match=r"of torch\.uint8, not"):
-        wire.encode(flat, torch.zeros(size))
+        communication.encode(flat, torch.zeros(size))
     with pytest.raises(ValueError, match="multiple of 16 bytes"):
-        wire.encode(flat, torch.zeros(size + 2, dtype=torch.uint8)[2:])
+        communication.encode(flat, torch.zeros(size + 2, dtype=torch.uint8)[2:])
     with pytest.raises(ValueError, match="nothing to add to"):
-        wire.decode(message, 300, add=True)
+        communication.decode(message, 300, add=True)
     with pytest.raises(ValueError, match="out must be 300 numbers"):
-        wire.decode(message, 300, torch.zeros(299))
+        communication.decode(message, 300, torch.zeros(299))
     with pytest.raises(ValueError, match="residual must be float32"):
-        wire.encode_with_feedback(flat.bfloat16(), flat.bfloat16())
+        communication.encode_with_feedback(flat.bfloat16(), flat.bfloat16())
     with pytest.raises(ValueError, match="what is kept must be 300 numbers"):
-        wire.encode_with_feedback(flat, flat, kept=torch.zeros(3))
+        communication.encode_with_feedback(flat, flat, kept=torch.zeros(3))
     with pytest.raises(ValueError, match=r"\(ranks, \d+ bytes\)"):
-        wire.decode_mean(message, 300)
+        communication.decode_mean(message, 300)
     with pytest.raises(ValueError, match=r"\(ranks, \d+ bytes\)"):
-        wire.decode_mean(message.new_zeros(0, size), 300)
+        communication.decode_mean(message.new_zeros(0, size), 300)
 
 
 def test_settings_that_mean_nothing_are_refused_with_a_sentence() -> None:

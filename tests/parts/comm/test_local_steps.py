@@ -232,14 +232,14 @@ def test_neither_chunks_nor_compiled_loops_change_a_bit(
             for weight in rank.parameters:
                 weight.normal_()
         second = ranks[1]
-        second.rank, wire, by = 1, codec(name), torch.rand(sum(sizes))
+        second.rank, communication, by = 1, codec(name), torch.rand(sum(sizes))
 
         def half_way(common: Tensor, start: int) -> Tensor:
             return common * by[start : start + len(common)]
 
         for fragment in range(2):
-            rows = torch.stack([rank.message(fragment, wire) for rank in ranks])
-            assert not second.take(rows, fragment, wire, half_way if outer else None)
+            rows = torch.stack([rank.message(fragment, communication) for rank in ranks])
+            assert not second.take(rows, fragment, communication, half_way if outer else None)
         return [second.anchor, *second.parameters], rows
 
     found = {(size, True): moved(size) for size in (1 << 20, 256, 512, 1024)}

@@ -13,7 +13,7 @@ from hasten.parts.comm.buckets import BucketExchange
 from hasten.parts.comm.methods import BucketPart, CompressionSettings
 
 PIECES = (BucketPart("a", (64, 64)), BucketPart("unused", (32, 64)), BucketPart("b", (100,)))
-WIRES = ("none", "half", "int8", "int4", "topk", "powersgd")
+COMMUNICATIONS = ("none", "half", "int8", "int4", "topk", "powersgd")
 
 
 class OneRank:
@@ -60,7 +60,7 @@ def exchanged(method: str, bad: int | None, steps: int = 5) -> tuple[list[Tensor
     return found, travel.state()
 
 
-@pytest.mark.parametrize("method", WIRES)
+@pytest.mark.parametrize("method", COMMUNICATIONS)
 @pytest.mark.parametrize("bad", [None, 2])
 def test_what_is_not_looked_at_comes_out_the_same(
     method: str, bad: int | None, monkeypatch: pytest.MonkeyPatch

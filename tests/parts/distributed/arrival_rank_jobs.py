@@ -18,18 +18,18 @@ from hasten.machine.environment import World
 from hasten.parts.distributed import weight_broadcast
 from hasten.parts.distributed.weight_broadcast import WeightBroadcast
 from hasten.techniques.adapter import LoRA
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
-from hasten.techniques.recompute import Recompute
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from tiny import job_facts, language_job, examples, tiny_model
 
 CASES: dict[str, tuple[str, tuple[Technique, ...]]] = {
-    "plain": ("llama", (Accumulate(micro_batch_size=2),)),
+    "plain": ("llama", (GradientAccumulation(micro_batch_size=2),)),
     "tied": ("tied", (LabelledTokenLoss(chunk=16),)),
-    "experts": ("deepseek_v3", (LabelledTokenLoss(chunk=16), Recompute())),
+    "experts": ("deepseek_v3", (LabelledTokenLoss(chunk=16), ActivationCheckpointing())),
     "older latents": ("deepseek_v2", ()),
     "adapters": ("llama", (LoRA(rank=4), FusedLayers())),
     "half a format": ("qwen2", (BF16MasterWeights(),)),

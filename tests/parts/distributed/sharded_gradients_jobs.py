@@ -14,7 +14,7 @@ from hasten.parts.comm.methods import CompressionSettings
 from hasten.parts.distributed.compressed_shards import CopiedShards, ShardedGradients
 from hasten.parts.distributed.fsdp import ShardGroup, rows_of, shard
 from hasten.parts.distributed.mesh import MeshSizes, data_mesh
-from hasten.techniques.wire.compressed_wire import members
+from hasten.techniques.communication.compressed import members
 
 METHODS = ("half", "bf16", "int8", "int4", "topk")
 STEPS, PASSES, DENSE, GIVEN_UP = 6, 2, 1, 3

@@ -145,25 +145,25 @@ def test_bits_do_not_depend_on_the_number_of_threads(count: int) -> None:
 @needs_compiler
 def test_without_a_compiler_messages_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     flat = torch.randn(3000, generator=torch.Generator().manual_seed(0))
-    wires = [codec("int8"), codec("int4"), ChunkedTopK(13)]
-    fast = [wire.encode(flat) for wire in wires]
+    communications = [codec("int8"), codec("int4"), ChunkedTopK(13)]
+    fast = [communication.encode(flat) for communication in communications]
     monkeypatch.setattr(
         compiled, "library", lambda: LoadedLibrary(None, "no C++ compiler was found")
     )
     assert codecs._way(flat) is codec_reference is codecs._topk_way(flat)
-    for wire, message in zip(wires, fast, strict=True):
-        assert torch.equal(wire.encode(flat), message)
-        wire.decode_mean(torch.stack([message, message]), 3000)
+    for communication, message in zip(communications, fast, strict=True):
+        assert torch.equal(communication.encode(flat), message)
+        communication.decode_mean(torch.stack([message, message]), 3000)
     with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
         compiled.finite(flat, None, 0)
 
 
 @needs_compiler
-@pytest.mark.parametrize("wire", [codec("int8"), codec("int4"), ChunkedTopK(13)], ids=str)
-def test_any_bytes_can_be_decoded(wire: ChunkedTopK) -> None:
+@pytest.mark.parametrize("communication", [codec("int8"), codec("int4"), ChunkedTopK(13)], ids=str)
+def test_any_bytes_can_be_decoded(communication: ChunkedTopK) -> None:
     """A message that was damaged on its way gives wrong numbers, and reads no foreign memory."""
     generator = torch.Generator().manual_seed(0)
     for count in (1, 256, 777):
-        size = wire.message_bytes(count)
+        size = communication.message_bytes(count)
         noise = torch.randint(0, 256, (2, size), generator=generator, dtype=torch.uint8)
-        assert wire.decode_mean(noise, count).shape == (count,)
+        assert communication.decode_mean(noise, count).shape == (count,)

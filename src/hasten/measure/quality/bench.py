@@ -110,7 +110,7 @@ def limits_of(
             raise InputError(
                 f"a float64 gradient of one layer of this {model.architecture} takes more than "
                 f"half of the memory that a process has ({room * BYTES / 1e9:.1f} GB); run the "
-                "guard on a larger machine"
+                "verification on a larger machine"
             )
         kept = outer + layers * each
     work = work or (GPU_WORK if known.on_gpu else CPU_WORK)
@@ -138,7 +138,7 @@ def first_examples(job: Job, limits: CheckBudget) -> list[TokenizedExample]:
             found.append(example)
             tokens += example.length
     if len(found) < 2:
-        raise InputError("the guard needs two examples with trained tokens; this job has fewer")
+        raise InputError("the verification needs two examples with trained tokens; this job has fewer")
     return found
 
 

@@ -85,7 +85,7 @@ def reference(bench: CheckContext, plan: Plan) -> dict[str, Any]:
 
     Of the plan only the adapter is heeded: it decides which parameters there are.
     """
-    (bench.folder / REFERENCE).unlink(missing_ok=True)  # of an earlier guard that was killed
+    (bench.folder / REFERENCE).unlink(missing_ok=True)  # of an earlier verification that was killed
     job = bench.small(plan)
     adapter = prepare(job, plan, bench.known, bench.folder).adapter or job.adapter
     seeded(job)

@@ -55,7 +55,7 @@ def _until(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> Setup:
         if known.world.size == 1:
             raise
     # Ranks that train apart can't stop at a number of tokens: so after the steps that it makes.
-    usual = Plan(t for t in plan if t.slot is not Slot.WIRE)
+    usual = Plan(t for t in plan if t.slot is not Slot.COMMUNICATION)
     job = bench.job_of(usual, seed, tokens)
     sampler = prepare(job, usual, known, folder).sampler
     if sampler is None:

@@ -28,7 +28,7 @@ TIMES, WIDEST = 4.0, 10.0  # of the bare job's own error; and at most so many ti
 LOSS_FLOAT32, LOSS_HALF = 1e-5, 1e-2  # of a loss
 LEAK_FLOAT32, LEAK_HALF = 1e-5, 1e-3  # of a document's loss, by changes of its neighbours
 UPDATE = 1e-3  # of what the weights moved by in three steps
-WIRE = 4e-3  # of numbers that travel in 16 bits: 2^-9 for each of two roundings of bf16
+COMMUNICATION = 4e-3  # of numbers that travel in 16 bits: 2^-9 for each of two roundings of bf16
 FAILED = ("differs", "worse")  # the words for a technique that does harm
 
 
@@ -47,8 +47,8 @@ class Invariance:
 
 
 @dataclass(frozen=True)
-class GuardRow:
-    """One line of report.guard."""
+class VerificationRow:
+    """One line of report.verification."""
 
     technique: str
     fidelity: str
@@ -63,17 +63,17 @@ class GuardRow:
         return _plain(asdict(self))
 
 
-def owed(technique: Technique, test: str, verdict: str, text: str, **numbers: Any) -> GuardRow:
+def owed(technique: Technique, test: str, verdict: str, text: str, **numbers: Any) -> VerificationRow:
     """A line for a technique; ``numbers`` are found, allowed and seeds where there are any."""
     values = {"found": None, "allowed": None, **numbers}
-    return GuardRow(technique.name(), technique.fidelity.name, test, verdict, text=text, **values)
+    return VerificationRow(technique.name(), technique.fidelity.name, test, verdict, text=text, **values)
 
 
 def failures(report: Mapping[str, Any]) -> list[str]:
-    """What of a guard's report says that a plan must not be used as it is."""
+    """What of a verification's report says that a plan must not be used as it is."""
     found = [f"{r['what']}: {r['text']}" for r in report["invariance"] if r["verdict"] in FAILED]
     return found + [
-        f"{r['technique']}: {r['text']}" for r in report["guard"] if r["verdict"] in FAILED
+        f"{r['technique']}: {r['text']}" for r in report["verification"] if r["verdict"] in FAILED
     ]
 
 
@@ -138,7 +138,7 @@ def exact_orders(plan: Plan, steps: int) -> list[CheckRequest]:
 
 def exact_rows(
     plan: Plan, answers: Sequence[Reply], perform: Perform, steps: int
-) -> list[GuardRow]:
+) -> list[VerificationRow]:
     """One line for each EXACT technique of the plan; ``answers`` are those to `exact_orders`.
 
     A plan whose own losses differ from one run to the next can't show that a technique leaves
@@ -169,7 +169,7 @@ def _differs(one: Reply, other: Reply) -> bool:
     return "failed" not in one and "failed" not in other and any(one[k] != other[k] for k in parts)
 
 
-def _row(technique: Technique, whole: Reply, rest: Reply, steps: int, repeats: bool) -> GuardRow:
+def _row(technique: Technique, whole: Reply, rest: Reply, steps: int, repeats: bool) -> VerificationRow:
     test = f"losses and weights of {steps} steps with and without it, bit by bit"
     failed = whole.get("failed") or rest.get("failed")
     if failed:
@@ -213,7 +213,7 @@ def lossy_rows(
     tokens: int,
     margin: float,
     left: Callable[[], float] = lambda: math.inf,
-) -> list[GuardRow]:
+) -> list[VerificationRow]:
     """One line for each LOSSY technique of the plan; without seeds they are not tested.
 
     With little time ``left`` (seconds) there are fewer seeds: each is trained by all plans before
@@ -247,7 +247,7 @@ def lossy_rows(
 
 def _lossy_row(
     technique: Technique, ours: list[Reply], theirs: list[Reply], margin: float
-) -> GuardRow:
+) -> VerificationRow:
     pairs = list(zip(theirs, ours, strict=True))
     usable = [(a, b) for a, b in pairs if _loss(a) is not None and _loss(b) is not None]
     broken = next((b for a, b in pairs if _loss(a) is not None and _diverged(b)), None)
@@ -339,14 +339,14 @@ def _test(margin: float, names: Sequence[str] = ("eval loss",)) -> str:
     return f"{measures} at equal tokens, paired seeds, margin {100 * margin:g} % fixed before"
 
 
-# What ranks add to a guard's rows: examples dealt to them, and gradients that travel between them.
+# What ranks add to a verification's rows: examples dealt to them, and gradients that travel between them.
 #
-# A wire of ROUNDING may send numbers in 16 bits, each rounded on its way there and back. So it is
+# A communication method of ROUNDING may send numbers in 16 bits, each rounded on its way there and back. So it is
 # not among the techniques that are tested together, whose bound is that of float32, but beside
 # them.
 
 ONE_PROCESS = "needs several ranks, and one process ran; nproc: 2 in the recipe runs two"
-Found = Mapping[str, Reply]  # of the orders `planned` and `wire` on all ranks, `single` on one
+Found = Mapping[str, Reply]  # of the orders `planned` and `communication` on all ranks, `single` on one
 
 
 def split_row(ranks: int, found: Found, bound: Bound) -> Invariance:
@@ -368,12 +368,12 @@ def split_row(ranks: int, found: Found, bound: Bound) -> Invariance:
     return Invariance(what, "differs", here["error"], bound.whole, text)
 
 
-def wire_row(technique: Technique, ranks: int, found: Found, bound: Bound) -> GuardRow:
+def communication_row(technique: Technique, ranks: int, found: Found, bound: Bound) -> VerificationRow:
     """Whether gradients arrive as they left, but for the rounding of what travels."""
     test = f"gradient of one step on {ranks} ranks against float64, all that isn't lossy beside it"
     if ranks == 1:
         return owed(technique, "gradient of one step against float64", "not tested", ONE_PROCESS)
-    answer, without = found["wire"], found["planned"]
+    answer, without = found["communication"], found["planned"]
     failed = _failed(ranks, answer, without)
     if failed:
         return owed(technique, test, "not tested", failed)
@@ -381,7 +381,7 @@ def wire_row(technique: Technique, ranks: int, found: Found, bound: Bound) -> Gu
         text = f"without it, too: {bound.words(without)}"
         return owed(technique, test, "undecided", text)
     allowed = Bound(
-        max(WIRE, bound.whole), max(TENSOR * WIRE, bound.tensor), max(LOSS_FLOAT32, bound.loss)
+        max(COMMUNICATION, bound.whole), max(TENSOR * COMMUNICATION, bound.tensor), max(LOSS_FLOAT32, bound.loss)
     )
     verdict = "equal" if allowed.excess(answer) <= 1 else "differs"
     text = f"{allowed.words(answer)}; without it the gradient is {short(without)}"
@@ -412,7 +412,7 @@ LAYOUTS = {  # name -> (what it is in words, cut, rows as without a technique)
     "padded": ("rows padded, whatever the plan's collator", "whole", True),
 }
 
-LATER = 3  # step: DDP forms its buckets anew after the first, and a wire may begin with the next
+LATER = 3  # step: DDP forms its buckets anew after the first, and a communication method may begin with the next
 
 
 class Gradients:
@@ -422,12 +422,12 @@ class Gradients:
         self.plan, self._perform, self.ranks = plan, perform, ranks
         # An adapter decides which parameters there are, so the reference has it too.
         self.base = Plan(t for t in plan if t.slot is Slot.ADAPTER)
-        apart = (Slot.ADAPTER, Slot.PRECISION, Slot.OPTIMIZER, Slot.WIRE)
+        apart = (Slot.ADAPTER, Slot.PRECISION, Slot.OPTIMIZER, Slot.COMMUNICATION)
         rounding = [t for t in plan if t.fidelity is not Fidelity.LOSSY]
         self.close = self.base.with_(*(t for t in rounding if t.slot not in apart))
         self.single = Plan(t for t in self.close if t.slot is not Slot.LAYOUT)  # for one process
-        wires = [t for t in rounding if t.slot is Slot.WIRE]
-        self.wire = next((t for t in wires if t.fidelity is Fidelity.ROUNDING), None)
+        communications = [t for t in rounding if t.slot is Slot.COMMUNICATION]
+        self.communication = next((t for t in communications if t.fidelity is Fidelity.ROUNDING), None)
         self.precision = next((t for t in rounding if t.slot is Slot.PRECISION), None)
         self.optimizer = next((t for t in rounding if t.slot is Slot.OPTIMIZER), None)
         self.without_precision = Plan(t for t in plan if t.slot is not Slot.PRECISION)
@@ -456,8 +456,8 @@ class Gradients:
         orders |= {name: self._gradient(self.close, name) for name in self.layouts}
         if self.ranks > 1:
             orders["single"] = self._gradient(self.single, "planned", alone=True)
-        if self.ranks > 1 and self.wire is not None:
-            orders["wire"] = self._gradient(self.close.with_(self.wire), "planned", step=LATER)
+        if self.ranks > 1 and self.communication is not None:
+            orders["communication"] = self._gradient(self.close.with_(self.communication), "planned", step=LATER)
         if self.precision is not None:
             bare = self.base.with_(self.precision)
             orders["half bare"] = self._gradient(bare, "whole", alone=True)
@@ -585,18 +585,18 @@ class Gradients:
             f"{reference['examples']} examples, {reference['tokens']:,} tokens, {_layers(reference)}"
         )
 
-    def owed(self) -> list[GuardRow]:
+    def owed(self) -> list[VerificationRow]:
         """The lines of techniques that owe a gradient."""
         rows = [self._rounding(t) for t in self.close if t.fidelity is Fidelity.ROUNDING]
         if self.precision is not None:
             rows.append(self._precision(self.precision))
         if self.optimizer is not None and self.optimizer.fidelity is Fidelity.ROUNDING:
             rows.append(self._moved(self.optimizer))
-        if self.wire is not None:
-            rows.append(wire_row(self.wire, self.ranks, self.found, self.bound))
+        if self.communication is not None:
+            rows.append(communication_row(self.communication, self.ranks, self.found, self.bound))
         return rows
 
-    def _rounding(self, technique: Technique) -> GuardRow:
+    def _rounding(self, technique: Technique) -> VerificationRow:
         test = "gradient of one step against float64, the plan's other techniques beside it"
         if technique.slot is Slot.LAYOUT and self.ranks == 1:
             return owed(technique, test, "not tested", ONE_PROCESS)
@@ -621,7 +621,7 @@ class Gradients:
             text += f", in the plan's number format {short(answers['half'])}"
         return self._judged(technique, test, "equal", answers["planned"], self.bound, text)
 
-    def _precision(self, technique: Technique) -> GuardRow:
+    def _precision(self, technique: Technique) -> VerificationRow:
         test, answer = "gradient of one step against float64, alone", self.found["half bare"]
         if "failed" in answer:
             return owed(technique, test, "not tested", self._why(answer))
@@ -630,7 +630,7 @@ class Gradients:
         text = f"{bound.words(answer)} ({self._taken()})"
         return self._judged(technique, test, verdict, answer, bound, text)
 
-    def _moved(self, technique: Technique) -> GuardRow:
+    def _moved(self, technique: Technique) -> VerificationRow:
         test, answer = "the same gradients through both update rules", self.found["update"]
         if "failed" in answer:
             return owed(technique, test, "not tested", answer["failed"])
@@ -641,7 +641,7 @@ class Gradients:
 
     def _judged(
         self, technique: Technique, test: str, verdict: str, answer: Reply, bound: Bound, text: str
-    ) -> GuardRow:
+    ) -> VerificationRow:
         return owed(technique, test, verdict, text, found=answer["error"], allowed=bound.whole)
 
 

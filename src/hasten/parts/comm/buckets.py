@@ -299,7 +299,7 @@ class RankMeeting:
 
         Raises:
             ValueError: hosts are the scope, and the group has some of the ranks.
-            WireError: their settings differ, or hosts have different numbers of ranks.
+            CommunicationError: their settings differ, or hosts have different numbers of ranks.
         """
         running = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if not running or self.ranks is not None:

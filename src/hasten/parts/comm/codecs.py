@@ -1,8 +1,8 @@
 """Codecs: a flat tensor as a shorter message of bytes, and numbers again from such messages.
 
-    wire = codec("int4")
-    message, finite = wire.encode_with_feedback(gradient, residual)   # uint8
-    mean = wire.decode_mean(messages_of_all_ranks, len(gradient))     # float32
+    communication = codec("int4")
+    message, finite = communication.encode_with_feedback(gradient, residual)   # uint8
+    mean = communication.decode_mean(messages_of_all_ranks, len(gradient))     # float32
 
 | name | bytes per number | what is sent |
 |---|---|---|

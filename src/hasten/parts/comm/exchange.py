@@ -27,7 +27,7 @@ FIRST, SECOND = 0, 1
 LONGEST_SETTINGS = 2048  # bytes of the settings that ranks compare
 
 
-class WireError(CollectiveError):
+class CommunicationError(CollectiveError):
     """Gradients could not travel: a rank has ended, hangs, or wants something else."""
 
 
@@ -99,18 +99,18 @@ class Ranks:
             self._sent[SECOND] += gathered_bytes(values.nbytes, self.world)
         dist.broadcast(values, source, group=group)
 
-    def failed(self, error: Exception) -> WireError:
+    def failed(self, error: Exception) -> CommunicationError:
         """What to raise for an error on the way of gradients: with the rank that it is about."""
-        if isinstance(error, WireError):
+        if isinstance(error, CommunicationError):
             return error
         found = self.reports.failed("averaging gradients", error)
-        return WireError(str(found), found.missing)
+        return CommunicationError(str(found), found.missing)
 
     def agree(self, settings: Mapping[str, Any]) -> None:
         """All ranks must have rank 0's settings.
 
         Raises:
-            WireError: a rank has others; it is named with the first that differs.
+            CommunicationError: a rank has others; it is named with the first that differs.
         """
         text = json.dumps(dict(settings), sort_keys=True).encode()[:LONGEST_SETTINGS]
         mine = torch.zeros(LONGEST_SETTINGS, dtype=torch.uint8)
@@ -121,7 +121,7 @@ class Ranks:
         for rank, found in enumerate(others, start=1):
             for key in sorted({*first, *found}):
                 if first.get(key) != found.get(key):
-                    raise WireError(
+                    raise CommunicationError(
                         f"ranks must compress gradients alike: rank {rank} has {key} "
                         f"{found.get(key)!r} and rank 0 has {first.get(key)!r}"
                     )
@@ -168,7 +168,7 @@ class Hosts:
     """This rank's fellows on its own host and on the others; every rank builds one.
 
     Raises:
-        WireError: hosts have different numbers of ranks.
+        CommunicationError: hosts have different numbers of ranks.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Hosts:
     ) -> None:
         sizes = [len(ranks) for ranks in hosts]
         if len(set(sizes)) > 1:
-            raise WireError(
+            raise CommunicationError(
                 f"scope 'hosts' needs as many ranks on each host, and there are "
                 f"{', '.join(map(str, sizes))}: start as many everywhere, or say scope='all'"
             )

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.parts.comm import buckets as gradients
 from hasten.parts.comm.buckets import BucketExchange, RankMeeting
-from hasten.parts.comm.exchange import Ranks, WireError
+from hasten.parts.comm.exchange import Ranks, CommunicationError
 from hasten.parts.comm.groups import OrderedThread, at_once, bucket_hook
 from hasten.parts.comm.local_sgd import ApartWeights
 from hasten.parts.comm.methods import (
@@ -218,7 +218,7 @@ class GradientCompressor:
 
         Raises:
             ValueError: the model isn't DDP (is DDP), or this compressor has one already.
-            WireError: the ranks' settings differ, or hosts have different numbers of ranks.
+            CommunicationError: the ranks' settings differ, or hosts have different numbers of ranks.
         """
         if self._whole is not None or self._names:
             raise ValueError("this compressor is attached to a model; build one for each model")
@@ -322,14 +322,14 @@ class GradientCompressor:
         """Compare weights over ranks; all call it between the same two steps.
 
         Raises:
-            WireError: a rank's weights are not rank 0's.
+            CommunicationError: a rank's weights are not rank 0's.
         """
         self._meeting.meet(self._travel)
         if self._meeting.ranks is None:
             return
         wrong = self._meeting.ranks.differing(checksum(parameters))
         if wrong:
-            raise WireError(drift_message(wrong, self.steps))
+            raise CommunicationError(drift_message(wrong, self.steps))
 
     def predicted(
         self,

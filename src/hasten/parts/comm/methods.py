@@ -395,7 +395,7 @@ class QuantisedMean(NoExtraMemory):
 # The mean is decoded by a matrix product. Ranks on unlike processors may differ in its last bits,
 # and then drift apart: there `GradientCompressor.check` says so.
 
-WIRE = torch.bfloat16
+COMMUNICATION = torch.bfloat16
 
 
 class PowerSGDMean:
@@ -413,7 +413,7 @@ class PowerSGDMean:
         matrices, rest = self._split(_sum(flat, residual), pieces)
         left_factors = [m @ self._start_of(p, m) for p, m in matrices]
         whole = _together(rest, flat).div_(ranks.world)
-        factors = _together([f / ranks.world for f in left_factors], flat).to(WIRE)
+        factors = _together([f / ranks.world for f in left_factors], flat).to(COMMUNICATION)
         waiting = [ranks.all_reduce(t, FIRST) for t in (factors, whole) if len(t)]
 
         def finish() -> Outcome:
@@ -425,9 +425,9 @@ class PowerSGDMean:
                 return None, None
             bases = [_orthonormal(f) for f in _apart(factors.float(), left_factors)]
             own = [
-                (m.T @ b / ranks.world).to(WIRE) for (_, m), b in zip(matrices, bases, strict=True)
+                (m.T @ b / ranks.world).to(COMMUNICATION) for (_, m), b in zip(matrices, bases, strict=True)
             ]
-            means = _together(own, flat).to(WIRE)
+            means = _together(own, flat).to(COMMUNICATION)
             if len(means):
                 ranks.all_reduce(means, SECOND).wait()
             mean, left = self._outcome(
@@ -441,8 +441,8 @@ class PowerSGDMean:
         matrices, rest = self._split(_sum(flat, residual), pieces)
         if not bool(flat.isfinite().all()):  # waits for the device
             return None, None
-        bases = [_orthonormal((m @ self._start_of(p, m)).to(WIRE).float()) for p, m in matrices]
-        own = [(m.T @ b).to(WIRE) for (_, m), b in zip(matrices, bases, strict=True)]
+        bases = [_orthonormal((m @ self._start_of(p, m)).to(COMMUNICATION).float()) for p, m in matrices]
+        own = [(m.T @ b).to(COMMUNICATION) for (_, m), b in zip(matrices, bases, strict=True)]
         whole = _together(rest, flat)
         return self._outcome(pieces, matrices, bases, own, [q.float() for q in own], whole, 1)
 

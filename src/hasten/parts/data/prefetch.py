@@ -248,7 +248,7 @@ atexit.register(_close_all)
 #
 # The worst deficit of the last some hundred batches, divided by the seconds that a batch is used,
 # is the number of batches that must wait when such a burst begins. So a queue is long enough from
-# the second burst on, also if the first one was hidden by luck, and stays so between bursts.
+# the second burst on, also if the first one was hidden by chance, and stays so between bursts.
 
 REMEMBERED = 512  # batches after which a burst is forgotten, at the earliest
 NOTICEABLE_SECONDS = 1e-3  # a smaller deficit is the scheduler's, not the loader's

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from hasten.parts.comm import groups as full_duplex
 from hasten.parts.comm.buckets import BucketExchange
 from hasten.parts.comm.codecs import ChunkedTopK, Codec, codec
-from hasten.parts.comm.exchange import Ranks, WireError
+from hasten.parts.comm.exchange import Ranks, CommunicationError
 from hasten.parts.comm.methods import BucketPart, CompressionSettings, ErrorMemory, Pieces
 from hasten.parts.comm.rank_check import checksum
 from hasten.parts.distributed.fsdp import (
@@ -287,7 +287,7 @@ class CopiedShards:
         """Compare shards over copies; all ranks call it between the same two steps.
 
         Raises:
-            WireError: a copy's weights are not the first one's.
+            CommunicationError: a copy's weights are not the first one's.
         """
         if self._ranks is None:
             return
@@ -295,7 +295,7 @@ class CopiedShards:
         if wrong:
             alike = next(m for m in self._members if dist.get_rank() in m)
             named = ", ".join(str(alike[place]) for place in wrong)
-            raise WireError(
+            raise CommunicationError(
                 f"copies have drifted apart: after step {self.steps} the shards of rank {named} "
                 f"are not those of rank {alike[0]}; go on from a checkpoint"
             )
@@ -339,7 +339,7 @@ class CopiedShards:
             if group.name in self._sums:
                 shards.add_(self._sums.pop(group.name))
             if shards.numel() != group.row:
-                raise WireError(
+                raise CommunicationError(
                     f"a weight beside {group.name} had no gradient in a step, and copies exchange "
                     "those of all weights that learn: freeze what isn't used"
                 )

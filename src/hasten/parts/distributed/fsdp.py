@@ -191,7 +191,7 @@ def _parameter_groups(member: Any) -> Sequence[Any]:
     if not hasattr(state, "_fsdp_param_group"):
         raise ValueError(
             f"torch {torch.__version__} keeps the groups of FSDP2 where hasten doesn't look for "
-            "them; leave the wire's technique out"
+            "them; leave the communication method's technique out"
         )
     single = state._fsdp_param_group
     return [] if single is None else [single]

@@ -1,4 +1,4 @@
-"""The codecs of ``codec_triton.py`` as operators of torch, which a pretended GPU can count.
+"""The codecs of ``codec_triton.py`` as operators of torch, which a simulated GPU can count.
 
 Triton is imported when an operator runs, so that it may be missing where none does.
 """

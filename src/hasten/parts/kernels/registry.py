@@ -575,7 +575,7 @@ _PRETENDED: set[str] = set()
 
 
 def assume_right(kind: str) -> None:
-    """Takes kernels as right, untried and untimed, on devices of this kind: they are pretended."""
+    """Takes kernels as right, untried and untimed, on devices of this kind: they are simulated."""
     _PRETENDED.add(kind)
 
 

@@ -111,7 +111,7 @@ class MasterWeights:
     def before_backward(self, reduces: bool) -> None:
         """Where gradients are about to be reduced over ranks, let what has added up so far go too.
 
-        The sum is rounded to the working format once, as every gradient on the wire is.
+        The sum is rounded to the working format once, as every gradient over the network is.
         """
         if not reduces:
             return

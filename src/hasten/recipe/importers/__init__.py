@@ -233,7 +233,7 @@ def _beside_deepspeed(draft: RecipeDraft, ranks: int) -> None:
     if words:
         draft.withdraw("deepspeed", f"left out, since {words[0]}", "unmapped")
         return
-    taken = {"accumulate": found.micro_batch, "recompute": found.recompute, "fsdp2": found.stage}
+    taken = {"gradient_accumulation": found.micro_batch, "activation_checkpointing": found.recompute, "fsdp2": found.stage}
     drop = {technique for technique, said in taken.items() if said}
     draft.plan = [e for e in draft.plan if (e if isinstance(e, str) else next(iter(e))) not in drop]
     if found.stage:
@@ -282,7 +282,7 @@ def _is_deepspeed(given: dict[str, Any]) -> bool:
 
 
 def _deepspeed(path: Path, given: dict[str, Any]) -> ImportedRecipe:
-    """Its keys are read where the recipe is; `hasten doctor --ds-config` shows what they become.
+    """Its keys are read where the recipe is; `hasten check --ds-config` shows what they become.
 
     A key of the top that DeepSpeed doesn't know has no effect there: without it, the recipe holds
     the settings themselves.

@@ -212,7 +212,7 @@ def workers(draft: RecipeDraft, key: str, value: Any) -> None:
 def stored_activations(draft: RecipeDraft, key: str, value: Any) -> None:
     """Activations are recomputed unless this is on."""
     if value is not True:
-        draft.use(key, "recompute")
+        draft.use(key, "activation_checkpointing")
     else:
         draft.note(key, "mapped", "nothing is recomputed")
 

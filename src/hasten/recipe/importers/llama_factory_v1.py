@@ -176,9 +176,9 @@ def scheduler(draft: RecipeDraft, key: str, value: Any) -> None:
     rest(draft, key, found)
 
 
-def recompute(draft: RecipeDraft, key: str, value: Any) -> None:
+def activation_checkpointing(draft: RecipeDraft, key: str, value: Any) -> None:
     if value is True:
-        draft.use(key, "recompute")
+        draft.use(key, "activation_checkpointing")
 
 
 def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -236,5 +236,5 @@ KEYS: dict[str, Handler] = table("llama_factory_v1") | {
     "quant_config": quantised,
     "optim_config": optimizer,
     "lr_scheduler_config": scheduler,
-    "enable_activation_checkpointing": recompute,
+    "enable_activation_checkpointing": activation_checkpointing,
 }

@@ -205,7 +205,7 @@ def quantised(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def recomputed(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in (True, "full", "selective"):
-        draft.use(key, "recompute")
+        draft.use(key, "activation_checkpointing")
 
 
 def chat(draft: RecipeDraft, key: str, value: Any) -> None:

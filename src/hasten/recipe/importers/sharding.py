@@ -104,9 +104,9 @@ def _key(draft: RecipeDraft, key: str, name: str, value: Any) -> None:
             draft.row(key, value, "needless", "it is off")
     elif name == "activation_checkpointing":
         if value in (True, "true"):
-            if "recompute" not in draft.techniques:
-                draft.plan.append("recompute")
-            draft.row(key, value, "mapped", "plan: recompute")
+            if "activation_checkpointing" not in draft.techniques:
+                draft.plan.append("activation_checkpointing")
+            draft.row(key, value, "mapped", "plan: activation_checkpointing")
         else:
             draft.row(key, value, "needless", "it is off")
     elif name in NEEDLESS:

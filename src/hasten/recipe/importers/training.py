@@ -179,8 +179,8 @@ def writers(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.note(key, "unmapped", f"hasten doesn't write to {', '.join(map(str, rest))}")
 
 
-recompute = switch(
-    "recompute",
+activation_checkpointing = switch(
+    "activation_checkpointing",
     on=(True, "true", "unsloth", "offload", "offload_disk"),
 )
 
@@ -233,7 +233,7 @@ def batch(
         words = f"{each} {unit} x {passes} passes x {ranks} ranks make the global batch"
         draft.note(accumulation[0], "mapped", words)
     if passes > 1 and not draft.row_tokens:
-        draft.add("accumulate", {"micro_batch_size": each})
+        draft.add("gradient_accumulation", {"micro_batch_size": each})
 
 
 def resumed(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -253,7 +253,7 @@ def saves(draft: RecipeDraft, key: str, value: Any) -> None:
     elif number >= 1:
         draft.say(key, "checkpoint_every", whole(number))
     elif number > 0:
-        words = "say checkpoint_every in steps, or dynamic; `hasten doctor` counts the steps"
+        words = "say checkpoint_every in steps, or dynamic; `hasten check` counts the steps"
         draft.note(key, "unmapped", words)
     else:
         draft.note(key, "needless", "the model is saved at the end")
@@ -261,7 +261,7 @@ def saves(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def save_strategy(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in ("epoch", "best"):
-        words = "say checkpoint_every in steps, or dynamic; `hasten doctor` counts the steps"
+        words = "say checkpoint_every in steps, or dynamic; `hasten check` counts the steps"
         draft.note(key, "unmapped", words)
     else:
         draft.note(key, "needless", "checkpoint_every decides")
@@ -293,7 +293,7 @@ def per_epoch(draft: RecipeDraft, key: str, value: Any) -> None:
 def evaluations(draft: RecipeDraft, key: str, count: float) -> None:
     """So many evaluations of a whole training, as a share of all steps."""
     if float(draft.given.get("max_steps") or 0) > 0:
-        words = "say eval_every in steps; `hasten doctor` says how many there are"
+        words = "say eval_every in steps; `hasten check` says how many there are"
         draft.note(key, "unmapped", words)
     elif count <= 1:
         draft.note(key, "needless", "eval examples are evaluated at the end")
@@ -358,7 +358,7 @@ TRAINING: dict[str, Handler] = table("training") | {
     "max_grad_norm": clipping,
     "bf16": half("bf16"),
     "fp16": half("fp16"),
-    "gradient_checkpointing": recompute,
+    "gradient_checkpointing": activation_checkpointing,
     "save_steps": saves,
     "save_strategy": save_strategy,
     "eval_steps": evaluated,

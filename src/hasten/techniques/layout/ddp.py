@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hasten.core.facts import Facts
 from hasten.core.layout import MeasuresExchange, Traffic, total_norm
 from hasten.core.session import Session
-from hasten.core.setup import Agreement, Setup, Wire
+from hasten.core.setup import Agreement, Setup, Communication
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique, knob
 from hasten.machine.environment import World
@@ -24,7 +24,7 @@ from hasten.parts.comm.groups import sum_over_ranks
 from hasten.parts.comm.link_model import by_link
 from hasten.parts.distributed.ddp import leave_constants, reduce_now
 from hasten.parts.nn.causal_lm import freeze_indexers, may_rest
-from hasten.techniques.wire.traffic import ReplicaTraffic
+from hasten.techniques.communication.traffic import ReplicaTraffic
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Replicas:
         self._device = device
         self.buckets = ""  # what was found out about their size
         self._watched: ReplicaTraffic | None = None
-        self._wire: Wire | None = None
+        self._communication: Communication | None = None
 
     def split(self, module: nn.Module) -> nn.Module:
         return module
@@ -90,10 +90,10 @@ class Replicas:
     def within(self, module: nn.Module) -> nn.Module:
         return module
 
-    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
-        self._wire = wire
-        if isinstance(wire, Agreement) and wire.apart:  # gradients stay where they are
-            wire.attach(module)
+    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
+        self._communication = communication
+        if isinstance(communication, Agreement) and communication.apart:  # gradients stay where they are
+            communication.attach(module)
             return module
         gpu = None if self._device == "cpu" else [torch.device(self._device)]
         cap = self._bucket_cap_mb
@@ -110,13 +110,13 @@ class Replicas:
             find_unused_parameters=may_rest(module),
         )
         leave_constants(wrapped)
-        wire.attach(wrapped)
-        self._watched = ReplicaTraffic(wrapped, wire)
+        communication.attach(wrapped)
+        self._watched = ReplicaTraffic(wrapped, communication)
         return wrapped
 
     def traffic(self) -> Traffic | None:
         """What the step's gradients, or the weights in their place, took on their way."""
-        holder = self._watched or self._wire
+        holder = self._watched or self._communication
         return holder.traffic() if isinstance(holder, MeasuresExchange) else None
 
     def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hasten.core.facts import Facts
 from hasten.core.job import MicroBatch
 from hasten.core.session import Session
-from hasten.core.setup import Setup, Wire
+from hasten.core.setup import Setup, Communication
 from hasten.core.slot import Slot
 from hasten.core.step import EngineParts, StepNumbers, all_finite, forward_of
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
@@ -36,7 +36,7 @@ EXTENSIONS = "TORCH_EXTENSIONS_DIR"
 # What DeepSpeed decides itself, and where it does.
 OWN = {
     Slot.PRECISION: "its number format is its config's (bf16, fp16), or this technique's dtype",
-    Slot.WIRE: "gradients travel in ZeRO's own reduce-scatter; its own way of making them small is "
+    Slot.COMMUNICATION: "gradients travel in ZeRO's own reduce-scatter; its own way of making them small is "
     "zero_quantized_gradients in its config (ZeRO++)",
     Slot.OPTIMIZER: "it hands the job's AdamW flat pieces of many weights, which other rules can't "
     "tell apart",
@@ -145,7 +145,7 @@ class DeepSpeed(Technique):
         ranks, stage = facts.world.size, self._stage()
         dealt = {1: 8.0, 2: 12.0, 3: 16.0}[stage]  # bytes of state per weight
         gone = dealt * facts.model.parameters * (1 - 1 / ranks)
-        return Forecast(wire_bytes=1.5 if stage == 3 else 1.0, resident_bytes=-gone)
+        return Forecast(comm_bytes=1.5 if stage == 3 else 1.0, resident_bytes=-gone)
 
     def _stage(self) -> int:
         """The config's, or this one's where none can be read (``apply`` says why it can't)."""
@@ -193,7 +193,7 @@ class Zero:
     def within(self, module: nn.Module) -> nn.Module:
         return module
 
-    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
+    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
         return module
 
     def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:

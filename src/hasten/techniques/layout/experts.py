@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hasten.core.facts import Facts
 from hasten.core.layout import total_norm
 from hasten.core.session import Session
-from hasten.core.setup import Agreement, NoCompression, Setup, Wire
+from hasten.core.setup import Agreement, NoCompression, Setup, Communication
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
@@ -160,18 +160,18 @@ class ExpertsInDDP:
         )
         return module
 
-    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
-        if isinstance(wire, Agreement) and wire.apart:
+    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
+        if isinstance(communication, Agreement) and communication.apart:
             raise InputError(
                 "expert_parallel: tokens travel between ranks in every pass, so ranks can't train "
-                "apart; choose a wire that compresses gradients, or none"
+                "apart; choose a communication method that compresses gradients, or none"
             )
         shared = self._held()
         self._gradients = ExpertGradients(shared.parameters(), self._replicas, self.averages)
         gpu = None if self._device == "cpu" else [torch.device(self._device)]
         wrapped = replicated(module, shared, device_ids=gpu, bucket_cap_mb=self._bucket_cap_mb)
         leave_constants(wrapped)
-        wire.attach(wrapped)
+        communication.attach(wrapped)
         return wrapped
 
     @contextmanager
@@ -315,11 +315,11 @@ class ExpertsInFSDP:
         self.shared, self._replicas = shared_out("hybrid", module, self._ranks, self._device)
         return module
 
-    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
-        if not isinstance(wire, NoCompression):
+    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
+        if not isinstance(communication, NoCompression):
             raise InputError(
                 "plan: experts beside shards move their gradients in torch's own reduce-scatter, "
-                "which no wire enters here; leave the wire's technique out, or give ep beside dp"
+                "which no communication method enters here; leave the communication method's technique out, or give ep beside dp"
             )
         self._module, shared = module, self._held()
         self.place(module)  # copies are made alike next, by what carries the device's memory

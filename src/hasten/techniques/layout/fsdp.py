@@ -73,7 +73,7 @@ class FSDP2(Technique):
             return Forecast()
         here = 0.0 if self.offload and facts.on_gpu else 1 / shards
         gone = ADAMW_FLOAT32 * facts.model.parameters * (1 - here)
-        return Forecast(wire_bytes=1.5 if self.reshard else 1.0, resident_bytes=-gone)
+        return Forecast(comm_bytes=1.5 if self.reshard else 1.0, resident_bytes=-gone)
 
     def probe(self, session: Session) -> Proof:
         layout, steps = session.setup.layout, session.progress.step

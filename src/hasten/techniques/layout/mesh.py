@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hasten.core.facts import Facts
 from hasten.core.layout import Traffic
-from hasten.core.setup import GivenPrecision, NoCompression, Setup, Wire, on_device
+from hasten.core.setup import GivenPrecision, NoCompression, Setup, Communication, on_device
 from hasten.core.slot import Slot
 from hasten.errors import InputError
 from hasten.parts.comm.groups import sum_over_ranks
@@ -27,7 +27,7 @@ from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
 from hasten.parts.distributed.mesh import MeshSizes, data_mesh
 from hasten.parts.distributed.weight_broadcast import WeightBroadcast
 from hasten.parts.optim.master_weights import MasterWeights
-from hasten.techniques.wire.compressed_wire import Compressed, Exchange, exchange_for
+from hasten.techniques.communication.compressed import Compressed, Exchange, exchange_for
 
 # State of weights that are dealt out as DTensors: made whole, and dealt out again.
 
@@ -129,9 +129,9 @@ class MeshLayout:
         except ValueError as error:
             raise InputError(f"{self.how.name}: {error}") from error
 
-    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
+    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
         self._module, sharding = module, self.how.sharding
-        self._exchange = None if isinstance(wire, NoCompression) else self._entered(wire)
+        self._exchange = None if isinstance(communication, NoCompression) else self._entered(communication)
         if self.data_size > 1 or self.weights.dtype is not None:
             how = Sharding(sharding.reshard, sharding.offload, self.weights.dtype)
             arrival = WeightBroadcast(self.builds) if self._sends else None
@@ -145,14 +145,14 @@ class MeshLayout:
             self._exchange.attach(module)
         return module
 
-    def _entered(self, wire: Wire) -> Exchange:
-        """What makes gradients small on their way; it knows the mesh, and the wire its settings."""
-        compressed = wire if isinstance(wire, Compressed) else None
+    def _entered(self, communication: Communication) -> Exchange:
+        """What makes gradients small on their way; it knows the mesh, and the communication method its settings."""
+        compressed = communication if isinstance(communication, Compressed) else None
         settings = (
             None if compressed is None else CompressionSettings(**compressed.compressor.settings())
         )
         factor = lambda: self._setup.loss_factor  # noqa: E731
-        found = exchange_for(self.how.name, self.sizes, self.mesh, wire, settings, factor)
+        found = exchange_for(self.how.name, self.sizes, self.mesh, communication, settings, factor)
         if compressed is not None:
             compressed.enter(found, merges=self.sizes.dp == self.sizes.tp == 1)
         return found
@@ -169,7 +169,7 @@ class MeshLayout:
         return nullcontext()
 
     def traffic(self) -> Traffic | None:
-        """Bytes of a step's gradients where a wire counts them; of seconds nothing is known."""
+        """Bytes of a step's gradients where a communication method counts them; of seconds nothing is known."""
         if self._exchange is None:
             return None
         before, self._counted = self._counted, self._exchange.sent_bytes

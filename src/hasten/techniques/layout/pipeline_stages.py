@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.layout import total_norm
-from hasten.core.setup import NoCompression, Setup, Wire, on_device, run_once
+from hasten.core.setup import NoCompression, Setup, Communication, on_device, run_once
 from hasten.core.state import order_of
 from hasten.errors import InputError
 from hasten.parts.comm.groups import sum_over_ranks
@@ -45,7 +45,7 @@ from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.compile import Compiling
 from hasten.techniques.layout import mesh as layout_dealt
 from hasten.techniques.layout.tensor import refuse_other_code
-from hasten.techniques.wire.compressed_wire import Compressed
+from hasten.techniques.communication.compressed import Compressed
 
 # One rank's part of a pipeline: a model is cut, stages run, and the whole comes together again.
 
@@ -224,7 +224,7 @@ class Stages(StageWeightsSplit):
     """``data_size`` pipelines side by side; neighbouring ranks make up one of them.
 
     Stages that several pipelines have are copies: their gradients are averaged when all passes of a
-    step are done, in DistributedDataParallel's buckets and by the wire's codec.
+    step are done, in DistributedDataParallel's buckets and by the communication method's codec.
     """
 
     whole = False
@@ -258,12 +258,12 @@ class Stages(StageWeightsSplit):
     def within(self, module: nn.Module) -> nn.Module:
         return module
 
-    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
-        check_wire(wire, self.data_size)
+    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
+        check_communication(communication, self.data_size)
         if self.data_size > 1:
             group = self.mesh.get_group("dp")
             self._replicas = DistributedDataParallel(module, process_group=group)
-            wire.attach(self._replicas)
+            communication.attach(self._replicas)
         return module
 
     def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
@@ -300,24 +300,24 @@ class Stages(StageWeightsSplit):
         return nullcontext(False) if self.data_rank else self.cut.put_together()
 
 
-def check_wire(wire: Wire, pipelines: int) -> None:
-    """InputError for a wire that can't carry what the pipelines exchange."""
-    if isinstance(wire, NoCompression):
+def check_communication(communication: Communication, pipelines: int) -> None:
+    """InputError for a communication method that can't carry what the pipelines exchange."""
+    if isinstance(communication, NoCompression):
         return
-    if not isinstance(wire, Compressed):
+    if not isinstance(communication, Compressed):
         raise InputError(
             f"plan: pipelines average the gradients of their stages, which "
-            f"{type(wire).__name__.lower()} can't do for some of the ranks; take half, quantised, "
-            "topk or powersgd as the wire, or none"
+            f"{type(communication).__name__.lower()} can't do for some of the ranks; take half, quantised, "
+            "topk or powersgd as the communication method, or none"
         )
     if pipelines == 1:
         raise InputError(
-            f"plan: {wire.kind} has nothing to compress in a single pipeline, whose ranks exchange "
+            f"plan: {communication.kind} has nothing to compress in a single pipeline, whose ranks exchange "
             "hidden states alone; leave it out, or set stages below the number of ranks"
         )
-    if wire.compressor.settings()["scope"] != "all":
+    if communication.compressor.settings()["scope"] != "all":
         raise InputError(
-            f"plan: {wire.kind} with scope hosts works on gradients of all ranks, and pipelines "
+            f"plan: {communication.kind} with scope hosts works on gradients of all ranks, and pipelines "
             "average stage by stage; set scope to all"
         )
 
@@ -382,11 +382,11 @@ class StagesInPieces(StageWeightsSplit):
             raise InputError(f"hybrid: {error}") from error
         return module
 
-    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
-        if not isinstance(wire, NoCompression):
+    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
+        if not isinstance(communication, NoCompression):
             raise InputError(
                 "plan: stages in pieces move their gradients in torch's own reduce-scatter, which "
-                "no wire enters here; leave the wire's technique out, or give pp beside dp alone"
+                "no communication method enters here; leave the communication method's technique out, or give pp beside dp alone"
             )
         self._module = module
         if self.data_size > 1:

@@ -405,7 +405,7 @@ def gather_state(mine: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[s
 
 def _send(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
     """To the first rank of the group, one after the other."""
-    device = _wire_device(group)
+    device = _communication_device(group)
     about = [[(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]]
     dist.send_object_list(about, group=group, group_dst=0, device=device)
     for tensor in tensors.values():
@@ -414,7 +414,7 @@ def _send(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _received(source: int, group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
-    device = _wire_device(group)
+    device = _communication_device(group)
     about: list[Any] = [None]
     dist.recv_object_list(about, group=group, group_src=source, device=device)
     for name, shape, dtype in about[0]:
@@ -424,7 +424,7 @@ def _received(source: int, group: dist.ProcessGroup) -> Iterator[tuple[str, Tens
         yield name, tensor
 
 
-def _wire_device(group: dist.ProcessGroup) -> torch.device:
+def _communication_device(group: dist.ProcessGroup) -> torch.device:
     """Where messages of a group have to lie."""
     if dist.get_backend(group) == "gloo":
         return torch.device("cpu")

@@ -1,0 +1,1 @@
+"""What bench_communication.py runs on the ranks."""

@@ -1,1 +1,0 @@
-"""What bench_wire.py runs on the ranks."""

@@ -1,0 +1,331 @@
+"""``hasten check``: all of a recipe, or of a DeepSpeed file, that is checked without training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from hasten.cli.arguments import Overrides
+from hasten.core.plan import Plan
+from hasten.core.slot import Slot
+from hasten.core.technique import Technique
+from hasten.errors import InputError
+from hasten.machine.environment import World
+
+if TYPE_CHECKING:
+    from hasten.core.facts import Facts
+    from hasten.recipe.prepared_data import PreparedData
+    from hasten.recipe.schema import Recipe
+
+SHOWN = 3  # files that are named
+
+
+def doctor(
+    path: Annotated[
+        Path | None, typer.Argument(help="the recipe, a YAML file", metavar="RECIPE")
+    ] = None,
+    overrides: Overrides = None,
+    ds_config: Annotated[
+        Path | None,
+        typer.Option(help="show what becomes of each key of a ds_config.json"),
+    ] = None,
+    faults: Annotated[
+        bool, typer.Option("--faults", help="kill, damage and resume this job, and compare")
+    ] = False,
+) -> int:
+    """Check a recipe without training: data, model, plan, obstacles, disk."""
+    if ds_config is not None:
+        return show_ds_config(ds_config, path, overrides or [])
+    if path is None:
+        raise InputError("doctor: give a recipe, or --ds-config FILE")
+    if faults:
+        from hasten.training.fault_test import check_faults
+
+        return check_faults(path, overrides or [])
+    from hasten.launch import transport
+    from hasten.recipe.prepare import first_example
+    from hasten.recipe.schema import load_recipe
+
+    recipe = load_recipe(path, overrides or [])
+    checks = _Checks()
+    checks.note("recipe", f"{path} is well formed")
+    checks.run("output", lambda: _folder(Path(recipe.output)))
+    _kernels(checks)
+    checks.note("transport", transport.shown(recipe.transport))
+    data = checks.run("data", lambda: _data(recipe))
+    if data is not None:
+        _sources(recipe, data, checks)
+    # After the data: a preset's size depends on the tokenizer that is trained on them.
+    known = checks.run("model", lambda: _model(recipe, data))
+    if known is not None:
+        for note in checks.run("weights", lambda: _weights(recipe)) or ():
+            checks.note("weights", note)
+        if data is not None:
+            checks.run("built", lambda: _built(recipe, data))
+        _gpu(known, checks)
+        for hint in transport.hints(recipe.transport, known.on_gpu):
+            checks.note("transport", f"hint: {hint}", "warn")
+        checks.run("disk", lambda: _space(recipe, known))
+        checks.run("ceiling", lambda: _ceiling(recipe, known))
+        plan = _techniques(recipe, known, checks)
+        if plan is not None and data is not None:
+            checks.run("batch", lambda: _batch(recipe, data, known, plan))
+            checks.run("memory", lambda: _memory(recipe, data, known, plan), _may_run_out)
+    if data is not None:
+        print(f"\n{first_example(data)}")
+    return 2 if checks.failed else 0
+
+
+Status = Literal["ok", "warn", "FAIL"]
+
+
+class _Checks:
+    """Runs checks one after the other; a failed one doesn't keep the next from running."""
+
+    def __init__(self) -> None:
+        self.failed = False
+
+    def note(self, name: str, text: str, status: Status = "ok") -> None:
+        print(f"{status:<4} {name:<12} {text}", flush=True)
+        self.failed = self.failed or status == "FAIL"
+
+    def run(
+        self,
+        name: str,
+        check: Callable[[], tuple[str, Any]],
+        doubtful: Callable[[str], bool] = lambda text: False,
+    ) -> Any:
+        """The check's value, or None where it failed; a text that is ``doubtful`` is a warning."""
+        try:
+            text, value = check()
+        except InputError as error:
+            self.note(name, str(error), "FAIL")
+            return None
+        self.note(name, text, "warn" if doubtful(text) else "ok")
+        return value
+
+
+def _may_run_out(text: str) -> bool:
+    from hasten.recipe.memory_check import MAY_RUN_OUT
+
+    return MAY_RUN_OUT in text
+
+
+def _folder(output: Path) -> tuple[str, None]:
+    from hasten.recipe.prepare import check_folder
+
+    check_folder(output)
+    return f"{output} can be written", None
+
+
+def _kernels(checks: _Checks) -> None:
+    """Which of the processor's kernels run here; without them the plain way does."""
+    from hasten.parts.kernels import amx, codec, rowwise
+
+    libraries = {"rows": rowwise.library(), "tiles": amx.library(), "codec": codec.library()}
+    words = ", ".join(f"{name}: {found.reason or 'compiled'}" for name, found in libraries.items())
+    # Tiles need AMX, which most processors don't have; the others need a compiler alone.
+    lacking = libraries["rows"].reason or libraries["codec"].reason
+    checks.note("kernels", words, "warn" if lacking else "ok")
+
+
+def _gpu(known: Facts, checks: _Checks) -> None:
+    """The GPU's kernels, each tried on small inputs; what was refused before is tried again."""
+    from hasten.machine import host
+    from hasten.recipe.gpu_check import check_kernels
+
+    found = check_kernels(known, lambda text: checks.note("gpu kernels", text, "warn"), again=True)
+    good = [name for name, verdict in found.items() if not verdict.fault]
+    if good:
+        where = host.accelerator_words(known.device)
+        checks.note("gpu kernels", f"agree with float64 on {where}: {', '.join(good)}")
+    if unsteady := [name for name in good if not found[name].repeats]:
+        checks.note("gpu kernels", f"give other bits each time: {', '.join(unsteady)}", "warn")
+
+
+def _model(recipe: Recipe, data: PreparedData | None) -> tuple[str, Facts]:
+    from hasten.recipe.build import facts_of
+
+    known = facts_of(recipe, data)
+    model = known.model
+    text = (
+        f"{recipe.model}: {model.architecture}, {model.layers} layers, "
+        f"{model.parameters / 1e6:,.1f} M parameters, on {known.device}"
+    )
+    return text, known
+
+
+def _weights(recipe: Recipe) -> tuple[str, list[str]]:
+    from hasten.recipe.prepare import is_random, weight_notes
+
+    notes = weight_notes(recipe)
+    return "drawn from the seed" if is_random(recipe) else "fit the config", notes
+
+
+def _built(recipe: Recipe, data: PreparedData) -> tuple[str, None]:
+    """The model as `hasten train` makes it, but without memory for its weights."""
+    from hasten.models.adapters import lora_targets
+    from hasten.recipe.build import build_model
+
+    model: Any = build_model(recipe, data, skeleton=True)
+    text = f"{type(model).__name__}, attention: {model.config._attn_implementation}"
+    if recipe.finetuning_type == "lora":
+        targets = lora_targets(model, recipe.lora_targets)
+        text += f", LoRA on {len(targets)} modules"
+    return text, None
+
+
+def _data(recipe: Recipe) -> tuple[str, PreparedData]:
+    from hasten.recipe.prepared_data import prepare_data
+
+    data = prepare_data(recipe, Path(recipe.output) / "data", tell=lambda text: None)
+    examples = data.example_stats
+    text = (
+        f"{examples.count:,} examples, {examples.tokens:,} tokens, longest {examples.longest:,}, "
+        f"{examples.trained_share:.0%} trained, {len(data.eval_data):,} held out, "
+        f"{len(data.note.rejected)} left out"
+    )
+    return text, data
+
+
+def _sources(recipe: Recipe, data: PreparedData, checks: _Checks) -> None:
+    """What the files were taken for, and how many examples the cut concerns."""
+    from hasten.recipe.prepared_data import overlap, template_advice
+
+    note = data.note
+    files = [f"{file} ({note.containers.get(file, '?')}): {s}" for file, s in note.shapes.items()]
+    if files:
+        rest = f", and {len(files) - SHOWN} more files" if len(files) > SHOWN else ""
+        checks.note("files", ", ".join(files[:SHOWN]) + rest)
+    advice = overlap(data).advice
+    if advice:
+        checks.note("held out", advice, "warn")
+    for sentence in template_advice(recipe, data):
+        checks.note("template", sentence, "warn")
+    if note.long:
+        fate = f"cutoff_len={recipe.cutoff_len} (too_long: {recipe.too_long})"
+        checks.note("long", f"{note.long:,} examples are longer than {fate}", "warn")
+
+
+def _space(recipe: Recipe, known: Facts) -> tuple[str, None]:
+    from hasten.recipe.prepare import check_space
+
+    check_space(Path(recipe.output), known)
+    return "room for the run", None
+
+
+def _batch(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> tuple[str, None]:
+    from hasten.recipe.build import batch_of, check_batch_of_ranks, job_of
+
+    examples = data.example_stats
+    ranks = max(recipe.nproc, known.world.size)
+    check_batch_of_ranks(recipe, ranks, examples.tokens / max(examples.count, 1))
+    job = job_of(recipe, data, known, plan)
+    batch = batch_of(recipe)
+    unit = f"{batch.examples} examples" if batch.examples else f"{batch.tokens:,} tokens"
+    return f"{unit} a step, {job.schedule.total_steps:,} steps", None
+
+
+def _memory(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> tuple[str, None]:
+    """What a rank will need; ranks of one machine share its memory."""
+    from hasten.core.setup import prepare
+    from hasten.recipe.build import job_of
+    from hasten.recipe.memory_check import memory_words
+    from hasten.techniques.layout.ddp import DDP
+
+    if recipe.nproc > 1:
+        known = replace(known, world=World(size=recipe.nproc))
+        plan = plan if Slot.LAYOUT in plan else plan.with_(DDP())
+    job = job_of(recipe, data, known, plan)
+    text, _ = memory_words(recipe, prepare(job, plan, known, Path(recipe.output) / "checkpoints"))
+    return text, None
+
+
+def _ceiling(recipe: Recipe, known: Facts) -> tuple[str, None]:
+    from hasten.recipe.peak_flops import ceiling_of
+
+    found = ceiling_of(recipe, known)
+    if found is not None:
+        return f"MFU of {found.source}", None
+    later = recipe.ceiling == "measure"
+    return "measured before the first step" if later else "none is known: no MFU", None
+
+
+def _plan(recipe: Recipe, known: Facts) -> tuple[str, Plan]:
+    from hasten.recipe.build import requested_plan
+    from hasten.recipe.candidates import candidates, first_plan
+
+    plan = requested_plan(recipe)
+    if recipe.auto_plan is None:
+        return str(plan), plan
+    plan = first_plan(candidates(recipe, known, recipe.auto_plan.fidelity), plan, known)
+    return f"auto, which begins with {plan} (hasten train --choose-only shows its choice)", plan
+
+
+def _techniques(recipe: Recipe, known: Facts, checks: _Checks) -> Plan | None:
+    """The plan that a run would use; None where a technique stands in its way."""
+    plan: Plan | None = checks.run("plan", lambda: _plan(recipe, known))
+    usable = plan
+    for technique in plan or ():
+        reasons = technique.obstacles(known)
+        skipped = bool(reasons) and recipe.on_obstacle == "skip"
+        idle = "" if reasons else _idle(technique, recipe)
+        words = "; ".join(reasons) or idle or f"{technique.slot.value}: no obstacle"
+        status: Status = "FAIL" if reasons and not skipped else "ok"
+        if skipped or idle:
+            status = "warn"
+        checks.note(technique.name(), words + (" (skipped)" if skipped else ""), status)
+        if reasons and usable is not None:
+            usable = usable.without(technique) if skipped else None
+    return usable
+
+
+def _idle(technique: Technique, recipe: Recipe) -> str:
+    """Why a layout changes nothing in this run; empty where it does."""
+    from hasten.machine import environment
+
+    alone = recipe.nproc == 1 and environment.world().size == 1
+    if technique.slot is not Slot.LAYOUT or not alone or getattr(technique, "offload", False):
+        return ""
+    return "one rank holds everything, so it changes nothing: give nproc, or start with torchrun"
+
+
+# ``hasten check --ds-config FILE``: what becomes of each key of a DeepSpeed configuration.
+
+
+def show_ds_config(file: Path, recipe: Path | None, overrides: Sequence[str]) -> int:
+    """Print a line for each key and what a recipe gets from it; 2 if a key is refused."""
+    from hasten.parts.distributed.deepspeed_config import HONOURED, IGNORED, REFUSED
+    from hasten.recipe.preset_plans import entries_of
+    from hasten.recipe.shorthands import meaning_of, settings_of, techniques_of, world_of
+    from hasten.recipe.yaml_reader import read_overrides, read_yaml_file
+
+    values: dict[str, Any] = read_yaml_file(recipe, "recipe") if recipe else {}
+    if not isinstance(values, dict):
+        raise InputError(f"{recipe} is not a recipe: it must be lines of `key: value`")
+    values |= read_overrides(overrides)
+    try:
+        plan = entries_of(values.get("plan") or [])
+        found = meaning_of(file, values, plan)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    width = max((len(row.key) for row in found.rows), default=0)
+    for fate in (HONOURED, IGNORED, REFUSED):
+        for row in found.rows:
+            if row.fate == fate:
+                print(f"{fate:<9} {row.key:<{width}}  {row.words}")
+    ranks = world_of(values)
+    print(f"\nto a recipe, for {ranks} rank(s):")
+    if ranks == 1:
+        print("  one rank: ZeRO has nothing to shard, whatever its stage; give nproc=N for several")
+    for name, value in settings_of(found).items():
+        print(f"  {name}: {value}")
+    for entry in techniques_of(found, values):
+        print(f"  plan: {entry}")
+    if not found.refused:
+        print(f"`deepspeed: {file}` in a recipe trains so; deep_speed in its plan, on DeepSpeed")
+    return 2 if found.refused else 0

@@ -1,0 +1,104 @@
+"""``hasten verify``: the proofs of equal quality that a recipe's techniques owe, on its own job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hasten.cli.arguments import Overrides, RecipePath, writable
+from hasten.errors import FAILED, InputError
+
+if TYPE_CHECKING:
+    from hasten.measure.quality.verification import Rows
+    from hasten.measure.recipe_experiment import ExperimentSubject
+    from hasten.progress import Display
+
+
+def verification(
+    path: RecipePath,
+    overrides: Overrides = None,
+    seeds: Annotated[
+        int, typer.Option(min=0, help="paired trainings for each technique of other mathematics")
+    ] = 0,
+    tokens: Annotated[
+        int, typer.Option(min=0, help="tokens of each such training; 0: those of 50 steps")
+    ] = 0,
+    margin: Annotated[
+        float, typer.Option(help="by how much the eval loss may be worse, a share")
+    ] = 0.01,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="write the findings here as well")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="time for all of it: 20m, 1h30m; the rest is not tested")
+    ] = None,
+) -> int:
+    """Prove that a recipe's techniques keep the model as good as they promise."""
+    from hasten.measure.quality.verification import VerificationDesign, verified
+    from hasten.measure.quality.requirements import failures
+    from hasten.measure.recipe_experiment import prepared
+    from hasten.progress import Display
+    from hasten.recipe.schema import load_recipe
+    from hasten.recipe.yaml_reader import read_duration
+
+    if not 0 < margin < 1:
+        raise InputError(f"--margin is {margin}; give a share above 0 and below 1, such as 0.01")
+    writable("--json", json_out)
+    seconds = None if budget is None else read_duration(budget)
+    design = VerificationDesign(seeds=seeds, tokens=tokens, margin=margin, budget_seconds=seconds)
+    with Display() as display:
+        subject = prepared(load_recipe(path, overrides or []), display, ranks=True)
+        recipe, known, plan = subject.recipe, subject.known, subject.plan
+        if not len(plan) and recipe.nproc == 1:
+            raise InputError("plan: there is nothing to prove; list techniques under plan")
+        found = verified(recipe, known, plan, subject.data_key, design, display.tell)
+    if json_out is not None:
+        json_out.write_text(json.dumps(found, indent=1))
+    show(found)
+    return FAILED if failures(found) else 0
+
+
+def beforehand(
+    wanted: bool, seeds: int, fresh: bool, display: Display, budget_seconds: float | None = None
+) -> Callable[[ExperimentSubject], Mapping[str, Any]]:
+    """What an experiment's report says of the verification, found before the first variant starts."""
+    from hasten.measure.quality.verification import VerificationDesign, verified
+    from hasten.measure.quality.requirements import failures
+
+    def find(subject: ExperimentSubject) -> Mapping[str, Any]:
+        if not wanted:
+            return {}
+        design, tell = VerificationDesign(seeds=seeds, budget_seconds=budget_seconds), display.tell
+        recipe, known, plan = subject.recipe, subject.known, subject.plan
+        found = verified(recipe, known, plan, subject.data_key, design, tell, fresh)
+        for line in failures(found):
+            display.tell(f"verification: FAIL {line}")
+        return found
+
+    return find
+
+
+def show(found: Rows) -> None:
+    """Two tables, for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from hasten.measure.quality.requirements import failures
+
+    console = Console(highlight=False, width=None if Console().is_terminal else 120)
+    for title, key, names in (
+        ("the plan as a whole", "invariance", ("what", "verdict", "text")),
+        ("what each technique owes", "verification", ("technique", "fidelity", "verdict", "text")),
+    ):
+        table = Table(title=title, title_justify="left", show_edge=False, show_lines=False)
+        for name in names:
+            table.add_column(name, overflow="fold")
+        for row in found[key]:
+            table.add_row(*(str(row[name]) for name in names))
+        console.print(table, "", sep="\n", markup=False)
+    for line in failures(found):
+        print(f"FAIL {line}")

@@ -1,0 +1,182 @@
+"""What a training's step takes on its GPU beside what the GPU allows by simulation, after a few steps.
+
+    step 4   its operators are counted as they run: bytes, FLOPs, seconds by simulation, part by part
+    step 5   runs as ever, on the session's clock
+    one line the step's share of paper; below 40 % also the part that is farthest from it
+
+Counting changes no number. It takes one step some times as long, and where it fails, training goes
+on without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.timing import BACKWARD, FORWARD, OPTIMIZER, Clock, StepMetrics, step_total
+from hasten.errors import InputError
+from hasten.measure.gpu_simulation.operators import cost
+from hasten.measure.gpu_simulation.roofline import SimulatedDevice, simulated_device
+
+LOG = logging.getLogger(__name__)
+COUNTED_STEP = 4  # the first steps build kernels and the optimizer's state
+FAR = 0.4  # of paper: below it the line says which part is farthest
+PARTS = (FORWARD, BACKWARD, OPTIMIZER)
+ELSEWHERE = ("c10d", "_c10d_functional", "prim")  # messages between ranks; questions about tensors
+
+
+def comparison_of(
+    session: Session, known: Facts, tell: Callable[[str], None]
+) -> SimulationComparison | None:
+    """For a training on one GPU that is known; compiled code hides its operators."""
+    compiled = any(t.name() == "compiled" for t in session.setup.plan)
+    if not known.on_gpu or known.world.size > 1 or compiled:
+        return None
+    name = known.hardware.accelerators[0].name
+    try:
+        device = simulated_device(name.removeprefix("NVIDIA "))
+    except InputError:
+        return None
+    return SimulationComparison(session, device, name, tell)
+
+
+class SimulationComparison:
+    """Counts one step of a session, and tells how the next compares.
+
+    Args:
+        session: with a clock that counts; its steps go through `note`.
+        device: the GPU by simulation.
+        name: the GPU as its driver names it.
+        tell: is told the line.
+    """
+
+    def __init__(
+        self, session: Session, device: SimulatedDevice, name: str, tell: Callable[[str], None]
+    ) -> None:
+        self._session, self._name, self._tell = session, name, tell
+        self._counter = OperatorCounter(device)
+        self._inner: Clock = session.setup.clock
+        self._counted_positions = self._steps = 0
+
+    def note(self, metrics: StepMetrics) -> None:
+        """After each step."""
+        self._steps += 1
+        if self._steps == COUNTED_STEP - 1:
+            self._inner = self._session.setup.clock
+            clock: Any = _CountingClock(self._counter, self._inner)
+            self._session.setup.clock = clock
+            self._counter.__enter__()
+        elif self._steps == COUNTED_STEP:
+            self._end()
+            self._counted_positions = metrics.positions
+        elif self._steps == COUNTED_STEP + 1 and not self._counter.failed:
+            paper = _scaled(self._counter.seconds, metrics.positions / max(self._counted_positions, 1))
+            self._tell(line(self._inner.steps[-1], paper, self._name))
+
+    def between_steps(self, *_: Any) -> None:
+        """What ran since the last step is part of none: an evaluation, say."""
+        self._counter.forget()
+
+    def close(self) -> None:
+        """Stop counting, where a training ends in the counted step."""
+        if self._session.setup.clock is not self._inner:
+            self._end()
+
+    def _end(self) -> None:
+        self._counter.__exit__(None, None, None)
+        self._session.setup.clock = self._inner
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Adds up what the operators of real tensors take on a device by simulation, by part of the step."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()
+        self._device = device
+        self._pending = 0.0
+        self._documents: dict[int, tuple[int, ...]] = {}
+        self.failed = False
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def mark(self, part: str) -> None:
+        """What ran since the mark before was this part."""
+        self.seconds[part] += self._pending
+        self.forget()
+
+    def forget(self) -> None:
+        """What ran since the mark before belongs to no part."""
+        self._pending = 0.0
+        self._documents = {}  # of tensors that are freed, whose memory others may get
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in (Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented  # its operator comes again with the tensors inside
+        out = func(*args, **(kwargs or {}))
+        if not self.failed and func.namespace not in ELSEWHERE:
+            try:
+                self._count(func, args, kwargs or {}, out)
+            except Exception:  # whatever an operator has that nobody thought of
+                self.failed = True
+                LOG.debug("a step's operators couldn't be counted", exc_info=True)
+        return out
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        found = cost(func, args, kwargs, out, self._lengths(func, args))
+        self._pending += self._device.seconds(found)
+
+    def _lengths(self, func: Any, args: Any) -> tuple[int, ...]:
+        """Of the documents in a packed row, from where an attention is told that they begin."""
+        if "varlen" not in func._schema.name:
+            return ()
+        flat = (t for t in tree_leaves(args) if isinstance(t, Tensor))
+        starts = next((t for t in flat if t.dtype is torch.int32 and t.dim() == 1), None)
+        if starts is None:
+            return ()
+        if starts.data_ptr() not in self._documents:
+            self._documents[starts.data_ptr()] = tuple(starts.diff().tolist())
+        return self._documents[starts.data_ptr()]
+
+
+class _CountingClock:
+    """A session's clock that tells the counter where the step is."""
+
+    def __init__(self, counter: OperatorCounter, inner: Clock) -> None:
+        self._counter, self._inner = counter, inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def mark(self, part: str) -> None:
+        self._counter.mark(part)
+        self._inner.mark(part)
+
+
+def line(measured: Mapping[str, float], paper: Mapping[str, float], name: str) -> str:
+    """A step's seconds by part beside those by simulation, as a sentence."""
+    whole, least = step_total(measured), sum(paper.values())
+    share = least / whole
+    text = (
+        f"a step takes {1e3 * whole:,.0f} ms on {name}, and {1e3 * least:,.0f} ms at least on "
+        f"paper: {share:.0%} of the speed that the GPU allows"
+    )
+    if share >= FAR:
+        return text
+    known = {p: paper[p] / measured[p] for p in PARTS if measured.get(p) and paper.get(p)}
+    if not known:
+        return text
+    part = min(known, key=lambda p: known[p])
+    return f"{text}; farthest is {part} with {known[part]:.0%}: see `hasten profile`"
+
+
+def _scaled(seconds: Mapping[str, float], by: float) -> dict[str, float]:
+    """Passes grow with the tokens of a step, the optimizer doesn't."""
+    return {part: s * (1.0 if part == OPTIMIZER else by) for part, s in seconds.items()}

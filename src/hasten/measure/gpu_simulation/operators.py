@@ -1,0 +1,162 @@
+"""What an operator costs on a GPU, by simulation: kernels launched, bytes moved, FLOPs.
+
+Bytes are the least that has to move: every operand read once, every result written once. A cache
+makes it less where operands are small, and a poor kernel makes it more. Launches are one for an
+operator, or what torch's sources have for those that take several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from hasten.measure.gpu_simulation.roofline import ATTENTION, FP8, HALF, SINGLE, CallCost
+
+NOTHING = CallCost()
+# No kernel: memory that is only reserved, or only looked at.
+FREE = frozenset(
+    {*("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh")}
+    | {*("detach", "alias", "_unsafe_view", "_reshape_alias", "view_as", "set_")}
+)
+# Kernels of operators that take several (aten/src/ATen/native/cuda, and profiles of others).
+KERNELS = {
+    "nonzero": 4,
+    "sort": 6,
+    "argsort": 6,
+    "topk": 2,
+    "cumsum": 2,
+    "histc": 3,
+    "bincount": 4,
+    "index_put": 6,
+    "index_put_": 6,
+    "_index_put_impl_": 6,
+    "embedding_dense_backward": 8,
+    "masked_select": 5,
+    "_unique2": 8,
+    "linalg_vector_norm": 2,
+    "_grouped_mm": 2,
+    "float8_both": 3,  # the largest numbers begin as zeros
+    "float8_columns": 3,
+    "native_layer_norm_backward": 2,
+    "_fused_rms_norm_backward": 2,
+    "rms_norm_backward": 2,
+    "_varlen_attn_backward": 3,
+    "_flash_attention_backward": 3,
+    "_scaled_dot_product_flash_attention_backward": 3,
+    "_scaled_dot_product_efficient_attention_backward": 3,
+    "_scaled_dot_product_cudnn_attention_backward": 3,
+    "adamw_": 3,  # of hasten's; two are copies of its tables
+}
+# Numbers of a multi-tensor kernel's chunk; chunks and tensors of a launch (MultiTensorApply.cuh).
+CHUNK, CHUNKS, TENSORS = 65536, 320, 48
+OVERWRITES = frozenset({"zero_", "fill_", "copy_", "random_", "normal_", "uniform_", "bernoulli_"})
+TAKES = frozenset({"embedding", "index_select", "index", "gather"})  # reads what it gives, no more
+NOT_READ = frozenset({"copies"})  # arguments of hasten's operators that are only written
+READS_TWICE = frozenset({"float8_both", "float8_columns"})  # scales come before numbers
+PUTS = frozenset({"scatter_add_", "scatter_", "index_add_", "index_copy_", "index_fill_"})
+
+
+def cost(func: Any, args: Any, kwargs: Any, out: Any, documents: Sequence[int]) -> CallCost:
+    """Of a call and its result.
+
+    Args:
+        documents: lengths of the documents in a packed row; attention goes by their squares.
+    """
+    name = func._schema.name.split("::")[1]
+    given = _tensors((args, kwargs))
+    made = _tensors(out)
+    writes = func._schema.is_mutable
+    if name in FREE or (made and not writes and _is_view(func)) or not (given or made):
+        return NOTHING
+    launches = _launches(name, args)
+    return CallCost(
+        launches,
+        _moved(func, name, args, given, made),
+        *_flops(func, name, args, kwargs, out, given, documents),
+    )
+
+
+def touched(tensor: Tensor) -> int:
+    """Bytes of a tensor that lie in memory: an expanded dimension counts once."""
+    count: int = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride or not size else 1
+    return count
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Each once."""
+    found = {id(t): t for t in tree_leaves(values) if isinstance(t, Tensor)}
+    return list(found.values())
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None for r in returns)
+
+
+def _moved(func: Any, name: str, args: Any, given: list[Tensor], made: list[Tensor]) -> int:
+    if name in TAKES:
+        return 2 * sum(map(touched, made)) + sum(map(touched, given[1:]))
+    if name in PUTS:
+        return 3 * sum(map(touched, given[1:]))  # of what is changed, so much and no more
+    read = sum(map(touched, given)) * (2 if name in READS_TWICE else 1)
+    if not func._schema.is_mutable:
+        return read + sum(map(touched, made))
+    told = list(zip(args, func._schema.arguments, strict=False))
+    written = sum(map(touched, _tensors([a for a, s in told if s.is_write])))
+    unread = [a for a, s in told if s.name in NOT_READ]
+    unread += [given[0]] if name in OVERWRITES else []
+    return written + read - sum(map(touched, _tensors(unread)))
+
+
+def _launches(name: str, args: Any) -> int:
+    if not name.startswith(("_foreach", "_fused_adam", "_amp_foreach")):
+        return KERNELS.get(name, 1)
+    lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
+    if not lists:
+        return 1
+    chunks = sum(ceil(t.numel() / CHUNK) for t in lists[0])
+    several: int = max(ceil(chunks / CHUNKS), ceil(len(lists[0]) / TENSORS))
+    return several + (name == "_foreach_norm")  # partial sums are added up by another
+
+
+def _flops(
+    func: Any,
+    name: str,
+    args: Any,
+    kwargs: Any,
+    out: Any,
+    given: list[Tensor],
+    documents: Sequence[int],
+) -> tuple[float, str]:
+    if "attn" in name or "attention" in name:
+        return _attention(name, given, documents), ATTENTION
+    if name == "_scaled_mm":
+        return 2.0 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1], FP8
+    if name == "_grouped_mm":  # (rows, k) x (experts, k, n), or (m, rows) x (rows, n)
+        width = args[1].shape[-1]
+        return 2.0 * args[0].shape[0] * args[0].shape[1] * width, HALF
+    counted = flop_registry.get(func._overloadpacket)
+    if counted is None:
+        return 0.0, HALF
+    wide = any(t.dtype in (torch.float32, torch.float64) for t in given)
+    return float(counted(*args, **kwargs, out_val=out)), SINGLE if wide else HALF
+
+
+def _attention(name: str, given: list[Tensor], documents: Sequence[int]) -> float:
+    """Two products over half of the pairs; five in the backward pass (arXiv:2307.08691, 3.1)."""
+    backward = "backward" in name
+    query, key, value = given[1:4] if backward else given[:3]
+    width: int = query.shape[-1] + value.shape[-1]
+    if query.dim() == 3:  # rows of all documents one after another: (rows, heads, width)
+        pairs: float = query.shape[1] * sum(n * n for n in documents) / 2
+    else:  # (examples, heads, rows, width)
+        pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] / 2
+    return 2.0 * pairs * width * (2.5 if backward else 1.0)

@@ -1,0 +1,150 @@
+"""One step of a session by simulation: a warm-up step, then one that counts.
+
+Blocks of a model are alike, and so are the passes of a step. Each count is a + bL + cM + dLM in
+layers L and passes M, so that traces with two numbers of each tell the whole model's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hasten.core.plan import Plan
+from hasten.core.session import Session
+from hasten.core.step import training
+from hasten.core.timing import Clock, StepMetrics
+from hasten.measure.gpu_simulation.tracer import Key, RankMessage, Tracer
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
+
+PEAK, BETWEEN_STEPS, TOKENS = ("peak", "", ""), ("between_steps", "", ""), ("tokens", "", "")
+MODEL_FLOPS = ("model_flops", "", "")
+WARM_UP = 2  # steps: in the first an optimizer makes its state, in the second DDP its buckets
+FEW_PASSES = 3  # a step of so many is traced as it is
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step's counts, and what was seen of devices."""
+
+    counts: Mapping[Key, float]
+    devices: frozenset[str]
+    messages: Mapping[RankMessage, int]
+
+
+class MarkedClock:
+    """A session's clock that tells the tracer where a step is."""
+
+    def __init__(self, tracer: Tracer, inner: Clock) -> None:
+        self._tracer, self._inner = tracer, inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def mark(self, part: str) -> None:
+        self._tracer.mark(part)
+        self._inner.mark(part)
+
+
+def traced(build: Callable[[], Session], tracer: Tracer) -> Traced:
+    """Build a session, warm up, and count the next step."""
+    with on_simulated_device(tracer):
+        session = build()
+        session.setup.clock = MarkedClock(tracer, session.setup.clock)
+        running = training(session)
+        for _ in range(WARM_UP):
+            next(running)
+        between = tracer.live
+        tracer.clear()
+        metrics: StepMetrics = next(running)
+        tracer.mark("")
+    counts = dict(tracer.counts)
+    counts |= {PEAK: tracer.peak, BETWEEN_STEPS: between, TOKENS: metrics.tokens}
+    counts[MODEL_FLOPS] = metrics.model_flops or 0.0
+    return Traced(counts, frozenset(tracer.devices), dict(tracer.messages))
+
+
+def extrapolated(
+    trace: Callable[[int, int], Mapping[Key, float]],
+    layers: int,
+    passes: int,
+    fewest: int = 2,
+) -> dict[Key, float]:
+    """The counts of a step with so many layers and passes, from those of a few.
+
+    The peak grows with layers alone: passes follow each other.
+    """
+    few_passes = (passes,) if passes <= FEW_PASSES else (2, 3)
+    few_layers = (layers,) if layers <= fewest + 1 else (fewest, fewest + 1)
+    found = {(n, m): trace(n, m) for n, m in itertools.product(few_layers, few_passes)}
+
+    def over_layers(key: Key, m: int) -> float:
+        first = found[few_layers[0], m].get(key, 0.0)
+        more = found[few_layers[-1], m].get(key, 0.0) - first
+        return first + more * (layers - few_layers[0])
+
+    counts = {}
+    for key in {key for one in found.values() for key in one}:
+        first, last = over_layers(key, few_passes[0]), over_layers(key, few_passes[-1])
+        beyond = 0 if key == PEAK else passes - few_passes[0]
+        counts[key] = first + (last - first) * beyond
+    return counts
+
+
+def treats_alike(plan: Plan) -> bool:
+    """Whether a plan does the same to every layer, and not to a share of them."""
+    return not any(isinstance(t, ActivationCheckpointing) and t.budget is not None for t in plan)
+
+
+@contextlib.contextmanager
+def on_simulated_device(tracer: Tracer) -> Iterator[None]:
+    """Operators inside run on the simulated device, and the tracer counts them."""
+    # On the device's own thread torch.tensor(.., device="cuda") would ask for memory.
+    with _watching(tracer), torch.autograd.set_multithreading_enabled(False), tracer:
+        yield
+
+
+@contextlib.contextmanager
+def _watching(tracer: Tracer) -> Iterator[None]:
+    """Tell the tracer of what doesn't come to it: calls of modules, storages, waits, threads."""
+    call, resize = torch.nn.Module.__call__, torch.UntypedStorage.resize_
+    run = threading.Thread.run
+    accelerator: Any = torch.accelerator
+    cuda: Any = torch.cuda
+    module: Any = torch.nn.Module
+    storage: Any = torch.UntypedStorage
+    waits = accelerator.synchronize
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tracer.entered_module()
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            tracer.left_module()
+
+    def resized(self: Any, size: int) -> Any:
+        out = resize(self, size)
+        tracer.resized(self)
+        return out
+
+    def synchronise(*_: Any, **__: Any) -> None:
+        tracer.synchronised("synchronize")
+
+    def run_traced(self: Any) -> None:
+        with tracer:
+            run(self)
+
+    module.__call__, storage.resize_ = called, resized
+    thread: Any = threading.Thread
+    thread.run = run_traced
+    accelerator.synchronize = cuda.synchronize = synchronise
+    try:
+        yield
+    finally:
+        module.__call__, storage.resize_, thread.run = call, resize, run
+        accelerator.synchronize = cuda.synchronize = waits

@@ -1,0 +1,125 @@
+"""RECOMPUTE: which activations are kept for the backward pass."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Forecast, Proof, Switch, Technique, knob, setting
+from hasten.parts.nn.recompute import BlockRecompute
+from hasten.techniques import batch as changing
+
+MEASURED_EXAMPLES = 4  # of the micro-batch on which the probe measures
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing(Technique):
+    """Blocks keep their inputs alone; backward computes the rest of a block again."""
+
+    slot = Slot.RECOMPUTE
+    fidelity = Fidelity.EXACT
+    segments: int | None = setting(
+        None, "recompute in so many runs of blocks, the last kept; none: each block by itself"
+    )
+    budget: float | None = knob(
+        None, "share of the blocks' bytes that may stay", choices=(0.25, 0.5, 0.75)
+    )
+    offload: bool = setting(False, "recompute nothing, keep activations in host memory (GPU)")
+
+    def __post_init__(self) -> None:
+        BlockRecompute(self.segments, self.budget, self.offload)  # refuses what doesn't fit
+
+    def apply(self, setup: Setup) -> None:
+        setup.recompute = BlockRecompute(self.segments, self.budget, self.offload)
+
+    def switches(self, session: Session) -> tuple[Switch, ...]:
+        """Whether to recompute at all, where everything that is kept then fits twice over."""
+        found = session.setup.recompute
+        if not isinstance(found, BlockRecompute) or self.offload or not session.setup.layout.whole:
+            return ()
+        sizes, positions = _measured(session, found), changing.largest_micro_batch(session)
+        if sizes is None:
+            return ()
+        kept, whole, measured = sizes
+        more = 2 * (whole - kept) * positions / measured if positions else math.inf
+        if not changing.fits(session, more):
+            return ()
+
+        def change(on: bool) -> None:
+            found.resting = not on
+
+        return (Switch(self.name(), (True, False), lambda: not found.resting, change),)
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        found = []
+        if self.offload and not facts.on_gpu:
+            found.append(
+                f"activations of {facts.model.architecture} are in host memory already on a "
+                "processor, so there is nothing to move; leave offload out"
+            )
+        if self.segments is not None and 0 < facts.model.layers < self.segments:
+            found.append(
+                f"segments is {self.segments}, but {facts.model.architecture} has "
+                f"{facts.model.layers} blocks here; give at most that"
+            )
+        return tuple(found)
+
+    def forecast(self, facts: Facts) -> Forecast:
+        """A third of a step's FLOPs is the forward pass; what is recomputed runs it again."""
+        if self.offload:
+            return Forecast()
+        share = 1.0
+        if self.budget is not None:
+            share = 1 - self.budget
+        elif self.segments is not None and facts.model.layers:
+            size = facts.model.layers // self.segments
+            share = size * (self.segments - 1) / facts.model.layers
+        return Forecast(flops=1 + share / 3)
+
+    def probe(self, session: Session) -> Proof:
+        found = session.setup.recompute
+        if not isinstance(found, BlockRecompute):
+            return Proof(False, "every activation is kept")
+        acted = found.passes > 0
+        done = f"{found.passes} passes of blocks {'kept on the host' if self.offload else 'again'}"
+        if found.resting:
+            return Proof(acted, f"{done}, until all fitted and was kept: that was faster")
+        sizes = _measured(session, found)
+        if sizes is None:
+            return Proof(acted, done)
+        kept, whole, _ = (size / 1e6 for size in sizes)
+        return Proof(
+            acted and sizes[0] < sizes[1],
+            f"saved {kept:.2f} MB of activations where {whole:.2f} MB would be, "
+            f"on {MEASURED_EXAMPLES} examples; {done}",
+        )
+
+
+def _measured(session: Session, recompute: BlockRecompute) -> tuple[int, int, int] | None:
+    """Bytes of a micro-batch kept for backward, recomputing and not, and its positions."""
+    setup, job, module = session.setup, session.setup.job, session.loss_module
+    if not len(job.examples):
+        return None  # a stream of the user's own is not ours to read from
+    count = min(MEASURED_EXAMPLES, len(job.examples))
+    batch = (setup.collate or job.collate)([job.examples[i] for i in range(count)]).to(job.device)
+
+    def forward() -> object:
+        with setup.precision.region():
+            return module(**batch.inputs)
+
+    passes = recompute.passes
+    gpu = [] if job.device == "cpu" else [torch.device(job.device)]
+    with torch.random.fork_rng(devices=gpu):
+        kept = recompute.saved_bytes(forward, module)
+        with recompute.off():
+            whole = recompute.saved_bytes(forward, module)
+    recompute.passes = passes
+    return (
+        (kept, whole, batch.counts.positions) if whole else None
+    )  # no rank of a pipeline runs a pass by itself

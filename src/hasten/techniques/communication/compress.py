@@ -1,0 +1,138 @@
+"""COMMUNICATION: what travels between ranks in the place of full gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hasten.core.facts import Facts
+from hasten.core.technique import Fidelity, Forecast, Technique, knob, setting
+from hasten.errors import InputError
+from hasten.parts.comm.gradient_compressor import GradientCompressor
+from hasten.techniques.communication.compressed import CompressesGradients, memory
+from hasten.techniques.communication.local import LocalSteps, Stream
+
+DENSE = "share of the run's steps at the start in which gradients travel in full"
+SMALL = "buckets of fewer numbers travel in full"
+CHECK = "steps between two comparisons of all ranks' weights; 0: never"
+SCOPE = "all ranks exchange them so, or hosts: within a host they travel in full"
+RING_BYTES = 8.0  # that a ring of many ranks sends per float32 number
+
+
+@dataclass(frozen=True)
+class Half(CompressesGradients):
+    """Gradients travel in 16 bits and are averaged in float32."""
+
+    auto = "try"
+    fidelity = Fidelity.ROUNDING
+    dtype: str = knob("bf16", "format of a number that travels", choices=("bf16", "fp16"))
+    minimum: int = setting(4096, SMALL)
+    check_every: int = setting(100, CHECK)
+    scope: str = setting("all", SCOPE)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bf16", "fp16"):
+            raise ValueError(f"dtype is {self.dtype!r}; it must be bf16 or fp16")
+        super().__post_init__()
+
+    @property
+    def method(self) -> dict[str, Any]:
+        return {"sparsity_method": "half" if self.dtype == "fp16" else "bf16"}
+
+    def forecast(self, facts: Facts) -> Forecast:
+        return Forecast(comm_bytes=0.5)
+
+
+@dataclass(frozen=True)
+class Quantised(CompressesGradients):
+    """Gradients travel in 8 or 4 bits, and what they leave out returns in the next step."""
+
+    auto = "try"
+    bits: int = knob(8, "of a number that travels", choices=(8, 4))
+    dense_share: float = setting(0.0, DENSE)
+    minimum: int = setting(4096, SMALL)
+    check_every: int = setting(100, CHECK)
+    scope: str = setting("all", SCOPE)
+
+    def __post_init__(self) -> None:
+        if self.bits not in (8, 4):
+            raise ValueError(f"bits is {self.bits}; it must be 8 or 4")
+        super().__post_init__()
+
+    @property
+    def method(self) -> dict[str, Any]:
+        return {"sparsity_method": f"int{self.bits}"}
+
+    def forecast(self, facts: Facts) -> Forecast:
+        share = (self.bits / 8 + 2 / 256) / 4  # codes, and a bf16 scale for each 256
+        return Forecast(comm_bytes=share, resident_bytes=memory(facts))
+
+
+@dataclass(frozen=True)
+class TopK(CompressesGradients):
+    """The largest few gradients travel, and the others wait until they have added up."""
+
+    ratio: float = knob(0.05, "share of the numbers that travels", low=0.01, high=0.5, log=True)
+    momentum: float = setting(0.0, "Deep Gradient Compression's correction, for plain SGD; 0: none")
+    dense_share: float = setting(0.1, DENSE)
+    minimum: int = setting(4096, SMALL)
+    check_every: int = setting(100, CHECK)
+    scope: str = setting("all", SCOPE)
+
+    @property
+    def method(self) -> dict[str, Any]:
+        return {
+            "sparsity_method": "topk",
+            "compression_ratio": self.ratio,
+            "momentum": self.momentum,
+        }
+
+    def forecast(self, facts: Facts) -> Forecast:
+        # Three bytes for what is kept, from every rank to every other.
+        share = 3 * self.ratio * facts.world.size / RING_BYTES
+        return Forecast(comm_bytes=share, resident_bytes=memory(facts))
+
+
+@dataclass(frozen=True)
+class PowerSGD(CompressesGradients):
+    """A matrix of gradients travels as two thin factors; what they leave out returns."""
+
+    auto = "try"
+    rank: int = knob(16, "columns of a factor", low=1, high=128, log=True)
+    dense_share: float = setting(0.1, DENSE)
+    minimum: int = setting(4096, SMALL)
+    check_every: int = setting(100, CHECK)
+    scope: str = setting("all", SCOPE)
+
+    @property
+    def method(self) -> dict[str, Any]:
+        return {"sparsity_method": "powersgd", "rank": self.rank}
+
+    def forecast(self, facts: Facts) -> Forecast:
+        # Of a square matrix of the model's width: 2 factors of 2 bytes against 4.
+        share = min(1.0, self.rank / max(facts.model.hidden_size, 1))
+        return Forecast(comm_bytes=share, resident_bytes=memory(facts))
+
+
+def technique_of(compressor: GradientCompressor) -> Technique:
+    """The technique with a compressor's settings; it builds one of its own for each run."""
+    given = compressor.settings()
+    method, minimum, scope = given["method"], given["minimum"], given["scope"]
+    if given["dense_steps"]:
+        raise InputError(
+            "a trainer counts its dense start as a share of the run: give a technique with "
+            "dense_share in the place of a compressor with dense_steps"
+        )
+    if method == "none":
+        raise InputError("a compressor with sparsity_method 'none' compresses nothing: give False")
+    found: dict[str, Technique] = {
+        "half": Half("fp16", minimum, scope=scope),
+        "bf16": Half("bf16", minimum, scope=scope),
+        "int8": Quantised(8, 0.0, minimum, scope=scope),
+        "int4": Quantised(4, 0.0, minimum, scope=scope),
+        "topk": TopK(given["ratio"], given["momentum"], 0.0, minimum, scope=scope),
+        "powersgd": PowerSGD(given["rank"], 0.0, minimum, scope=scope),
+        "diloco": LocalSteps(given["every"]),
+        "stream": Stream(),
+    }
+    return found[method]

@@ -1,0 +1,339 @@
+"""What the techniques that compress gradients share: a run's compressor in the slot COMMUNICATION.
+
+Its memory is in checkpoints, its proof counts the bytes, and what a technique of that kind has to
+say of itself is its ``method``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup, Communication
+from hasten.core.slot import Slot
+from hasten.core.technique import Claim, Fidelity, Proof, Technique
+from hasten.errors import InputError
+from hasten.parts.comm.exchange import CommunicationError
+from hasten.parts.comm.gradient_compressor import GradientCompressor
+from hasten.parts.comm.methods import CompressionSettings
+from hasten.parts.distributed.compressed_shards import CopiedShards, ShardedGradients
+from hasten.parts.distributed.fsdp import why_not
+from hasten.parts.distributed.mesh import MeshSizes
+from hasten.techniques.communication.traffic import no_torch_distributed
+
+# What COMMUNICATION does where a layout deals weights out: which ranks exchange small gradients, and how.
+#
+#     pieces of weights alone      a codec in the reduce-scatter            scope all
+#     copies of whole layers       a codec between copies                   scope all or hosts
+#     copies of pieces             pieces in full, a codec between copies   scope hosts
+#
+# Where layers are cut, their norms lie whole on all ranks that share them and have to stay the same
+# there; a format that rounds each number by itself keeps them so, codes in blocks don't.
+
+Exchange = ShardedGradients | CopiedShards
+
+
+def exchange_for(
+    layout: str,
+    sizes: MeshSizes,
+    mesh: DeviceMesh,
+    communication: Communication,
+    settings: CompressionSettings | None,
+    scale: Callable[[], float],
+) -> Exchange:
+    """What is to be attached to the sharded module; the module has no axis of copies then, where
+    they exchange.
+
+    Args:
+        settings: the communication method's, if it compresses gradients.
+
+    Raises:
+        InputError: this communication method can't enter this layout.
+    """
+    reason = _reason(layout, sizes, communication, settings)
+    if reason:
+        raise InputError(f"plan: {reason}")
+    assert settings is not None  # otherwise there is a reason
+    try:
+        if sizes.dp == 1:
+            return ShardedGradients(settings, scale)
+        return CopiedShards(settings, members(mesh), scale)
+    except ValueError as error:
+        raise InputError(f"plan: {layout}: {error}") from error
+
+
+def members(mesh: DeviceMesh) -> list[tuple[int, ...]]:
+    """For each shard, and piece of layers, the ranks that have it, one of each copy."""
+    by_copy = mesh.mesh.flatten(1)  # (dp, shard x tp)
+    return [tuple(column.tolist()) for column in by_copy.T]
+
+
+def _reason(layout: str, sizes: MeshSizes, communication: Communication, settings: CompressionSettings | None) -> str:
+    """Why not, in one sentence; empty when nothing is in the way."""
+    if settings is None:
+        return (
+            f"{layout} adds gradients up as they become shards, which "
+            f"{type(communication).__name__.lower()} can't enter; take half, quantised or topk as the communication method, "
+            "leave it out, or take ddp as the layout"
+        )
+    if sizes.data_size == 1:
+        return (
+            f"all ranks of {layout} see the same examples, so no gradients travel between ranks "
+            "that a communication method could make small; leave the communication method's technique out"
+        )
+    if sizes.dp > 1 and sizes.shard > 1 and settings.scope == "all":
+        return (
+            f"{layout} has {sizes.dp} copies of {sizes.shard} pieces, and between copies alone "
+            "gradients can be made small; say scope: hosts"
+        )
+    if sizes.dp == 1 and settings.scope == "hosts":
+        return (
+            f"{layout} has one copy of the model, so nothing goes between hosts alone; say scope: "
+            "all, or replicas (in hybrid, dp), one for each host"
+        )
+    if sizes.tp > 1 and settings.method not in ("half", "bf16"):
+        return (
+            f"ranks that share a layer in {layout} each hold its norms whole, and "
+            f"{settings.method} would round them by what lies beside them, which differs from rank "
+            "to rank; take half as the communication"
+        )
+    return why_not()
+
+
+def proof_of(exchange: Exchange, session: Session, note: str) -> Proof:
+    """Whether gradients were compressed, and in how many bytes."""
+    between = "to other copies in a step" if isinstance(exchange, CopiedShards) else "in a pass"
+    sent = exchange.predicted()
+    acted = exchange.compresses and session.progress.step > 0 and exchange.sent_bytes > 0
+    return Proof(
+        acted,
+        f"{exchange.steps} steps, {exchange.sent_bytes:,} bytes sent by this rank, {sent:,} "
+        f"{between} past the dense start{note}",
+    )
+
+
+# The communication method.
+
+UNKNOWN_START = 100  # steps of the dense start where nobody knows the run's length
+
+
+class CompressesGradients(Technique):
+    """A technique that averages gradients by a method of :class:`GradientCompressor`.
+
+    Its settings ``minimum``, ``check_every`` and ``scope``, and ``dense_share`` where it has one,
+    mean the same with all methods.
+    """
+
+    slot = Slot.COMMUNICATION
+    fidelity = Fidelity.LOSSY
+    claims = (Claim("tokens_per_second", 1.12, "the articles' gradient compression: +12 % speed"),)
+
+    @property
+    @abstractmethod
+    def method(self) -> dict[str, Any]:
+        """The compressor's settings that are the method's own."""
+
+    def __post_init__(self) -> None:
+        settings = self.settings()
+        share = settings.get("dense_share", 0.0)
+        if settings["check_every"] < 0:
+            raise ValueError("check_every can't be negative")
+        if not 0 <= share <= 1:
+            raise ValueError(f"dense_share is {share}; it is a share of the steps, 0 to 1")
+        GradientCompressor(communication_backend=None, **self._given())
+
+    def apply(self, setup: Setup) -> None:
+        """With one rank nothing travels, and nothing is to be done."""
+        if setup.facts.world.size == 1:
+            return
+        settings = self.settings()
+        start = dense_steps(setup, settings.get("dense_share", 0.0))
+        given = {**self._given(), "dense_steps": start}
+        setup.communication = Compressed(setup, self.name(), given, settings["check_every"])
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        return no_torch_distributed()
+
+    def probe(self, session: Session) -> Proof:
+        communication = session.setup.communication
+        if not isinstance(communication, Compressed) or communication.kind != self.name():
+            return Proof(False, "gradients were not compressed: one rank, or another communication")
+        return communication.proof(session)
+
+    def _given(self) -> dict[str, Any]:
+        settings = self.settings()
+        return {**self.method, "minimum": settings["minimum"], "scope": settings["scope"]}
+
+
+class Compressed:
+    """A run's compressor: a step counts when its weights move, and weights are compared at times.
+
+    Where a layout deals weights out, an exchange between shards takes the compressor's place.
+
+    A checkpoint has the memory of every rank. With another number of ranks each goes on with the
+    mean, so that nothing of what is owed is lost; where only hosts exchange compressed gradients,
+    memory begins anew.
+    """
+
+    def __init__(self, setup: Setup, kind: str, given: dict[str, Any], check_every: int) -> None:
+        self.kind, self.compressor = kind, GradientCompressor(communication_backend=None, **given)
+        self.merged_from = self.lost_from = 0  # ranks whose memory became a mean, or was left
+        self.shards: Exchange | None = None
+        self._merges = True  # ranks' memories are of the same weights
+        self._setup, self._check_every, self._updates = setup, check_every, 0
+
+    def attach(self, module: nn.Module) -> None:
+        if isinstance(module, DistributedDataParallel):
+            try:
+                self.compressor.attach(
+                    module, loss_scale=lambda: self._setup.loss_factor, confirmed=True
+                )
+            except CommunicationError as error:  # hosts or settings that don't go together
+                raise InputError(f"{self.kind}: {error}") from error
+
+    def enter(self, exchange: Exchange, merges: bool) -> None:
+        """A layout that deals weights out has found what to exchange.
+
+        Args:
+            merges: ranks remember what they left out of the same weights.
+        """
+        self.shards, self._merges = exchange, merges
+
+    def before_update(self, parameters: Sequence[Tensor]) -> None:
+        (self.shards or self.compressor).confirm()
+
+    def after_update(self, parameters: Sequence[Tensor]) -> None:
+        self._updates += 1
+        if self._check_every and self._updates % self._check_every == 0:
+            (self.shards or self.compressor).check(parameters)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of all ranks, on the first; every rank calls it."""
+        mine = self.compressor.state_dict()
+        if self.shards is not None:
+            mine["travel"] = self.shards.state()
+        parted = self._setup.layout.data_size < self.size or self.compressor.hosts > 1
+        if parted or self.shards is not None:  # ranks may remember other weights
+            rows: list[Any] = [None] * self.size
+            dist.gather_object(mine, rows if self.is_main else None)
+            states = rows
+        else:
+            states = _of_ranks(mine, self)
+        return {"technique": self.kind, "ranks": states if self.is_main else []}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        world, states = self._setup.facts.world, state["ranks"]
+        if state["technique"] != self.kind:
+            raise InputError(
+                f"the checkpoint was written with {state['technique']} and the plan has "
+                f"{self.kind}; resume with the plan that wrote it, or choose another folder"
+            )
+        if len(states) != world.size:
+            alike = self.compressor.settings()["scope"] == "all" and self._merges
+            if not alike or not _same_sizes(states):  # whose it was isn't whose it is
+                self.lost_from = len(states)
+                return
+            self.merged_from = len(states)
+            states = [_mean(states)] * world.size
+        try:
+            if self.shards is not None:
+                self.shards.load(states[world.rank]["travel"])
+            else:
+                self.compressor.load_state_dict(states[world.rank])
+        except ValueError as error:
+            raise InputError(f"{self.kind}: {error}; resume with the plan that wrote it") from error
+
+    def proof(self, session: Session) -> Proof:
+        """Whether gradients were compressed, and in how many bytes."""
+        merged = f"; memory is the mean of {self.merged_from} ranks'" if self.merged_from else ""
+        if self.lost_from:
+            merged = f"; the memory of {self.lost_from} ranks was left behind"
+        if self.shards is not None:
+            return proof_of(self.shards, session, merged)
+        compressor = self.compressor
+        trained = [p for p in session.loss_module.parameters() if p.requires_grad]
+        sent = compressor.predicted(trained) if compressor.steps else 0
+        if compressor.hosts == 1:
+            return Proof(False, "nothing was compressed: scope is hosts, and all ranks share one")
+        what = (
+            f"{sent:,} {'by its host to others ' if compressor.hosts else ''}in a compressed step"
+        )
+        return Proof(
+            compressor.compresses and (compressor.sent_bytes > 0 or compressor.hosts > 1),
+            f"{compressor.steps} steps, {compressor.sent_bytes:,} bytes sent by this rank, "
+            f"{what}{merged}",
+        )
+
+    @property
+    def sent_bytes(self) -> int:
+        return (self.shards or self.compressor).sent_bytes
+
+    @property
+    def is_main(self) -> bool:
+        return self._setup.facts.world.is_main
+
+    @property
+    def size(self) -> int:
+        return self._setup.facts.world.size
+
+
+def dense_steps(setup: Setup, share: float) -> int:
+    job = setup.job
+    steps = job.stop.steps
+    if steps is None and job.stop.epochs is not None and len(job.examples) and job.batch.examples:
+        steps = job.stop.epochs * math.ceil(len(job.examples) / job.batch.examples)
+    if not share:
+        return 0
+    return UNKNOWN_START if steps is None else math.ceil(share * steps)
+
+
+def memory(facts: Facts) -> float:
+    """Error feedback in float32, twice while a step lasts."""
+    return 8.0 * facts.model.parameters if facts.world.size > 1 else 0.0
+
+
+def _of_ranks(value: Any, communication: Compressed) -> list[Any]:
+    """Each rank's ``value``; its tensors travel, the rest is alike on all ranks."""
+    if isinstance(value, Tensor):
+        rows = communication.compressor.gathered(value.flatten())
+        if not communication.is_main:
+            return [value] * communication.size
+        return [row.view(value.shape).clone() for row in rows]
+    if isinstance(value, dict):
+        found: list[dict[str, Any]] = [{} for _ in range(communication.size)]
+        for key in sorted(value):
+            for place, item in zip(found, _of_ranks(value[key], communication), strict=True):
+                place[key] = item
+        return found
+    return [value] * communication.size
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """The mean of nested states: what is owed stays the same for any number of ranks."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        return torch.stack(list(values)).mean(0)
+    if isinstance(first, dict):
+        return {key: _mean([value[key] for value in values]) for key in first}
+    return first
+
+
+def _same_sizes(values: Sequence[Any]) -> bool:
+    """Whether nested states hold tensors of the same names and shapes."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        return all(v.shape == first.shape for v in values)
+    if isinstance(first, dict):
+        alike = all(isinstance(v, dict) and v.keys() == first.keys() for v in values)
+        return alike and all(_same_sizes([v[key] for v in values]) for key in first)
+    return True

@@ -1,0 +1,243 @@
+"""COMMUNICATION: ranks that train apart and send weights instead of gradients."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hasten.core.facts import Facts
+from hasten.core.job import WorkCounts
+from hasten.core.layout import Traffic
+from hasten.core.session import Session
+from hasten.core.setup import Setup, Communication
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.errors import InputError
+from hasten.parts.comm import local_sgd, streaming_local_sgd
+from hasten.parts.comm.codecs import codec
+from hasten.parts.comm.local_sgd import ApartWeights, Buffers, same_start
+from hasten.techniques.communication.traffic import WeightTraffic, no_torch_distributed
+
+AUTO = "auto"
+ON_LINK = "in what format differences travel"
+DDP_BYTES = 8.0  # of gradients that a ring of many ranks sends per weight: 2 x float32
+Parameters = Sequence[Tensor]
+Build = Callable[[Parameters], ApartWeights]
+
+
+class TrainsApart(Technique):
+    """A technique under which ranks train alone and exchange weights."""
+
+    slot = Slot.COMMUNICATION
+    fidelity = Fidelity.LOSSY
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        return no_torch_distributed()
+
+    def probe(self, session: Session) -> Proof:
+        communication = session.setup.communication
+        part = communication.part if isinstance(communication, Apart) and communication.kind == self.name() else None
+        if part is None:
+            return Proof(False, "ranks did not train apart")
+        pieces, kind = len(part.drift.edges), "float32" if part.codec is None else part.codec.name
+        return Proof(
+            part.exchanges > 0,
+            f"{part.exchanges} exchanges among {part.drift.size} ranks, {part.message_bytes:,} "
+            f"bytes each, {pieces} fragment(s) in {kind}; waited {part.waited_seconds:.2f} s for "
+            "them",
+        )
+
+
+@dataclass(frozen=True)
+class LocalSteps(TrainsApart):
+    """Ranks train alone for some steps, then average their weights (local SGD, DiLoCo)."""
+
+    every: int = knob(20, "steps between two averages", low=1, high=500, log=True)
+    outer: str = knob("mean", "mean, or nesterov (DiLoCo) for long runs", choices=local_sgd.OUTER)
+    codec: str = knob("int4", ON_LINK, choices=("none", "bf16", "int8", "int4", "sign"))
+    timeout_seconds: int = setting(600, "how long a rank waits for the others")
+
+    def __post_init__(self) -> None:
+        local_sgd.check(self.every, self.outer)
+        codec(self.codec)  # refuses unknown ones
+        _check_timeout(self.timeout_seconds)
+
+    def apply(self, setup: Setup) -> None:
+        limit = datetime.timedelta(seconds=self.timeout_seconds)
+
+        def build(parameters: Parameters) -> local_sgd.LocalSteps:
+            return local_sgd.LocalSteps(
+                parameters, self.every, self.outer, codec(self.codec), timeout=limit
+            )
+
+        train_apart(setup, self, build)
+
+    def forecast(self, facts: Facts) -> Forecast:
+        copies = 2 if self.outer == "nesterov" else 1
+        return _forecast(facts, self.codec, self.every, copies)
+
+
+@dataclass(frozen=True)
+class Stream(TrainsApart):
+    """Ranks train alone; in each step a fragment of their weights travels and is averaged."""
+
+    fragments: str | int = knob(
+        AUTO, "fragments of the weights; auto: as many as the link asks for", choices=(AUTO, 2)
+    )
+    codec: str = knob(
+        AUTO,
+        f"{ON_LINK}; auto: int4, signs on a slow link",
+        choices=(AUTO, "bf16", "int8", "int4", "sign"),
+    )
+    timeout_seconds: int = setting(600, "how long a rank waits for the others")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fragments, str) and self.fragments != AUTO:
+            raise ValueError(f"fragments is {self.fragments!r}; it is auto or a number")
+        streaming_local_sgd.check(self._count)
+        if self.codec != AUTO:
+            codec(self.codec)  # refuses unknown ones
+        _check_timeout(self.timeout_seconds)
+
+    @property
+    def _count(self) -> int | None:
+        return None if isinstance(self.fragments, str) else self.fragments
+
+    def apply(self, setup: Setup) -> None:
+        limit = datetime.timedelta(seconds=self.timeout_seconds)
+
+        def build(parameters: Parameters) -> streaming_local_sgd.Stream:
+            found = None if self.codec == AUTO else codec(self.codec)
+            return streaming_local_sgd.Stream(parameters, found, self._count, timeout=limit)
+
+        train_apart(setup, self, build)
+
+    def forecast(self, facts: Facts) -> Forecast:
+        name = streaming_local_sgd.USUAL if self.codec == AUTO else self.codec
+        return _forecast(facts, name, self._count or 2, copies=1)
+
+
+class Apart(Communication):
+    """A run's communication, and its agreement: a step goes by what this rank knows."""
+
+    apart = True
+
+    def __init__(self, setup: Setup, kind: str, build: Build) -> None:
+        self.setup, self.kind, self._build = setup, kind, build
+        self.part: ApartWeights | None = None
+        self._module = nn.Module()
+        self._buffers: Buffers | None = None
+        self._traffic: WeightTraffic | None = None
+        self._tokens, self._stop = 0, False
+
+    def attach(self, module: nn.Module) -> None:
+        self._module = module
+        same_start(module)
+
+    def after_update(self, parameters: Parameters) -> None:
+        self._done(self._tokens)
+
+    def skipped(self) -> None:
+        self._done(0)
+
+    def counts(self, mine: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
+        """What this rank has, times the ranks; whether an exchange has told of a wish to stop."""
+        part = self._running()
+        self._tokens, self._stop = mine.trained_tokens, stop
+        size = self.setup.layout.size
+        return WorkCounts(*(size * value for value in astuple(mine))), part.stop
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values * self.setup.layout.size
+
+    def settle(self) -> None:
+        if self.part is None or self._buffers is None:
+            return  # no step was begun: all are as they started
+        if self.part.settle():
+            self.setup.precision.publish()
+            self._buffers.average()
+        if self._traffic is not None:
+            self._traffic.begin()  # what was waited for now is no step's
+
+    def traffic(self) -> Traffic | None:
+        """What the step's exchange took; None before the first."""
+        return None if self._traffic is None else self._traffic.traffic()
+
+    def others(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Tensor by tensor, so that a rank beside the first holds no more than its own."""
+        size, first = self.setup.layout.size, self.setup.facts.world.rank == 0
+        found: list[dict[str, Tensor]] = [{} for _ in range(size - 1)] if first else []
+        for name, tensor in state.items():
+            here = [torch.empty_like(tensor) for _ in range(size)] if first else None
+            dist.gather(tensor.contiguous(), here, dst=0)
+            for place, value in zip(found, (here or [])[1:], strict=False):
+                place[name] = value
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"technique": self.kind, "part": self._running().state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["technique"] != self.kind:
+            raise InputError(
+                f"the checkpoint was written with {state['technique']} and the plan has "
+                f"{self.kind}; resume with the plan that wrote it, or choose another folder"
+            )
+        try:
+            self._running().load_state_dict(state["part"])
+        except ValueError as error:
+            raise InputError(f"{self.kind}: {error}; resume with the plan that wrote it") from error
+
+    def _running(self) -> ApartWeights:
+        """The part, built when all ranks begin their first step, after weights were restored."""
+        if self.part is None:
+            self.part = self._build(self.setup.precision.parameters())
+            self._buffers = Buffers(self._module, self.part.drift)
+            self._traffic = WeightTraffic(self.part)
+        return self.part
+
+    def _done(self, tokens: int) -> None:
+        if self._running().after_step(tokens, self._stop):
+            self.setup.precision.publish()
+
+
+def train_apart(setup: Setup, technique: Technique, build: Build) -> None:
+    """Make a part the communication method of a run on several ranks; on one rank nothing is to be done.
+
+    Raises:
+        InputError: the plan or the job needs what ranks that train apart don't know.
+    """
+    if setup.facts.world.size == 1:
+        return
+    name = technique.name()
+    if setup.job.stop.tokens is not None:
+        raise InputError(
+            f"plan: {name} can't stop after a number of tokens, which no rank knows while they "
+            "train apart; give max_steps or epochs in the place of max_tokens"
+        )
+    if Slot.AVERAGE in setup.plan:
+        raise InputError(
+            f"plan: {name} and a running average of the weights don't go together, since each rank "
+            "would average weights of its own; leave weight_average out"
+        )
+    setup.communication = Apart(setup, name, build)
+
+
+def _check_timeout(seconds: int) -> None:
+    if seconds < 1:
+        raise ValueError(f"timeout_seconds is {seconds}; a rank waits for at least 1 second")
+
+
+def _forecast(facts: Facts, name: str, rarer: int, copies: int) -> Forecast:
+    """Every rank's message goes to every other, once in ``rarer`` steps; float32 in DDP's ring."""
+    numbers = max(facts.model.parameters, 1)
+    per_weight = codec(name).message_bytes(numbers) / numbers
+    whole = per_weight * facts.world.size / DDP_BYTES if name != "none" else 1.0
+    share = whole / rarer
+    return Forecast(comm_bytes=share, resident_bytes=4.0 * copies * facts.model.parameters)

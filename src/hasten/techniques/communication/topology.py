@@ -1,0 +1,116 @@
+"""COMMUNICATION by topology: gradients that travel hierarchically."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup, Communication
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.errors import InputError
+from hasten.parts.comm.codecs import codec
+from hasten.parts.comm.collective_plan import CODECS, Route
+from hasten.parts.comm.collectives import TopoAwareCollective
+from hasten.parts.comm.hierarchical import RoutedBuckets
+from hasten.parts.comm.topology import check_name
+from hasten.techniques.communication.traffic import no_torch_distributed
+
+NUMBERS = 2**20  # of which a forecast takes a codec's ratio
+
+
+@dataclass(frozen=True)
+class Hierarchical(Technique):
+    """Gradients are summed within each host first; only a share per rank travels between hosts."""
+
+    slot = Slot.COMMUNICATION
+    auto = "try"
+    within: str = knob("none", "codec within a host", choices=("none", "bf16"))
+    between: str = knob("none", "codec between hosts", choices=CODECS)
+    feedback: bool = setting(True, "add what a codec left out between hosts to the next step")
+    topology: str = setting("detect", "detect, measure, or a name such as dgx_a100")
+    timeout: float = setting(120.0, "seconds a collective may take before the ranks are called")
+    check_every: int = setting(100, "steps between two comparisons of all ranks' weights; 0: never")
+
+    def __post_init__(self) -> None:
+        for name in ("within", "between"):
+            if getattr(self, name) not in CODECS:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; give {', '.join(CODECS)}")
+        check_name(self.topology)
+        if self.check_every < 0:
+            raise ValueError(
+                f"check_every is {self.check_every}; give a number of steps, or 0 for never"
+            )
+        if not self.timeout > 0:
+            raise ValueError(f"timeout is {self.timeout}; it must be more than 0 seconds")
+
+    @property
+    def fidelity(self) -> Fidelity:
+        plain = self.within == self.between == "none"
+        return Fidelity.ROUNDING if plain else Fidelity.LOSSY
+
+    def apply(self, setup: Setup) -> None:
+        if setup.facts.world.size > 1:
+            route = Route("hierarchical", self.within, self.between)
+            backend = "nccl" if setup.facts.on_gpu else "gloo"
+            collective = TopoAwareCollective(backend, self.topology, timeout=self.timeout)
+            scale = lambda: setup.loss_factor  # noqa: E731
+            buckets = RoutedBuckets(collective, route, self.feedback, scale)
+            setup.communication = RoutedCommunication(self.name(), buckets, self.check_every)
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        return no_torch_distributed() if facts.world.size > 1 else ()
+
+    def forecast(self, facts: Facts) -> Forecast:
+        """Of what a host with one rank sends; with more ranks less than a flat ring does."""
+        if facts.world.size == 1:
+            return Forecast()
+        return Forecast(comm_bytes=codec(self.between).message_bytes(NUMBERS) / (4 * NUMBERS))
+
+    def probe(self, session: Session) -> Proof:
+        communication = session.setup.communication
+        if not isinstance(communication, RoutedCommunication):
+            return Proof(False, "one rank: nothing travels")
+        buckets, last = communication.buckets, communication.buckets.last
+        sent = buckets.collective.bytes_sent / max(buckets.steps, 1)
+        text = (
+            f"{buckets.routed} buckets routed in {buckets.steps} steps, {sent / 1e6:.3g} MB a step "
+            f"from this rank to other hosts; last step: {last.exposed:.3g} s of traffic exposed, "
+            f"{last.hidden:.3g} s hidden"
+        )
+        return Proof(buckets.routed > 0, text)
+
+
+class RoutedCommunication(Communication):
+    """COMMUNICATION: buckets on a route; weights are compared."""
+
+    def __init__(self, kind: str, buckets: RoutedBuckets, check_every: int) -> None:
+        self.buckets = buckets
+        self._kind, self._every, self._updates = kind, check_every, 0
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.buckets.sent_bytes
+
+    def attach(self, module: nn.Module) -> None:
+        try:
+            self.buckets.attach(module)
+        except ValueError as error:  # hosts or settings that don't go together
+            raise InputError(f"{self._kind}: {error}") from error
+
+    def after_update(self, parameters: Sequence[Tensor]) -> None:
+        self.buckets.step()
+        self._updates += 1
+        if self._every and self._updates % self._every == 0:
+            self.buckets.check(parameters)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.buckets.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.buckets.load_state_dict(state)

@@ -1,0 +1,86 @@
+"""What a step's exchange took, told from what the parts count: replicas' gradients, or weights."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from hasten.core.layout import Traffic
+from hasten.core.setup import NoCompression, Communication
+from hasten.core.timing import OPTIMIZER
+from hasten.parts.distributed.ddp import ring_bytes, under_way, watch_reducer
+
+
+@runtime_checkable
+class CountsBytes(Protocol):
+    """A communication method that knows how many bytes this rank has sent so far."""
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+
+class ReplicaTraffic:
+    """Asks DDP's reducer for the seconds and the communication method for the bytes; all of it in one step.
+
+    ``late`` is set where the passes were over before the first bucket left: nothing hid it then.
+    """
+
+    def __init__(self, module: DistributedDataParallel, communication: Communication) -> None:
+        self.late = False
+        self._module, self._communication, self._before = module, communication, 0
+        self._dense = ring_bytes(module) if isinstance(communication, NoCompression) else None
+        self._known = watch_reducer(module)
+
+    def traffic(self) -> Traffic | None:
+        """Of the step that has just run; None where the reducer's clock can't be asked."""
+        found = under_way(self._module) if self._known else None
+        late, self.late, sent = self.late, False, self._sent()
+        if found is None:
+            return None
+        hidden = 0.0 if late else found.hidden
+        return Traffic(found.exposed + found.hidden - hidden, hidden, sent)
+
+    def _sent(self) -> int | None:
+        if not isinstance(self._communication, CountsBytes):
+            return self._dense
+        total = self._communication.sent_bytes
+        sent, self._before = total - self._before, total
+        return sent
+
+
+class CountsExchanges(Protocol):
+    """A part that sends weights, with counts of what it has done so far."""
+
+    waited_seconds: float
+    hidden_seconds: float | None
+    sent_bytes: int
+
+
+class WeightTraffic:
+    """The differences of a part's counts from step to step; waiting falls into the update."""
+
+    def __init__(self, part: CountsExchanges) -> None:
+        self._part = part
+        self.begin()
+
+    def begin(self) -> None:
+        """What was counted up to here belongs to no step."""
+        self._waited = self._part.waited_seconds
+        self._hidden, self._sent = self._part.hidden_seconds, self._part.sent_bytes
+
+    def traffic(self) -> Traffic:
+        part, hidden = self._part, None
+        if part.hidden_seconds is not None and self._hidden is not None:
+            hidden = part.hidden_seconds - self._hidden
+        found = Traffic(
+            part.waited_seconds - self._waited, hidden, part.sent_bytes - self._sent, OPTIMIZER
+        )
+        self.begin()
+        return found
+
+
+def no_torch_distributed() -> tuple[str, ...]:
+    """The obstacle of every communication, where there is one."""
+    return () if dist.is_available() else ("this torch was built without torch.distributed",)

@@ -1,0 +1,159 @@
+"""``hasten plan --simulate`` as a user types it; what it counts is tested in ``tests/measure``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hasten.cli import plan
+from hasten.cli.main import app
+from hasten.errors import InputError
+from hasten.launch.cluster import CloudConfig
+from hasten.measure.gpu_simulation.request import SimulatedTrace, RankTrace
+from hasten.measure.gpu_simulation.roofline import simulated_device
+from hasten.planner.cluster import Cluster
+from hasten.planner.layout import PlannedJob, PlannedLayout
+from hasten.recipe.schema import Recipe, load_recipe
+from simulated_recipes import toy
+
+pytestmark = pytest.mark.cold
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(toy(tmp_path / "model").to_yaml())
+    return str(path)
+
+
+def complaint(*words: str) -> str:
+    result = CliRunner().invoke(app, ["plan", "--simulate", *words])
+    assert isinstance(result.exception, InputError), result.output
+    said = str(result.exception)
+    assert "\n" not in said
+    return said
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_recipe_is_counted_for_a_device_that_is_not_here(recipe: str, tmp_path: Path) -> None:
+    out = tmp_path / "predictions.json"
+    words = ["plan", "--simulate", recipe, "--device", "rtx4090", "--json", str(out)]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    first, *_, last = result.output.strip().splitlines()
+    assert "by simulation, rtx4090: counted without a GPU, nothing was measured" in first
+    assert last.startswith("assumed: products at 135 TFLOP/s in bf16")
+    assert "upper bound" in last
+    for word in ("forward", "backward", "optimizer", "syncs", "peak", "_varlen_attn_backward"):
+        assert word in result.output
+    found = json.loads(out.read_text())
+    assert found["kind"] == "hasten plan by simulation"
+    assert found["peak_bytes"] > found["between_steps_bytes"] > 0
+    assert found["parts"]["forward"]["syncs"] == 0
+    assert sum(row["launches"] for row in found["operators"].values()) == sum(
+        part["launches"] for part in found["parts"].values()
+    )
+    assert found["assumptions"]
+
+
+def test_what_is_no_recipe_is_refused() -> None:
+    said = complaint("deepseek-llm-7b", "--device", "h100")
+    assert said == (
+        "--simulate counts a step of a recipe: hasten plan --simulate recipe.yaml --device h100"
+    )
+
+
+def test_options_of_the_planner_are_not_ignored(recipe: str) -> None:
+    said = complaint(recipe, "--sequence", "4096")
+    assert said.endswith("give cutoff_len=N, global_batch_size=N or nproc=N behind the recipe")
+
+
+@pytest.mark.parametrize(
+    ("device", "part"), [("h10", "take one of h100"), ("mi300x", "by simulation there are a100-40gb")]
+)
+def test_a_device_without_figures_is_refused(recipe: str, device: str, part: str) -> None:
+    assert part in complaint(recipe, "--device", device)
+
+
+def test_a_machine_without_a_compiler_says_so(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = complaint(recipe, "--device", "h100")
+    assert said.startswith("a step can't be traced by simulation: no C++ compiler was found (c++")
+
+
+def test_a_torch_that_has_a_driver_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hasten.measure.gpu_simulation import simulated
+
+    monkeypatch.setattr(simulated.runpy, "run_path", lambda path: {"cuda": "13.0", "hip": None})
+    with pytest.raises(InputError, match="with the CPU build of torch, and this is a build for"):
+        simulated._check_build()
+
+
+def with_paper(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, peaks: list[float | InputError]
+) -> str:
+    """What `hasten plan --check-paper` says where layouts take so much; their recipes are real."""
+
+    def counted(recipes: list[Recipe], device: str) -> list[Any]:
+        assert all(one.nproc == 4 and one.cutoff_len == 128 for one in recipes)
+        assert device == "h100-80gb"
+        counts = ({("peak", "", ""): peak} for peak in peaks[: len(recipes)])
+        found = (RankTrace("", "", {}, (), 2, 2, (), (), count) for count in counts)
+        traces = [SimulatedTrace(simulated_device(device), [rank]) for rank in found]
+        return [p if isinstance(p, InputError) else t for p, t in zip(peaks, traces, strict=False)]
+
+    monkeypatch.setattr("hasten.measure.gpu_simulation.request.traces", counted)
+    monkeypatch.setenv("COLUMNS", "100")  # wide enough for a row
+    words = ["plan", recipe, "--gpu", "h100", "--gpus-per-node", "4", "--sequence", "128"]
+    result = CliRunner().invoke(app, [*words, "--check-paper", "--top", "8"])
+    assert result.exit_code == 0, result.output
+    return result.output.partition("memory of the fullest rank, counted")[2]
+
+
+def test_layouts_are_counted_and_the_first_that_fits_is_named(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = with_paper(recipe, monkeypatch, [200e9, InputError("no compiler"), *[1e9] * 6])
+    rows = [line for line in said.splitlines() if line[:1].isdigit()]  # each begins with its number
+    assert "doesn't fit" in rows[0]
+    assert "no compiler" in said
+    assert "not counted: not for hasten's own trainer" in " ".join(said.split())
+    fitting = next(row for row in rows if row.endswith("  fits"))
+    assert said.rstrip().endswith(f"take layout {fitting.split()[0]}")
+    assert "none of them was seen to fit" in with_paper(recipe, monkeypatch, [200e9] * 8)
+
+
+def test_a_layouts_techniques_take_the_places_of_those_that_do_the_same(recipe: str) -> None:
+    given = load_recipe(Path(recipe), [])
+    job = PlannedJob(256, 32, "full", 0.0)
+    cluster = Cluster.of(CloudConfig(1, 4, "single_node"), "h100")
+    layout = PlannedLayout(dp=4, zero=3, micro_batch=2)
+    one: Any = SimpleNamespace(layout=layout, devices=4, cluster=cluster)
+    found = plan.recipe_with(given, one, job)
+    names = [e if isinstance(e, str) else next(iter(e)) for e in found.plan]
+    assert len(names) == len(set(names))
+    assert {"fsdp2", "gradient_accumulation", "bf16_master_weights", "packed"} <= set(names)
+    assert {"gradient_accumulation": {"micro_batch_size": 2}} in found.plan
+    assert (found.nproc, found.cutoff_len, found.global_batch_size) == (4, 256, 32)
+
+
+def test_a_model_without_a_recipe_is_not_counted() -> None:
+    result = CliRunner().invoke(app, ["plan", "deepseek-llm-7b", "--gpu", "h100", "--check-paper"])
+    assert "--check-paper counts layouts of a recipe" in str(result.exception)
+
+
+def test_layouts_on_a_device_without_figures_are_refused_before_the_search(recipe: str) -> None:
+    result = CliRunner().invoke(app, ["plan", recipe, "--gpu", "mi300x", "--check-paper"])
+    assert "no step can be traced for mi300x" in str(result.exception)
+    assert not result.output

@@ -1,0 +1,81 @@
+"""Experiments whose variants only pretend: real processes and pipes, made-up numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hasten.core.plan import Plan
+from hasten.measure.ablation import Design, Kind
+from hasten.measure.experiment import ExperimentContext, Measured, measure_variants
+from hasten.measure.record import ExperimentRecord
+from hasten.measure.workers import WorkerPool, WorkerSpec
+from hasten.techniques.attention import DocumentAttention
+from hasten.techniques.collate import Packed
+from hasten.techniques.optimizer import FusedAdamW
+
+JOB = "simulate_job:pretend"
+IMPORTS = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+PLANS = {
+    "baseline": Plan(),
+    "packed": Plan([Packed()]),
+    "attention": Plan([DocumentAttention()]),
+    "all": Plan([Packed(), DocumentAttention(), FusedAdamW()]),
+}
+KINDS: dict[str, Kind] = {
+    "baseline": "baseline",
+    "packed": "alone",
+    "attention": "leave-one-out",
+    "all": "all",
+}
+NAMES = {
+    "baseline": "baseline",
+    "packed": "packed",
+    "attention": "document_attention",
+    "all": "packed+document_attention+fused_adamw",
+}
+
+
+def pretend(
+    folder: Path,
+    design: Design,
+    variants: Mapping[str, Any] | None = None,
+    *,
+    plans: Mapping[str, Plan] | None = None,
+    kinds: Mapping[str, Kind] | None = None,
+    memory: int = 10_000,
+    example: ExperimentRecord | None = None,
+    joules: Callable[[], float | None] = lambda: None,
+    slices: bool = False,
+    **more: Any,
+) -> Measured:
+    """Measure; ``variants`` says by name of the variant how it behaves.
+
+    Turns are whole ones unless ``slices`` are asked for: then it is known whose turn it is.
+    """
+    design = dataclasses.replace(design, slices=slices)
+    told = {_name(plans or PLANS, name): how for name, how in (variants or {}).items()}
+    recipe = folder / "recipe.json"
+    recipe.write_text(json.dumps({"variants": told, "log": str(folder / "log")}))
+
+    def spec(name: str) -> WorkerSpec:
+        given = {"recipe": str(recipe), "plan": (plans or PLANS)[name].to_list()}
+        return WorkerSpec(JOB, given, IMPORTS)
+
+    with WorkerPool(folder) as pool:
+        at = ExperimentContext(pool, spec, memory, 2, joules)
+        return measure_variants(at, plans or PLANS, design, kinds=kinds or KINDS, example=example, **more)
+
+
+def log(folder: Path) -> list[str]:
+    """What the processes did, in its order: ``start NAME`` and ``steps NAME STEP``."""
+    return (folder / "log").read_text().splitlines()
+
+
+def _name(plans: Mapping[str, Plan], variant: str) -> str:
+    return "+".join(t.name() for t in plans[variant]) or "baseline"

@@ -1,0 +1,72 @@
+"""ActivationCheckpointing on whole jobs: together with the other slots, and what its probe says."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from hasten.core.technique import Technique
+from hasten.techniques.adapter import LoRA
+from hasten.techniques.attention import DocumentAttention
+from hasten.techniques.batch import GradientAccumulation
+from hasten.techniques.collate import Packed
+from hasten.techniques.loss import LabelledTokenLoss
+from hasten.techniques.precision import Autocast, BF16MasterWeights
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
+from tiny import ARCHITECTURES, job_facts, language_job, run, session_of, tiny_model
+
+OTHERS: dict[str, tuple[Technique, ...]] = {
+    "packed": (Packed(), DocumentAttention(), LabelledTokenLoss(chunk=16)),
+    "lora": (LoRA(dropout=0.1),),
+    "masters": (BF16MasterWeights(), GradientAccumulation(micro_batch_size=3)),
+    "autocast": (Autocast(),),
+}
+
+
+@pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("settings", [{}, {"segments": 2}, {"budget": 0.5}], ids=str)
+def test_losses_keep_their_bits_beside_other_techniques(
+    architecture: str, others: tuple[Technique, ...], settings: dict[str, Any]
+) -> None:
+    def losses(*techniques: Technique) -> list[float]:
+        job = language_job(lambda: tiny_model(architecture))
+        return [m.loss for m in run(session_of(job, *techniques, architecture=architecture))]
+
+    assert losses(ActivationCheckpointing(**settings), *others) == losses(*others)
+
+
+def test_the_probe_tells_bytes_and_disturbs_nothing() -> None:
+    session = session_of(language_job(), ActivationCheckpointing())
+    run(session)
+    names = [p.grad for p in session.module.parameters()]
+    proof = ActivationCheckpointing().probe(session)
+    assert proof.acted
+    assert "MB of activations where" in proof.evidence
+    assert ActivationCheckpointing().probe(session) == proof
+    assert all(grad is None for grad in names)
+
+
+def test_on_a_processor_there_is_nothing_to_move_to_the_host() -> None:
+    known = job_facts(language_job())
+    assert "in host memory already" in ActivationCheckpointing(offload=True).obstacles(known)[0]
+    on_gpu = dataclasses.replace(known, device="cuda:0")
+    assert ActivationCheckpointing(offload=True).obstacles(on_gpu) == ()
+
+
+def test_more_segments_than_blocks_are_an_obstacle() -> None:
+    known = job_facts(language_job())
+    assert "has 2 blocks" in ActivationCheckpointing(segments=3).obstacles(known)[0]
+
+
+def test_the_forecast_counts_the_forward_pass_again() -> None:
+    known = job_facts(language_job())
+    assert ActivationCheckpointing().forecast(known).flops == pytest.approx(4 / 3)
+    assert ActivationCheckpointing(segments=2).forecast(known).flops == pytest.approx(1 + 1 / 6)
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="one of them at most"):
+        ActivationCheckpointing(segments=2, budget=0.5)

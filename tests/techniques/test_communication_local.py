@@ -1,0 +1,106 @@
+"""Sessions whose ranks train apart: against averaged gradients, and beside other techniques."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.machine.environment import World
+from hasten.techniques.communication.local import LocalSteps, Stream
+from ranks import on_ranks
+from techniques.apart_rank_jobs import COMPANY
+from tiny import job_facts, language_job
+
+
+@pytest.fixture(scope="module")
+def as_ddp(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks("techniques.apart_rank_jobs:as_ddp", tmp_path_factory.mktemp("ddp"))
+
+
+@pytest.fixture(scope="module")
+def company(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks("techniques.apart_rank_jobs:company", tmp_path_factory.mktemp("company"))
+
+
+@pytest.mark.parametrize("name", ["every step", "accumulated", "adaptive"])
+def test_averaging_each_step_of_sgd_is_ddp_whatever_tokens_ranks_have(
+    as_ddp: list[Any], name: str
+) -> None:
+    for rank in as_ddp:
+        assert rank[name]["weights"] == pytest.approx(rank["ddp"]["weights"], abs=2e-6)
+        assert rank[name]["held out"] == pytest.approx(rank["ddp"]["held out"], rel=1e-5)
+
+
+def test_counts_over_all_ranks_are_exact_once_settled(as_ddp: list[Any]) -> None:
+    for rank in as_ddp:
+        for name in ("every step", "seldom"):
+            assert rank[name]["progress"] == rank["ddp"]["progress"]
+            assert rank[name]["more progress"][0] == rank["ddp"]["more progress"][0]
+
+
+def test_an_evaluation_is_of_one_model_on_all_ranks(as_ddp: list[Any]) -> None:
+    one, other = (rank["seldom"] for rank in as_ddp)
+    assert one["unsettled"] != other["unsettled"]
+    assert one["weights"] == other["weights"]
+    assert one["held out"] == other["held out"]
+
+
+def test_gradients_are_not_replicated_and_the_probes_say_so(as_ddp: list[Any]) -> None:
+    for rank in as_ddp:
+        assert rank["ddp"]["wrapped"] == "DistributedDataParallel"
+        assert rank["every step"]["wrapped"] != "DistributedDataParallel"
+        assert rank["every step"]["probe"] == [True, True]
+        assert rank["seldom"]["probe"] == [True, False]  # the run was shorter than one round
+
+
+@pytest.mark.parametrize("communication", ["stream", "local_steps"])
+@pytest.mark.parametrize("name", COMPANY)
+def test_ranks_end_with_the_same_bits_beside_other_techniques(
+    company: list[Any], name: str, communication: str
+) -> None:
+    one, other = (rank[f"{name}, {communication}"] for rank in company)
+    assert one["apart"] != other["apart"] or communication == "local_steps"
+    assert one["settled"] == other["settled"]
+    assert one["state"] == other["state"]
+    assert one["loss"] == other["loss"]
+    assert one["acted"]
+    assert "exchanges among 2 ranks" in one["probe"]
+
+
+def test_it_learns(company: list[Any]) -> None:
+    for found in company[0].values():
+        assert found["losses"][-1] < found["losses"][0]
+
+
+def test_what_does_not_go_together_is_refused_in_words(tmp_path: Path) -> None:
+    for said in on_ranks("techniques.apart_rank_jobs:refused", tmp_path):
+        assert "max_tokens" in said[0]
+        assert "weight_average" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "words"),
+    [
+        (LocalSteps, {"every": 0}, "at least 1 step"),
+        (LocalSteps, {"outer": "adam"}, "mean, nesterov"),
+        (LocalSteps, {"codec": "int3"}, "no codec 'int3'"),
+        (LocalSteps, {"timeout_seconds": 0}, "at least 1 second"),
+        (Stream, {"fragments": "many"}, "auto or a number"),
+        (Stream, {"fragments": 65}, "1 to 64"),
+    ],
+)
+def test_impossible_settings_are_refused(kind: Any, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        kind(**settings)
+
+
+def test_the_forecast_is_of_bytes_on_the_wire_and_of_the_anchor() -> None:
+    known = job_facts(language_job())
+    for world in (2, 8):  # float32 is summed in a ring, as gradients are
+        several = job_facts(language_job(), world=World(0, 0, world))
+        found = LocalSteps(every=10, codec="none").forecast(several)
+        assert found.comm_bytes == pytest.approx(0.1)
+    assert Stream(fragments=4).forecast(known).comm_bytes == pytest.approx(0.0159, rel=0.02)
+    assert Stream().forecast(known).resident_bytes == 4 * known.model.parameters
