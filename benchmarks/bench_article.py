@@ -87,7 +87,7 @@ def three_plans(recipe: Recipe, design: Design, display: Display) -> None:
     columns = [_figures(subject, base, variant, found.design | known) for variant in others]
     print(f"\n{choice.sentence}")
     for variant in others:
-        print(f"{variant.name}: {variant.plan}; acted: {variant.acted}; failed: {variant.failed}")
+        print(f"{variant.name}: {variant.plan}; effective: {variant.effective}; failed: {variant.failed}")
     print(f"\n| what the articles say | {ARTICLE} | | {AUTO} | |")
     print("|---|---|---|---|---|")
     for rows in zip(*columns, strict=True):

@@ -61,7 +61,7 @@ def with_saver(saver: Saver) -> Callable[[State, Path, int], Timing]:
         began = time.perf_counter()
         saver.save(step, state, {})
         blocked = time.perf_counter() - began
-        saver.settle()
+        saver.wait_for_writer()
         return blocked, time.perf_counter() - began
 
     return timed

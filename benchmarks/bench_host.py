@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from smoke import arguments
 
-from hasten.core.facts import Facts, ModelFacts
+from hasten.core.context import JobContext, ModelFacts
 from hasten.core.job import Job, Stop
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
-from hasten.core.setup import obstacles, prepare
+from hasten.core.setup import unsupported_reasons, prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine import environment, host
@@ -55,8 +55,8 @@ VARIANTS: dict[str, tuple[Technique, ...]] = {
 }
 
 
-def known() -> Facts:
-    return Facts(host.hardware(), model=ModelFacts("llama", layers=SHAPE["num_hidden_layers"]))
+def known() -> JobContext:
+    return JobContext(host.hardware(), model=ModelFacts("llama", layers=SHAPE["num_hidden_layers"]))
 
 
 def variant(name: str) -> None:
@@ -102,13 +102,13 @@ def main() -> None:
     here = known()
     processes: dict[str, subprocess.Popen[str]] = {}
     for name, techniques in VARIANTS.items():
-        reasons = obstacles(Plan(techniques), here)
+        reasons = unsupported_reasons(Plan(techniques), here)
         if reasons:
             print(f"left out {name}: {reasons[0]}")
             continue
         processes[name] = subprocess.Popen(
             [sys.executable, __file__, *sys.argv[1:], "--variant", name],
-            env=environment.child_environment(Plan(techniques).environ(here)),
+            env=environment.child_environment(Plan(techniques).environment(here)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

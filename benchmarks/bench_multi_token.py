@@ -17,7 +17,7 @@ import torch
 from smoke import arguments
 from transformers import AutoModelForCausalLM
 
-from hasten.core.facts import Facts, ModelFacts
+from hasten.core.context import JobContext, ModelFacts
 from hasten.machine import host
 from hasten.models.presets import build_config, preset
 from hasten.parts.data.collate import packed, tokenized_example
@@ -69,7 +69,7 @@ def main() -> None:
     model = ModelFacts(
         *(config.model_type, size, config.hidden_size, config.num_hidden_layers, VOCABULARY)
     )
-    known = Facts(host.hardware(), model=model)
+    known = JobContext(host.hardware(), model=model)
     print(f"{given.model}, {size / 1e6:.1f} M weights, {EXAMPLES} examples of {LENGTH} tokens")
     print("| depth | ms | of depth 0 | expected |")
     print("|---|---|---|---|")

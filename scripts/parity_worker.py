@@ -45,10 +45,10 @@ LIBRARIES = (
 PLACES: dict[str, tuple[str, ...]] = {
     "GlobalBatch": ("hasten.core.job:GlobalBatch", "hasten.core.order:GlobalBatch"),
     "Stop": ("hasten.core.job:Stop",),
-    "Facts": ("hasten.core.facts:Facts",),
-    "ExampleStats": ("hasten.core.facts:ExampleStats",),
-    "ModelFacts": ("hasten.core.facts:ModelFacts",),
-    "hardware": ("hasten.machine.host:hardware", "hasten.core.facts:hardware"),
+    "JobContext": ("hasten.core.context:JobContext",),
+    "ExampleStats": ("hasten.core.context:ExampleStats",),
+    "ModelFacts": ("hasten.core.context:ModelFacts",),
+    "hardware": ("hasten.machine.host:hardware", "hasten.core.context:hardware"),
     "prepare": ("hasten.core.setup:prepare",),
     "with_language_counts": (
         "hasten.core.job:with_language_counts",
@@ -311,7 +311,7 @@ def _setup(plan: list[Any], batch: dict[str, Any]) -> Any:
         seed=11,
     )
     count, total, longest = len(LENGTHS), sum(LENGTHS), max(LENGTHS)
-    facts = find("Facts")(
+    facts = find("JobContext")(
         hardware=find("hardware")(),
         model=find("ModelFacts")("llama", 50_000, 32, 2, 97),
         examples=find("ExampleStats")(count, total, longest, 0.6),

@@ -679,7 +679,7 @@ CORE: tuple[Fault, ...] = (
         name="overflow-stays-on-its-rank",
         kind="missing agreement",
         file="core/step.py",
-        old="return not agreement.sum(wrong).item()",
+        old="return not rank_sync.sum(wrong).item()",
         new="return not wrong.item()",
         tests=("tests/core/test_guards.py", "tests/techniques/test_precision.py"),
     ),

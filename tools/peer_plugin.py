@@ -10,7 +10,7 @@ It is loaded with `-p peer_plugin` and reads `Settings` from the file that the e
     (3) Models and data of the hub have stand-ins, see `peer_stand_ins.py`.
     (4) In a mode with techniques, `hasten.speed_up` is applied once to each trainer when it begins
         to train. accelerate has no trainer: there the model is edited when it is prepared.
-    (5) One line for each test says which trainers it had, what was logged and what acted.
+    (5) One line for each test says which trainers it had, what was logged and what effective.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class TestRecord:
             "trainers": self.trainers,
             "messages": self.messages,
             "losses": self.losses,
-            "acted": self.counts.acted(),
+            "effective": self.counts.effective(),
         }
 
 

@@ -17,7 +17,7 @@ name the commit of the tests and the version of the package.
         or its two runs with techniques differ, it is unsteady, and is named instead of judged.
     (5) Losses that the trainers log are compared too: a test may pass with another training. A
         difference is printed, and is no failure.
-    (6) A table counts the tests, and in how many of them each technique acted. What acted is
+    (6) A table counts the tests, and in how many of them each technique effective. What acted is
         counted by calls of its code in training (`technique_counts.py`), not by its message. Rows
         of other trainers that an earlier run left in FOLDER stay in it.
 
@@ -127,8 +127,8 @@ class Row:
     passed: int
     trained: int  # tests in which a trainer trained
     causal: int  # tests in which it trained a causal language model
-    acted: dict[str, int]  # tests in which a technique acted
-    together: int  # tests in which packing, document attention and the loss acted
+    effective: dict[str, int]  # tests in which a technique effective
+    together: int  # tests in which packing, document attention and the loss effective
     failures: dict[str, str]
     unsteady: list[str]
     other_losses: dict[str, str]  # tests whose logged losses aren't those of the plain run
@@ -296,7 +296,7 @@ def row_of(peer: Peer, checkout: Path, version: str, mode: str, plain: Run, chan
     """The counts of one mode."""
     passed = plain.passed()
     examples = [entry for test, entry in changed.examples.items() if test in passed]
-    acted = Counter(name for entry in examples for name in entry["acted"])
+    effective = Counter(name for entry in examples for name in entry["effective"])
     return Row(
         package=peer.package,
         version=version,
@@ -307,8 +307,8 @@ def row_of(peer: Peer, checkout: Path, version: str, mode: str, plain: Run, chan
         passed=len(passed & changed.passed()),
         trained=sum(bool(entry["trainers"]) for entry in examples),
         causal=sum(any("causal" in t for t in entry["trainers"]) for entry in examples),
-        acted={name: acted[name] for name in COUNTED if acted[name]},
-        together=sum(all(name in entry["acted"] for name in CAUSAL) for entry in examples),
+        effective={name: effective[name] for name in COUNTED if effective[name]},
+        together=sum(all(name in entry["effective"] for name in CAUSAL) for entry in examples),
         failures={},
         unsteady=[],
         other_losses=other_losses(plain, changed),
@@ -353,11 +353,11 @@ def table(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        acted = ", ".join(f"{name} {count}" for name, count in row.acted.items()) or "none"
+        effective = ", ".join(f"{name} {count}" for name, count in row.effective.items()) or "none"
         lines.append(
             f"| {row.package} {row.version} | {row.commit} | {row.mode} | {row.plain} of "
             f"{row.tests} | {row.passed} | {row.causal} of {row.trained} | {row.together} "
-            f"| {acted} |"
+            f"| {effective} |"
         )
     return "\n".join(lines)
 

@@ -2,7 +2,7 @@
 
     with counted() as counts:
         hasten.speed_up(trainer).train()
-    counts.acted()  # {"labelled_token_loss": 12, "packed": 6, ...}
+    counts.effective()  # {"labelled_token_loss": 12, "packed": 6, ...}
 
 A technique's message says that it joined. These counts say that its code ran in a training pass:
 each entry of `PARTS` is a function of the package which gets a counting wrapper. A wrapper looks at
@@ -86,7 +86,7 @@ class TechniqueCounts:
         self._calls: Counter[str] = Counter()
         self._paused = False
 
-    def acted(self) -> dict[str, int]:
+    def effective(self) -> dict[str, int]:
         """The calls of each technique that ran."""
         return dict(self._calls)
 

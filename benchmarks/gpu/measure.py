@@ -27,11 +27,11 @@ from gpu.predictions import simulated_step
 from gpu.results import Found, summary, write
 from gpu.rows import Choice, Row
 from gpu.work import Variant, Work
-from hasten.core.facts import Facts, ModelFacts, ExampleStats
+from hasten.core.context import JobContext, ModelFacts, ExampleStats
 from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
-from hasten.core.setup import obstacles, prepare
+from hasten.core.setup import unsupported_reasons, prepare
 from hasten.core.step import training
 from hasten.core.timing import clock_on
 from hasten.machine import host
@@ -99,7 +99,7 @@ def head_reason_of(row: Row) -> str:
     return plain_head_reason(skeleton) or ""
 
 
-def facts_of(row: Row, device: str, lengths: list[int]) -> Facts:
+def facts_of(row: Row, device: str, lengths: list[int]) -> JobContext:
     """What techniques are asked about before they run."""
     shape = row.shape
     model = ModelFacts(
@@ -108,7 +108,7 @@ def facts_of(row: Row, device: str, lengths: list[int]) -> Facts:
         experts=routed_experts(config_of(row)),
         head_reason=head_reason_of(row),
     )
-    return Facts(
+    return JobContext(
         host.hardware(),
         device,
         model=model,
@@ -124,8 +124,8 @@ class HastenVariant:
         lengths = [r.length for r in examples]
         known = facts_of(row, device, lengths)
         asked = Plan(choice.techniques(row.batch))
-        self.left_out = obstacles(asked, known)
-        able = [t for t in asked if not t.obstacles(known)]
+        self.left_out = unsupported_reasons(asked, known)
+        able = [t for t in asked if not t.unsupported_reasons(known)]
         self.plan = Plan(able)
         job = Job(
             model=lambda: model_on(row, device, choice.weights),
@@ -158,8 +158,8 @@ class HastenVariant:
 
     def proofs(self) -> list[str]:
         """What each technique was seen to do."""
-        probes = ((t.name(), t.probe(self.session)) for t in self.plan)
-        return [f"{name}: {'' if p.acted else 'DID NOT ACT: '}{p.evidence}" for name, p in probes]
+        probes = ((t.name(), t.check_effect(self.session)) for t in self.plan)
+        return [f"{name}: {'' if p.effective else 'DID NOT ACT: '}{p.evidence}" for name, p in probes]
 
 
 def first_that_fits(

@@ -106,7 +106,7 @@ def watch_class() -> Any:
     """The clock of a loop, made once transformers is wanted."""
     from transformers import TrainerCallback
 
-    class Watch(TrainerCallback):
+    class EvaluationSchedule(TrainerCallback):
         seconds = 0.0
 
         def on_train_begin(self, *given: Any, **more: Any) -> None:
@@ -117,7 +117,7 @@ def watch_class() -> Any:
             _wait()
             self.seconds = time.perf_counter() - self.began
 
-    return Watch
+    return EvaluationSchedule
 
 
 def _wait() -> None:

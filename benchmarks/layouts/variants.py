@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.core.facts import Facts, ModelFacts, ExampleStats
+from hasten.core.context import JobContext, ModelFacts, ExampleStats
 from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
-from hasten.core.setup import obstacles, prepare
+from hasten.core.setup import unsupported_reasons, prepare
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine import host
@@ -134,12 +134,12 @@ def session(variant: Variant, load: Load, world: World) -> Session:
     )
     known = _facts(variant, load, world, len(examples))
     plan = Plan([variant.layout] if variant.layout is not None else [])
-    if reasons := obstacles(plan, known):
+    if reasons := unsupported_reasons(plan, known):
         raise InputError(reasons[0])
     return assemble(prepare(job, plan, known))
 
 
-def _facts(variant: Variant, load: Load, world: World, examples: int) -> Facts:
+def _facts(variant: Variant, load: Load, world: World, examples: int) -> JobContext:
     shape = SHAPES[load.size]
     layers = shape["num_hidden_layers"] if variant.model == DENSE else 4
     about = ModelFacts(
@@ -149,7 +149,7 @@ def _facts(variant: Variant, load: Load, world: World, examples: int) -> Facts:
         key_value_heads=HEADS,
         head_reason="",  # of Llama and Qwen3: head and cross-entropy, no more
     )
-    return Facts(
+    return JobContext(
         hardware=host.hardware(),
         world=world,
         model=about,

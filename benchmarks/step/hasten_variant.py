@@ -22,9 +22,9 @@ def train(
     recipe = recipe_of(given.settings, given.folder, out, plan)
     watch = None
     if profile:
-        from step.where import Watch
+        from step.where import EvaluationSchedule
 
-        watch = Watch(given)
+        watch = EvaluationSchedule(given)
 
     def on_start(session: Session) -> None:
         clock.started()
@@ -42,7 +42,7 @@ def train(
     notes: dict[str, Any] = {
         "saved": summary["saved"],
         "plan": summary["plan"],
-        "acted": summary["acted"],
+        "effective": summary["effective"],
         "skipped": [text for text in said if text.startswith("going on without")],
         "own_eval_loss": summary["eval_loss"],
     }

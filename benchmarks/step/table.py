@@ -44,7 +44,7 @@ def remarks(found: dict[str, Any]) -> list[str]:
     """What a reader has to know of this table: unequal runs, techniques that were left out."""
     runs = [run for run in found["runs"] if "error" not in run]
     left_out = {text for run in runs for text in run.get("skipped", ())}
-    idle = {n for r in runs for n, p in r.get("acted", {}).items() if not p["acted"]}
+    idle = {n for r in runs for n, p in r.get("effective", {}).items() if not p["effective"]}
     return [
         *(f"NOT COMPARABLE: {line}" for line in mismatches(found)),
         *sorted(left_out),

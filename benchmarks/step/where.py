@@ -30,7 +30,7 @@ _FUSED = ("hasten::rms_norm", "hasten::swiglu", "hasten::rotate", "_RMSNorm", "_
 _OPTIMIZER = ("Optimizer.", "adamw", "clip_grad", "_foreach_norm", "linalg_vector_norm")
 
 
-class Watch:
+class EvaluationSchedule:
     """Profiles the first steps after the warm-up."""
 
     def __init__(self, given: Given) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Proof, Technique
+from hasten.core.technique import Fidelity, EffectCheck, Technique
 from hasten.measure.worker import Serve, recipe_job
 from measure.planted_techniques import Waits
 
@@ -29,8 +29,8 @@ class PlantedTechnique(Technique):
     def apply(self, setup: Setup) -> None:
         return None
 
-    def probe(self, session: Session) -> Proof:
-        return Proof(True, f"was there for {session.progress.step} steps")
+    def check_effect(self, session: Session) -> EffectCheck:
+        return EffectCheck(True, f"was there for {session.progress.step} steps")
 
 
 @dataclass(frozen=True)

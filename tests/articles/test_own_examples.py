@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hasten.core import facts
+from hasten.core import context as facts
 from hasten.techniques.precision import Autocast
 
 
@@ -21,7 +21,7 @@ def test_the_appendix_example_runs_and_learns(
         warnings.simplefilter("always")
         names = runpy.run_path(snippet)
     summary = names["summary"]
-    here = not Autocast().obstacles(facts.seen_at_start())
+    here = not Autocast().unsupported_reasons(facts.seen_at_start())
     losses = summary["epoch_losses"]
     assert losses[2] < losses[0]
     assert summary["steps"] < 24  # of 8 batches an epoch: larger steps, which is said
@@ -30,10 +30,10 @@ def test_the_appendix_example_runs_and_learns(
         "mixed_precision": "autocast" if here else "off",  # a processor may have no bf16 products
         "dynamic_batch": "adaptive_batch(grow=True)",
     }
-    assert summary["acted"]["dynamic_batch"]["acted"]
+    assert summary["effective"]["dynamic_batch"]["effective"]
     assert summary["examples_per_step"]["most"] > 32
-    assert not summary["acted"]["compress_gradients"]["acted"]
-    assert summary["acted"]["mixed_precision"]["acted"] == here
+    assert not summary["effective"]["compress_gradients"]["effective"]
+    assert summary["effective"]["mixed_precision"]["effective"] == here
     assert "quantised" not in [switch["technique"] for switch in summary["plan"]]
     assert not [w for w in caught if "compress" in str(w.message)]
     out = capsys.readouterr().out

@@ -65,9 +65,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gain: list[float]) -> None:
         variants = []
         for name, plan in plans.items():
             own = [v * (gain[0] + i / 1000) if len(plan) else v for i, v in enumerate(base)]
-            acted = [{"technique": t.name(), "acted": True, "evidence": ""} for t in plan]
+            effective = [{"technique": t.name(), "effective": True, "evidence": ""} for t in plan]
             kind = named["kinds"][name]
-            variants.append(Variant(name, plan, rounds=own, beside=base, acted=acted, kind=kind))
+            variants.append(Variant(name, plan, rounds=own, beside=base, effective=effective, kind=kind))
         return Measured(variants, design_words([], next(iter(plans)), design))
 
     monkeypatch.setattr("hasten.measure.recipe_experiment.measure_variants", measured)

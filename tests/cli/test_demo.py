@@ -70,7 +70,7 @@ def test_the_demo_measures_verifies_trains_and_says_one_figure(
     for variant in report["variants"]:
         assert len(variant["rounds"]) == 2
         assert variant["eval_loss"] == pytest.approx(report["variants"][0]["eval_loss"], rel=1e-4)
-        assert all(proof["acted"] for proof in variant["acted"])
+        assert all(proof["effective"] for proof in variant["effective"])
         assert not verdict_is_missing(variant)
     assert report["variants"][0]["padding_share"] > 0.1
     assert report["variants"][1]["padding_share"] == 0
@@ -171,7 +171,7 @@ def test_seven_rows_of_one_technique_each_whatever_the_processor_can(tmp_path: P
         counts = [len(plan) for plan in plans.values()]
         assert counts == list(range(7)), subject.plan
         assert subject.recipe.plan == [t.name() for t in subject.plan]
-        assert all(not t.obstacles(subject.known) for t in subject.plan)
+        assert all(not t.unsupported_reasons(subject.known) for t in subject.plan)
         assert bool(told) == ("bf16_master_weights" not in subject.recipe.plan)
     assert "bf16_master_weights can't work here, so prefetched is measured instead: " in (
         _told(tmp_path)
@@ -305,7 +305,7 @@ def test_a_training_is_asked_to_stop_once_its_time_has_come_and_says_why() -> No
         seen.append(session.stop_requested)
     assert seen == [False, False, True]
     assert session.stop_reason == "time limit"
-    assert not session.leaving  # its loss and its sample are still wanted
+    assert not session.preempted  # its loss and its sample are still wanted
     assert told == [session, "a", "b", "c"]
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hasten.cli.verify import beforehand
 from hasten.cli.main import app
-from hasten.core.facts import ExampleStats
+from hasten.core.context import ExampleStats
 from hasten.core.plan import Plan
 from hasten.errors import FAILED, InputError
 from hasten.measure.quality import runner

@@ -80,7 +80,7 @@ def plain_loop(world: World) -> dict[str, Any]:
         time.sleep(0.002 * world.rank)  # clocks differ, decisions don't
         saved += [number] if keeper.after_step(number) else []
     keeper.save(41)
-    keeper.saver.settle()
+    keeper.saver.wait_for_writer()
     after = [step(model, optimizer) for _ in range(3)]
     keeper.close()
     dist.barrier()

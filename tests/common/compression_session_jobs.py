@@ -47,13 +47,13 @@ def weights(found: Session) -> list[float]:
 
 def seen(found: Session, communication: Technique) -> dict[str, Any]:
     metrics = run(found)
-    proof = communication.probe(found)
+    proof = communication.check_effect(found)
     return {
         "losses": [m.loss for m in metrics],
         "norms": [m.grad_norm for m in metrics],
         "skipped": sum(m.skipped for m in metrics),
         "weights": weights(found),
-        "acted": proof.acted,
+        "effective": proof.effective,
         "said": proof.evidence,
     }
 
@@ -114,7 +114,7 @@ def merged(world: World) -> dict[str, Any]:
         states.append({**mine, "travel": travel})
     held.load_state_dict({"technique": "quantised", "ranks": states})
     after = held.compressor.state_dict()["travel"]["residual"][name]
-    return {"mean": float(after.mean()), "said": communication.probe(found).evidence}
+    return {"mean": float(after.mean()), "said": communication.check_effect(found).evidence}
 
 
 def between_hosts(world: World) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def between_hosts(world: World) -> dict[str, Any]:
         whole["owned"] = len(mine)  # the one bucket belongs to one rank of each host
         whole["rest"] = [m.loss for m in run(again)]
         back.load_state_dict(state)
-        whole["other ranks"] = communication.probe(again).evidence
+        whole["other ranks"] = communication.check_effect(again).evidence
         found[communication.name()] = whole
     return found
 

@@ -58,7 +58,7 @@ class Pretended:
             return {"steps": found, "compiled": {"graphs": graphs, "seconds": 0.5}}
         if op == "evaluate":
             return {"eval_loss": 2.0, "tokens": self.step * self.variant["tokens"]}
-        return {"acted": [], "samples": [], "ledger": {"step": None}}
+        return {"effective": [], "samples": [], "ledger": {"step": None}}
 
     def fail(self, what: str) -> None:
         self.seen[what] = self.seen.get(what, 0) + 1

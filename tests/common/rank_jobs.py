@@ -56,7 +56,7 @@ def train_all(world: World) -> dict[str, Any]:
         session = session_on(world, case)
         steps = list(training(session))
         eval_data = evaluate(session).eval_loss
-        acted = DDP().probe(session).acted
+        effective = DDP().check_effect(session).effective
         sends_buffers = getattr(session.module, "broadcast_buffers", None)
         model: Any = session.finish()
         found[case] = {
@@ -66,7 +66,7 @@ def train_all(world: World) -> dict[str, Any]:
             "trained": [m.trained_tokens for m in steps],
             "eval_data": eval_data,
             "weights": model.lm_head.weight[:2, :4].detach().double().flatten().tolist(),
-            "replicated": acted,
+            "replicated": effective,
             "sends buffers": sends_buffers,
         }
     found["stopped by one rank"] = _stopped_by_one(world)

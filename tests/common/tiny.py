@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hasten.core.facts import Facts, ModelFacts, ExampleStats
+from hasten.core.context import JobContext, ModelFacts, ExampleStats
 from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
@@ -149,9 +149,9 @@ def language_job(
     return Job(**{**settings, **changes})
 
 
-def job_facts(job: Job, architecture: str = "llama", world: World | None = None) -> Facts:
+def job_facts(job: Job, architecture: str = "llama", world: World | None = None) -> JobContext:
     lengths = [int(n) for n in job.lengths]
-    return Facts(
+    return JobContext(
         hardware=host.hardware(),
         world=world or World(),
         model=ModelFacts(
@@ -163,7 +163,7 @@ def job_facts(job: Job, architecture: str = "llama", world: World | None = None)
     )
 
 
-def able(known: Facts) -> Facts:
+def able(known: JobContext) -> JobContext:
     """The same on a processor that has bf16 products, whatever this one has."""
     sets = ("avx2", "avx512f", "avx512_bf16")
     return replace(known, hardware=replace(known.hardware, instruction_sets=sets))

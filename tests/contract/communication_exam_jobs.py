@@ -104,18 +104,18 @@ def session(world: World, communication: Technique, case: Case, steps: int | Non
 
 
 def seen(world: World, communication: Technique, case: Case) -> dict[str, Any]:
-    """A run: its losses, whether the communication method acted, and all weights at the end."""
+    """A run: its losses, whether the communication method effective, and all weights at the end."""
     found = session(world, communication, case)
     if case.spoilt and world.rank == world.size - 1:
         spoil(found)
     metrics = run(found)
-    found.settle()
-    proof = communication.probe(found)
+    found.synchronize()
+    proof = communication.check_effect(found)
     return {
         "losses": [m.loss for m in metrics],
         "skipped": sum(m.skipped for m in metrics),
         "weights": weights(found),
-        "acted": proof.acted,
+        "effective": proof.effective,
         "said": proof.evidence,
     }
 
@@ -152,7 +152,7 @@ def resumed(world: World, communication: Technique) -> dict[str, Any]:
     before, after = mine[0], state_of(again)[0]
     same = before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
     rest = [m.loss for m in run(again)]
-    again.settle()
+    again.synchronize()
     return {
         "same": same,
         "remembered": sum(name.startswith("slot/communication") for name in before),

@@ -121,7 +121,7 @@ def main(target: Path, wanted: list[int]) -> None:
                 event.pop("ledger", None)
                 event.pop("samples", None)
                 if event["event"] == "finish":
-                    event |= {"samples": [], "acted": []}
+                    event |= {"samples": [], "effective": []}
             kept = {
                 "version": head["record"],
                 "design": asdict(design),

@@ -44,7 +44,7 @@ def test_replicas_are_the_same_and_learn(
     assert all(s["weights"] == seen[0]["weights"] for s in seen)
     assert -1.0 not in seen[0]["weights"]
     for rank in seen:
-        assert rank["acted"], rank["said"]
+        assert rank["effective"], rank["said"]
         assert all(map(math.isfinite, rank["losses"]))
     # An epoch is two steps, each of other examples.
     assert sum(sum(s["losses"][-2:]) for s in seen) < sum(sum(s["losses"][:2]) for s in seen)

@@ -15,12 +15,12 @@ import torch
 import yaml
 from torch import Tensor
 
-from hasten.core.facts import Facts, ModelFacts
+from hasten.core.context import JobContext, ModelFacts
 from hasten.core.job import Job
 from hasten.core.plan import Plan
 from hasten.core.session import Session
 from hasten.core.slot import Slot
-from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique
+from hasten.core.technique import Claim, Fidelity, Forecast, EffectCheck, Technique
 from hasten.parts.kernels import rowwise
 from hasten.techniques import CATALOGUE
 from hasten.techniques.adapter import LoRA
@@ -134,7 +134,7 @@ def job(architecture: str, dtype: Any = torch.float32, **changes: Any) -> Job:
 
 def leave_out_what_cannot_run_here(technique: Technique, architecture: str) -> None:
     """Experts where there are none, kernels on a machine without a compiler, V4's own attention."""
-    reasons = technique.obstacles(job_facts(job(architecture), architecture))
+    reasons = technique.unsupported_reasons(job_facts(job(architecture), architecture))
     if architecture == "deepseek_v4" and isinstance(technique, LoRA) and technique != LoRA():
         pytest.skip("V4's grouped projection takes an adapter on its bare weight alone")
     away = type(technique) in HOME or architecture == "deepseek_v4"
@@ -196,15 +196,15 @@ def test_what_it_says_of_itself_has_the_agreed_form(technique: Technique) -> Non
     assert isinstance(technique.fidelity, Fidelity)
     assert isinstance(technique.forecast(known), Forecast)
     assert all(isinstance(c, Claim) and c.source and c.ratio > 0 for c in technique.claims)
-    assert technique.obstacles(known) == ()
-    assert all(isinstance(v, str) for v in technique.environ(known).values())
+    assert technique.unsupported_reasons(known) == ()
+    assert all(isinstance(v, str) for v in technique.environment(known).values())
 
 
 @instances
 def test_what_stands_in_its_way_is_a_sentence(technique: Technique) -> None:
     hardware = job_facts(job("llama")).hardware
-    strange = Facts(hardware, model=ModelFacts("resnet", 1000))
-    for reason in set(technique.obstacles(strange)) - {rowwise.library().reason}:
+    strange = JobContext(hardware, model=ModelFacts("resnet", 1000))
+    for reason in set(technique.unsupported_reasons(strange)) - {rowwise.library().reason}:
         assert len(reason.split()) > 4
         assert "resnet" in reason
 
@@ -262,10 +262,10 @@ def test_its_probe_tells_a_run_with_it_from_one_without(
     without = session_of(job(architecture, **size), architecture=architecture)
     run(with_it)
     run(without)
-    proof = technique.probe(with_it)
-    assert isinstance(proof, Proof)
-    assert proof.acted, proof.evidence
-    assert not technique.probe(without).acted
+    proof = technique.check_effect(with_it)
+    assert isinstance(proof, EffectCheck)
+    assert proof.effective, proof.evidence
+    assert not technique.check_effect(without).effective
 
 
 @with_architectures(INSTANCES)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hasten.core.job import WorkCounts
-from hasten.core.setup import Agreement, NoCompression, SumsEachStep
+from hasten.core.setup import RankSync, NoCompression, SumsEachStep
 from hasten.parts.comm import streaming_local_sgd as parts
 from hasten.parts.comm.codecs import codec
 from hasten.techniques.communication.local import Apart, Stream
@@ -23,21 +23,21 @@ class ThreeAlike:
 
 
 def test_by_default_counts_and_the_wish_to_stop_are_summed_in_one_go() -> None:
-    agreement = SumsEachStep(ThreeAlike())
+    rank_sync = SumsEachStep(ThreeAlike())
     mine = WorkCounts(examples=1, tokens=5, positions=8, trained_tokens=4, pairs=25)
-    assert agreement.counts(mine, stop=False) == (WorkCounts(3, 15, 24, 12, 75), False)
-    assert agreement.counts(mine, stop=True)[1]
-    assert agreement.sum(torch.ones(2)).tolist() == [3.0, 3.0]
-    assert agreement.others({"moment": torch.ones(1)}) == []
+    assert rank_sync.counts(mine, stop=False) == (WorkCounts(3, 15, 24, 12, 75), False)
+    assert rank_sync.counts(mine, stop=True)[1]
+    assert rank_sync.sum(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert rank_sync.gather_states({"moment": torch.ones(1)}) == []
 
 
 def test_a_wire_that_is_an_agreement_takes_the_place_of_the_default() -> None:
     session = session_of(language_job())
-    assert not session.setup.agreement.apart
+    assert not session.setup.rank_sync.diverged
     session.setup.communication = Apart(session.setup, "stream", lambda parameters: None)  # type: ignore[arg-type,return-value]
-    assert isinstance(session.setup.communication, Agreement)
-    assert session.setup.agreement is session.setup.communication
-    assert not isinstance(NoCompression(), Agreement)
+    assert isinstance(session.setup.communication, RankSync)
+    assert session.setup.rank_sync is session.setup.communication
+    assert not isinstance(NoCompression(), RankSync)
 
 
 def test_ranks_that_train_apart_take_the_others_to_have_what_they_have() -> None:
@@ -54,6 +54,6 @@ def test_on_one_rank_nothing_is_settled_and_counts_stay() -> None:
     session = session_of(language_job(), Stream())
     run(session)
     before = session.progress.tokens
-    session.settle()
+    session.synchronize()
     assert session.progress.tokens == before
     assert isinstance(session.setup.communication, NoCompression)

@@ -229,8 +229,8 @@ def test_a_checkpoint_stands_beside_the_step(tmp_path: Path, clocked: Any) -> No
     kept: Any = session.setup.checkpoint
     kept.after_step = after_a_nap(kept.after_step)
     metrics, steps = counted(session, clocked)
-    assert session.saves
-    found = seconds_by_part(steps, session.saves)
+    assert session.has_checkpoints
+    found = seconds_by_part(steps, session.has_checkpoints)
     assert (found[CHECKPOINT] or 0) >= NAP
     for step, known in zip(steps, metrics, strict=True):
         assert step_total(step) == pytest.approx(known.step_seconds, rel=0.05)

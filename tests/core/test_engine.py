@@ -17,7 +17,7 @@ from hasten.core.layout import OneProcess
 from hasten.core.setup import Setup, Communication
 from hasten.core.slot import Slot
 from hasten.core.step import EngineParts, PlainEngine
-from hasten.core.technique import Fidelity, Proof, Technique
+from hasten.core.technique import Fidelity, EffectCheck, Technique
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.precision import BF16MasterWeights
@@ -73,10 +73,10 @@ class TwoStageEngine(PlainEngine):
 
 
 class TwoStageLayout(OneProcess):
-    def split(self, module: nn.Module) -> nn.Module:
+    def apply_pipeline(self, module: nn.Module) -> nn.Module:
         return Stages(module)
 
-    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
+    def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         return module
 
     def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
@@ -95,8 +95,8 @@ class TwoStages(Technique):
         setup.layout = TwoStageLayout()
         setup.engine = _two_stage_engine
 
-    def probe(self, session: Any) -> Proof:
-        return Proof(session.module.crossed > 0, f"{session.module.crossed} crossings")
+    def check_effect(self, session: Any) -> EffectCheck:
+        return EffectCheck(session.module.crossed > 0, f"{session.module.crossed} crossings")
 
 
 def _two_stage_engine(assembly: EngineParts) -> TwoStageEngine:
@@ -119,5 +119,5 @@ def test_a_pipeline_engine_trains_to_the_same_weights_without_a_change_to_the_st
         assert two.grad_norm == pytest.approx(one.grad_norm, rel=tolerance)
     for one, two in zip(plain.finish().parameters(), piped.finish().parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
-    proof = TwoStages().probe(piped)
+    proof = TwoStages().check_effect(piped)
     assert proof.evidence == "9 crossings"

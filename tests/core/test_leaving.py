@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hasten.core.loop import HASTE, ShutdownNotice, Watch, ask_to_leave, fit, patient
+from hasten.core.loop import HASTE, ShutdownNotice, EvaluationSchedule, request_stop, fit, defer_signals
 from hasten.core.session import Session
 from tiny import language_job, session_of
 
@@ -31,7 +31,7 @@ def test_a_scheduler_s_signal_stops_without_evaluating_however_often_it_comes(
                 os.kill(os.getpid(), number)
 
     before = signal.getsignal(number)
-    outcome = fit(session, Watch(on_step=ask))
+    outcome = fit(session, EvaluationSchedule(on_step=ask))
     assert (outcome.stopped, session.progress.step, outcome.evaluations) == ("left", 3, [])
     assert signal.getsignal(number) is before
     assert outcome.summary(session)["eval_loss"] is None
@@ -43,7 +43,7 @@ def test_a_second_interrupt_ends_at_once(session: Session) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        fit(session, Watch(on_step=twice))
+        fit(session, EvaluationSchedule(on_step=twice))
 
 
 def test_a_run_that_leaves_is_not_disturbed_and_one_that_does_not_is_as_before(
@@ -52,11 +52,11 @@ def test_a_run_that_leaves_is_not_disturbed_and_one_that_does_not_is_as_before(
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
-        with patient(lambda: session):
-            session.leaving = True
+        with defer_signals(lambda: session):
+            session.preempted = True
             os.kill(os.getpid(), signal.SIGTERM)
             assert heard == []
-            session.leaving = False
+            session.preempted = False
             os.kill(os.getpid(), signal.SIGTERM)
             assert heard == [signal.SIGTERM]
     finally:
@@ -67,7 +67,7 @@ def test_a_thread_can_train_too_without_signals(session: Session) -> None:
     found: list[str] = []
 
     def work() -> None:
-        with patient(lambda: session):
+        with defer_signals(lambda: session):
             found.append(fit(session).stopped)
 
     thread = threading.Thread(target=work)
@@ -85,11 +85,11 @@ def test_a_file_that_appears_is_a_notice(session: Session, tmp_path: Path) -> No
     told = threading.Event()
 
     def leave() -> None:
-        ask_to_leave(session, haste=True)
+        request_stop(session, haste=True)
         told.set()
 
     with ShutdownNotice(leave, tmp_path / "notice", every=0.01):
-        outcome = fit(session, Watch(on_step=write))
+        outcome = fit(session, EvaluationSchedule(on_step=write))
     assert (outcome.stopped, session.progress.step) == ("left", 2)
 
 

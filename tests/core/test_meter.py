@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hasten.core.job import WorkCounts, with_language_counts
 from hasten.core.layout import OneProcess
-from hasten.core.loop import Watch, fit
+from hasten.core.loop import EvaluationSchedule, fit
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
 from hasten.core.setup import prepare
@@ -60,7 +60,7 @@ def test_a_run_s_mfu_is_that_of_its_steps_weighed_by_time() -> None:
     session = session_of(language_job(steps=3))
     session.meter = Meter(10.0, 3.0, ceiling=1e6, source="a datasheet", convention="usual")
     steps: list[StepMetrics] = []
-    found = fit(session, Watch(on_step=steps.append)).summary(session)
+    found = fit(session, EvaluationSchedule(on_step=steps.append)).summary(session)
     total = sum(s.model_flops or 0 for s in steps)
     seconds = sum(s.step_seconds for s in steps)
     assert found["mfu"] == pytest.approx(total / seconds / 1e6)
@@ -85,7 +85,7 @@ def test_no_technique_that_replaces_modules_changes_what_the_model_owes(
     kind: type[Technique], architecture: str
 ) -> None:
     job = language_job(partial(tiny_model, architecture))
-    if kind().obstacles(job_facts(job, architecture)):
+    if kind().unsupported_reasons(job_facts(job, architecture)):
         pytest.skip("it can't work here")
     session = session_of(job, kind(), architecture=architecture)
     assert model_flops(session.model) == config_flops(tiny_config(architecture))

@@ -11,7 +11,7 @@ import yaml
 
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Knob, Proof, Technique, knob, setting
+from hasten.core.technique import Fidelity, Knob, EffectCheck, Technique, knob, setting
 from hasten.errors import InputError
 
 
@@ -31,8 +31,8 @@ class Small(Technique):
 
     def apply(self, setup: Any) -> None: ...
 
-    def probe(self, session: Any) -> Proof:
-        return Proof(True, "did it")
+    def check_effect(self, session: Any) -> EffectCheck:
+        return EffectCheck(True, "did it")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,8 @@ class TwoLevels(Technique):
 
     def apply(self, setup: Any) -> None: ...
 
-    def probe(self, session: Any) -> Proof:
-        return Proof(True, "did it")
+    def check_effect(self, session: Any) -> EffectCheck:
+        return EffectCheck(True, "did it")
 
 
 @dataclasses.dataclass(frozen=True)

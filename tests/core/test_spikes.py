@@ -30,7 +30,7 @@ def spoil(session: Session) -> None:
 def watched(folder: Path, policy: SpikePolicy = POLICY, steps: int = 30) -> Session:
     job = language_job(steps=steps, data=examples(80), lr=1e-3)
     session = session_of(job, Checkpoints(interval=3), folder=folder / "checkpoints")
-    session.setup.spikes = SpikeWatch(policy, folder / "spikes.jsonl")
+    session.setup.spike_policy = SpikeWatch(policy, folder / "spikes.jsonl")
     return session
 
 
@@ -81,7 +81,7 @@ def test_no_checkpoint_is_written_while_losses_are_high(tmp_path: Path) -> None:
 def test_a_spike_before_the_first_checkpoint_lowers_the_rate_alone(tmp_path: Path) -> None:
     job = language_job(steps=14, data=examples(80), lr=1e-3)
     session = session_of(job, Checkpoints(interval=100), folder=tmp_path / "checkpoints")
-    session.setup.spikes = SpikeWatch(POLICY, tmp_path / "spikes.jsonl")
+    session.setup.spike_policy = SpikeWatch(POLICY, tmp_path / "spikes.jsonl")
     rates = []
     for metrics in training(session):
         rates.append(metrics.learning_rate)
@@ -115,7 +115,7 @@ def test_what_the_policy_remembers_is_resumed(tmp_path: Path) -> None:
     fresh = watched(tmp_path)
     session.setup.checkpoint.keeper.close()  # type: ignore[attr-defined]
     assert fresh.setup.checkpoint.resume(fresh) is not None
-    found: Any = fresh.setup.spikes
+    found: Any = fresh.setup.spike_policy
     assert (found.rate, found.times) == (0.5, 1)
     first = next(iter(training(fresh)))
     assert first.learning_rate == 5e-4

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from hasten.core.job import Stop
-from hasten.core.loop import Evaluation, Outcome, Watch, ask_to_leave, evaluate, fit
+from hasten.core.loop import Evaluation, Outcome, EvaluationSchedule, request_stop, evaluate, fit
 from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.errors import InputError
@@ -62,7 +62,7 @@ def test_metrics_of_the_user_are_measured_at_every_evaluation() -> None:
         return float(model.lm_head.weight.norm())
 
     job = language_job(steps=4, metrics={"weight_norm": weight_norm})
-    outcome = fit(session_of(job), Watch(every_steps=2))
+    outcome = fit(session_of(job), EvaluationSchedule(every_steps=2))
     assert [e.step for e in outcome.evaluations] == [2, 4]
     norms = [e.metrics["weight_norm"] for e in outcome.evaluations]
     assert norms[0] != norms[1]
@@ -71,7 +71,7 @@ def test_metrics_of_the_user_are_measured_at_every_evaluation() -> None:
 def test_training_stops_early_when_the_eval_loss_stops_falling() -> None:
     job = language_job(steps=200, lr=1.0)  # far too high: the eval loss can only rise
     best: list[int] = []
-    watch = Watch(every_steps=2, patience=3, on_best=lambda e: best.append(e.step))
+    watch = EvaluationSchedule(every_steps=2, patience=3, on_best=lambda e: best.append(e.step))
     session = session_of(job)
     outcome = fit(session, watch)
     assert outcome.stopped == "early stop"
@@ -84,7 +84,7 @@ def test_training_stops_early_when_the_eval_loss_stops_falling() -> None:
 def test_an_attempt_goes_on_with_what_the_one_before_measured() -> None:
     earlier = [Evaluation(1, 10, 0.001), Evaluation(2, 20, 0.002)]
     best: list[int] = []
-    watch = Watch(2, 3, earlier, on_best=lambda e: best.append(e.step))
+    watch = EvaluationSchedule(2, 3, earlier, on_best=lambda e: best.append(e.step))
     session = session_of(language_job(steps=20))
     outcome = fit(session, watch)
     assert best == [], "the best model so far is an earlier attempt's"
@@ -94,7 +94,7 @@ def test_an_attempt_goes_on_with_what_the_one_before_measured() -> None:
 
 def test_what_was_measured_before_does_not_stand_for_the_last_look() -> None:
     session = session_of(language_job(steps=4))
-    outcome = fit(session, Watch(earlier=[Evaluation(4, 10, 0.5)]))
+    outcome = fit(session, EvaluationSchedule(earlier=[Evaluation(4, 10, 0.5)]))
     assert len(outcome.evaluations) == 2
 
 
@@ -138,9 +138,9 @@ def test_a_run_that_is_asked_to_stop_says_why() -> None:
 
     def ask(metrics: Any) -> None:
         if metrics.step == 3:
-            ask_to_leave(session, haste=False, reason="time limit")
+            request_stop(session, haste=False, reason="time limit")
 
-    outcome = fit(session, Watch(on_step=ask))
+    outcome = fit(session, EvaluationSchedule(on_step=ask))
     assert (outcome.stopped, session.progress.step) == ("time limit", 3)
     assert outcome.evaluations  # its loss is still taken
 
@@ -153,7 +153,7 @@ def test_an_interrupt_ends_the_run_between_two_steps() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     handler = signal.getsignal(signal.SIGINT)
-    outcome = fit(session, Watch(on_step=interrupt))
+    outcome = fit(session, EvaluationSchedule(on_step=interrupt))
     assert outcome.stopped == "interrupted"
     assert session.progress.step == 3
     assert outcome.evaluations[-1].step == 3

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hasten.core.setup import obstacles
+from hasten.core.setup import unsupported_reasons
 from hasten.data.conversation import Conversation, Message
 from hasten.data.corpus import Corpus, SplitSide
 from hasten.measure.choose import choose_by_forecast
@@ -83,7 +83,7 @@ def test_an_example_trains_with_all_its_techniques(
     assert ("adapter" in summary["saved"]) == (recipe.finetuning_type == "lora")
     # Two steps of four examples: too few for an accumulation by thousands of tokens to cut, or for
     # a checkpoint every fifty steps.
-    idle = {name for name, proof in summary["acted"].items() if not proof["acted"]}
+    idle = {name for name, proof in summary["effective"].items() if not proof["effective"]}
     assert idle <= {"gradient_accumulation", "checkpoints"}
     if rowwise.library().library is not None:  # without a compiler it goes on, and says so
         assert not any("without" in line for line in said)
@@ -99,7 +99,7 @@ def test_an_example_has_no_obstacle_as_it_stands(
     if rowwise.library().library is None:
         pytest.skip(rowwise.library().reason)
     assert len(plan) == len(recipe.plan) > 0
-    assert obstacles(plan, known) == []
+    assert unsupported_reasons(plan, known) == []
 
 
 @each

@@ -28,7 +28,7 @@ from rank_soak import HOLD, Forked, hold
 
 from hasten.launch.lab import NIC, address
 from hasten.launch.supervisor import RankTimeouts, SupervisedRanks, Supervision, supervise
-from hasten.machine.processes import ATTEMPT, on_a_leash
+from hasten.machine.processes import ATTEMPT, exit_with_parent
 from labs import enter, places
 from netlab import Lab
 
@@ -72,7 +72,7 @@ def soak(folder: Path, cut: float, link_seconds: float, restarts: int) -> dict[s
                     enter(hosts[rank])
                     environment.take_over(over_network(variables))
                     os.environ.pop(PLACE, None)
-                    on_a_leash()
+                    exit_with_parent()
                     rank_soak.train(folder, STEPS, timeout=limit)
                     code = 0
                 finally:

@@ -47,7 +47,7 @@ from hasten.machine.processes import (
     Heartbeat,
     attempt_folder,
     attempt_number,
-    on_a_leash,
+    exit_with_parent,
     reporting_errors,
 )
 from hasten.parts.checkpoint import STATE, checkpoints
@@ -255,7 +255,7 @@ def soak(
             code = 1
             try:
                 environment.take_over(variables)
-                on_a_leash()
+                exit_with_parent()
                 train(folder, steps, pause)
                 code = 0
             finally:

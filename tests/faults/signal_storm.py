@@ -24,7 +24,7 @@ import torch
 import torch._dynamo  # an optimizer does so: here once, and not in each life
 import transformers.models.llama.modeling_llama  # noqa: F401
 
-from hasten.core.loop import HASTE, Watch, fit, patient
+from hasten.core.loop import HASTE, EvaluationSchedule, fit, defer_signals
 from hasten.core.session import Session
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.training.folder import LineFiles
@@ -39,7 +39,7 @@ def live(folder: Path, steps: int, pause: float) -> int:
     """Resume, train, leave; the exit code."""
     torch.set_num_threads(1)
     live: list[Session] = []
-    with patient(lambda: next(iter(live), None)):
+    with defer_signals(lambda: next(iter(live), None)):
         job = language_job(tiny_model, data=examples(64), steps=steps, batch=8)
         session = session_of(job, Checkpoints(interval=NEVER), folder=folder / "checkpoints")
         session.setup.checkpoint.resume(session)
@@ -50,7 +50,7 @@ def live(folder: Path, steps: int, pause: float) -> int:
             lines.step({"step": metrics.step, "loss": metrics.loss})
             time.sleep(pause)
 
-        outcome = fit(session, Watch(on_step=note))
+        outcome = fit(session, EvaluationSchedule(on_step=note))
         time.sleep(pause)  # a model is saved now: more signals come
     return CODES[outcome.stopped]
 

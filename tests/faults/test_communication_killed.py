@@ -68,7 +68,7 @@ def test_a_killed_rank_costs_no_step_and_replicas_stay_alike(tmp_path: Path) -> 
     first = lines(run / "restarts.jsonl")[0]
     assert (first["rank"], first["code"]) == (1, -signal.SIGKILL)
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["acted"]["quantised"]["acted"]
+    assert summary["effective"]["quantised"]["effective"]
 
 
 def wait_for_lines(process: subprocess.Popen[str], path: Path, count: int) -> None:

@@ -40,11 +40,11 @@ def test_a_disk_that_fills_up_at_any_call_leaves_what_there_was(
     disk.call = None
     saver = Saver(tmp_path, 2, False, asynchronous, disk)
     saver.save(1, state(1), {"n": 1})
-    saver.settle()
+    saver.wait_for_writer()
     disk.call = disk.calls + call
     if asynchronous:
         saver.save(2, state(2), {"n": 2})
-    next_look = saver.settle if asynchronous else partial(saver.save, 2, state(2), {"n": 2})
+    next_look = saver.wait_for_writer if asynchronous else partial(saver.save, 2, state(2), {"n": 2})
     with pytest.warns(UserWarning, match="No space left on device; training goes on"):
         next_look()
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]

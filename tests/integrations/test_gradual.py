@@ -100,8 +100,8 @@ def test_the_order_may_follow_the_gain_alone(monkeypatch: pytest.MonkeyPatch) ->
     def measured(self: Any, before: Plan, after: Plan) -> tuple[Variant, Variant]:
         asked.append(after)
         rate = [sum(rates[t] for t in after)] * 4
-        acted = [{"technique": t.name(), "acted": True, "evidence": ""} for t in after]
-        return Variant("a", before, [1.0] * 4), Variant("b", after, rate, acted=acted, beside=[1.0] * 4)
+        effective = [{"technique": t.name(), "effective": True, "evidence": ""} for t in after]
+        return Variant("a", before, [1.0] * 4), Variant("b", after, rate, effective=effective, beside=[1.0] * 4)
 
     monkeypatch.setattr(gradual._Comparison, "__call__", measured)
     more = {"techniques": [first, second], "rounds": 2, "steps": 1}

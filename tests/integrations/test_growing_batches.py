@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hasten import DynamicBatcher, OptimizedTrainer
-from hasten.core import facts
-from hasten.core.facts import ExampleStats
+from hasten.core import context as facts
+from hasten.core.context import ExampleStats
 from hasten.techniques import batch
 from hasten.techniques.batch import AdaptiveBatch
 
@@ -61,7 +61,7 @@ def test_the_articles_batch_grows_over_batches_of_the_loader_and_says_so(
     weights, summary, passes = trained(batches, DynamicBatcher(12, 12))
     assert passes == [12] * 6  # two batches of 6 are a step of one pass
     torch.testing.assert_close(weights, trained(joined, False)[0], rtol=1e-10, atol=1e-12)
-    assert summary["acted"]["dynamic_batch"]["acted"]
+    assert summary["effective"]["dynamic_batch"]["effective"]
     assert summary["examples_per_step"] == {"least": 12, "mean": 12, "most": 12}
     said = capsys.readouterr().out
     assert "dynamic_batch: 6 -> 12 examples a step; the learning rate stays as it is" in said
@@ -107,8 +107,8 @@ def test_batches_of_other_forms_are_not_joined(texts: bool) -> None:
 
 def test_growing_is_refused_where_the_recipe_says_the_step() -> None:
     known = replace(facts.seen_at_start(), examples=ExampleStats(count=10, tokens=10, longest=1))
-    assert "global_batch_size" in AdaptiveBatch(grow=True).obstacles(known)[0]
-    assert not AdaptiveBatch().obstacles(known)
+    assert "global_batch_size" in AdaptiveBatch(grow=True).unsupported_reasons(known)[0]
+    assert not AdaptiveBatch().unsupported_reasons(known)
 
 
 def test_a_run_resumed_in_an_epoch_trains_the_records_that_were_left(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hasten import GradScaler, autocast
-from hasten.core import facts
+from hasten.core import context as facts
 from hasten.integrations import mixed_precision
 from hasten.machine.host import Accelerator
 

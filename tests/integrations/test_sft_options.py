@@ -143,7 +143,7 @@ def trained(case: Case, folder: Path, speed_up: bool) -> Outcome:
         torch.manual_seed(5)
         trainer.train()
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    return Outcome(trainer.state.log_history, start, weights, None, frozenset(counts.acted()))
+    return Outcome(trainer.state.log_history, start, weights, None, frozenset(counts.effective()))
 
 
 @needs_trl
@@ -151,9 +151,9 @@ def trained(case: Case, folder: Path, speed_up: bool) -> Outcome:
 def test_sft_trains_the_same_with_techniques(case: Case, tmp_path: Path) -> None:
     plain = trained(case, tmp_path / "plain", speed_up=False)
     found = trained(case, tmp_path / "found", speed_up=True)
-    assert not plain.acted
-    assert case.acts <= found.acted
-    assert not case.rests & found.acted
+    assert not plain.effective
+    assert case.acts <= found.effective
+    assert not case.rests & found.effective
     assert_same_training(plain, found, case.tolerance)
     accuracy, tokens = "mean_token_accuracy", "num_tokens"
     # Rounding may change which of two near tokens is the likeliest: one of 50 at a time.

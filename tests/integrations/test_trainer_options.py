@@ -334,7 +334,7 @@ class Outcome:
     start: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
     predictions: Any
-    acted: frozenset[str] = frozenset()
+    effective: frozenset[str] = frozenset()
 
     def series(self, key: str) -> list[float]:
         return [line[key] for line in self.logs if key in line]
@@ -358,9 +358,9 @@ def trained(case: Case, folder: Path, speed_up: bool) -> Outcome:
             trainer = _trainer(case, folder, speed_up, counts)
             torch.manual_seed(5)
             trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-        acted = frozenset(counts.acted())
+        effective = frozenset(counts.effective())
         predictions = trainer.predict(WHOLE[:6] if case.examples is WHOLE else EXAMPLES[:6])  # type: ignore[arg-type]
-    return Outcome(trainer.state.log_history, start, _weights(trainer), predictions, acted)
+    return Outcome(trainer.state.log_history, start, _weights(trainer), predictions, effective)
 
 
 def _trainer(case: Case, folder: Path, speed_up: bool, counts: TechniqueCounts) -> hf.Trainer:
@@ -418,9 +418,9 @@ def assert_same_training(plain: Outcome, found: Outcome, tolerance: float) -> No
 def test_a_trainer_trains_the_same_with_techniques(case: Case, tmp_path: Path) -> None:
     plain = trained(case, tmp_path / "plain", speed_up=False)
     found = trained(case, tmp_path / "found", speed_up=True)
-    assert not plain.acted
-    assert case.acts <= found.acted
-    assert not case.rests & found.acted
+    assert not plain.effective
+    assert case.acts <= found.effective
+    assert not case.rests & found.effective
     assert_same_training(plain, found, case.tolerance)
 
 

@@ -120,7 +120,7 @@ def test_torchrun_starts_ranks_that_meet(tmp_path: Path) -> None:
     script.write_text(
         "import sys, torch, pathlib\n"
         "from hasten.launch.ranks import process_group\n"
-        "from hasten.core.facts import world\n"
+        "from hasten.core.context import world\n"
         "with process_group(world(), 'cpu'):\n"
         "    found = torch.tensor([world().rank + 1.0])\n"
         "    torch.distributed.all_reduce(found)\n"

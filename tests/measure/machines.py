@@ -86,7 +86,7 @@ class MadeUpWorker:
         self._spend(self.machine.look_steps * self._step_seconds(), timeout)
         if op == "evaluate":
             return {"tokens": TOKENS * self.steps, "eval_loss": 2.0}
-        return {"acted": [], "samples": [], "ledger": None}
+        return {"effective": [], "samples": [], "ledger": None}
 
     def submit(self, op: str, **arguments: Any) -> None:
         self._reply = self._stepping(arguments["count"])

@@ -157,8 +157,8 @@ def right(found: Mapping[str, Counter[str]], truths: Sequence[Truth] = TRUTHS) -
 
 
 def _variant(name: str, plan: Plan, values: np.ndarray[Any, Any], loss: float, kind: Any) -> Variant:
-    acted = [
-        {"technique": t.name(), "acted": not isinstance(t, ClaimsOnly), "evidence": "planted"}
+    effective = [
+        {"technique": t.name(), "effective": not isinstance(t, ClaimsOnly), "evidence": "planted"}
         for t in plan
     ]
     return Variant(
@@ -167,6 +167,6 @@ def _variant(name: str, plan: Plan, values: np.ndarray[Any, Any], loss: float, k
         rounds=[float(v) for v in values],
         steps=[],
         eval_data=[(0, 2 * loss), (1000, loss)],
-        acted=acted,
+        effective=effective,
         kind=kind,
     )

@@ -21,7 +21,7 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.step import Engine
-from hasten.core.technique import Claim, Fidelity, Proof, Technique, setting
+from hasten.core.technique import Claim, Fidelity, EffectCheck, Technique, setting
 from hasten.parts.data.collate import packed, tokenized_example
 from tiny import language_job, examples, run, session_of, tiny_model
 
@@ -41,7 +41,7 @@ class Waits(Technique):
         return Fidelity.EXACT
 
     def apply(self, setup: Setup) -> None:
-        inner, last = setup.attempt, time.process_time()
+        inner, last = setup.run_passes, time.process_time()
 
         def attempt(engine: Engine, batch: StepBatch) -> Any:
             nonlocal last
@@ -55,10 +55,10 @@ class Waits(Technique):
             time.sleep(self.share * wall * min(whole / max(passes, 1e-9), 3.0))
             return found
 
-        setup.attempt = attempt
+        setup.run_passes = attempt
 
-    def probe(self, session: Session) -> Proof:
-        return Proof(True, f"slept in {session.progress.step} steps")
+    def check_effect(self, session: Session) -> EffectCheck:
+        return EffectCheck(True, f"slept in {session.progress.step} steps")
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class DoesNothing(Technique):
     def apply(self, setup: Setup) -> None:
         return None
 
-    def probe(self, session: Session) -> Proof:
-        return Proof(True, f"was there for {session.progress.step} steps")
+    def check_effect(self, session: Session) -> EffectCheck:
+        return EffectCheck(True, f"was there for {session.progress.step} steps")
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class ClaimsOnly(Technique):
     def apply(self, setup: Setup) -> None:
         return None
 
-    def probe(self, session: Session) -> Proof:
-        return Proof(False, "0 modules replaced")
+    def check_effect(self, session: Session) -> EffectCheck:
+        return EffectCheck(False, "0 modules replaced")
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class LeaksDocuments(Technique):
     def apply(self, setup: Setup) -> None:
         setup.collate = run_together
 
-    def probe(self, session: Session) -> Proof:
-        return Proof(True, f"{session.progress.positions - session.progress.tokens} slots of padding")
+    def check_effect(self, session: Session) -> EffectCheck:
+        return EffectCheck(True, f"{session.progress.positions - session.progress.tokens} slots of padding")
 
 
 def run_together(together: Sequence[Any]) -> MicroBatch:
@@ -134,17 +134,17 @@ class ScalesLoss(Technique):
         return Fidelity.EXACT
 
     def apply(self, setup: Setup) -> None:
-        inner = setup.attempt
+        inner = setup.run_passes
 
         def attempt(engine: Engine, batch: StepBatch) -> Any:
             counts = replace(batch.counts, trained_tokens=batch.counts.trained_tokens / SCALE)
             loss, _ = inner(engine, replace(batch, counts=counts))
             return loss, batch
 
-        setup.attempt = attempt
+        setup.run_passes = attempt
 
-    def probe(self, session: Session) -> Proof:
-        return Proof(True, f"{session.progress.step} steps")
+    def check_effect(self, session: Session) -> EffectCheck:
+        return EffectCheck(True, f"{session.progress.step} steps")
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,8 @@ class RuinsHeldOut(Technique):
 
         setup.optimizer = idle
 
-    def probe(self, session: Session) -> Proof:
-        return Proof(True, f"{session.progress.step} updates")
+    def check_effect(self, session: Session) -> EffectCheck:
+        return EffectCheck(True, f"{session.progress.step} updates")
 
 
 PLANTED = (Waits, DoesNothing, ClaimsOnly, LeaksDocuments, ScalesLoss, RuinsHeldOut)

@@ -14,7 +14,7 @@ import pytest
 import warm
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Proof, Technique
+from hasten.core.technique import Fidelity, EffectCheck, Technique
 from hasten.errors import InputError
 from hasten.measure.ablation import Variant, Design, Which, plans_of
 from hasten.measure.experiment import experiment_context, measure_variants
@@ -42,7 +42,7 @@ class UnheardOf(Technique):
     def apply(self, setup: Any) -> None:
         raise NotImplementedError
 
-    def probe(self, session: Any) -> Proof:
+    def check_effect(self, session: Any) -> EffectCheck:
         raise NotImplementedError
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hasten.core import facts
+from hasten.core import context as facts
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Proof, Switch, Technique
+from hasten.core.technique import Fidelity, EffectCheck, LiveSetting, Technique
 from hasten.errors import InputError
 from hasten.integrations.adapt import facts_of
 from hasten.machine import locks
@@ -48,8 +48,8 @@ class Planted(Technique):
 
     def apply(self, setup: Any) -> None: ...
 
-    def probe(self, session: Any) -> Proof:
-        return Proof(True, "races are drawn")
+    def check_effect(self, session: Any) -> EffectCheck:
+        return EffectCheck(True, "races are drawn")
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def test_a_gain_below_the_noise_floor_has_one_word_in_plan_auto_a_report_and_liv
     assert 1.005 < judged.effect.low < judged.effect.high < 1.007
     (_, auto) = module._verdicts([base, variant])["with it"]
     logs = [math.log(r) for r in ratios]
-    live = Candidate(Switch("x", (1, 2), lambda: 1, print), 2, [*logs, *logs[:2]]).verdict(0.05)
+    live = Candidate(LiveSetting("x", (1, 2), lambda: 1, print), 2, [*logs, *logs[:2]]).verdict(0.05)
     assert {judged.verdict, auto.word, live} == {"no effect"}
     plans = {"with it": Plan()}
     assert module._changes({"with it": judged.effect}, plans, set(), set()) == []

@@ -47,7 +47,7 @@ def test_hardly_moving_weights_ruin_the_eval_loss(found: Found) -> None:
 def test_who_only_claims_says_that_it_did_not_act() -> None:
     session = session_of(language_job(steps=1), ClaimsOnly())
     run(session)
-    assert not ClaimsOnly().probe(session).acted
+    assert not ClaimsOnly().check_effect(session).effective
 
 
 def test_waiting_changes_no_number() -> None:
@@ -62,7 +62,7 @@ def test_every_planted_technique_trains() -> None:
     for kind in PLANTED:
         session = session_of(language_job(steps=1), kind())
         assert len(run(session)) == 1
-        assert kind().probe(session).evidence
+        assert kind().check_effect(session).evidence
 
 
 def test_an_entry_of_ones_own_may_bring_techniques_beside_the_catalogues() -> None:

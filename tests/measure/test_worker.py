@@ -80,7 +80,7 @@ def test_a_worker_that_is_forked_trains_as_one_that_was_spawned(tmp_path: Path) 
         with pool.start(asked, name) as worker:
             worker.ready()
             found = losses(worker, 4)
-            assert [a["acted"] for a in worker.request("finish", 600)["acted"]] == [True]
+            assert [a["effective"] for a in worker.request("finish", 600)["effective"]] == [True]
         return found
 
     with WorkerPool(tmp_path, fork=True, recipe=path) as pool:
@@ -104,8 +104,8 @@ def test_two_ranks_train_as_one_process_does_and_tell_of_their_own_switches(tmp_
         worker.ready()
         found = worker.request("steps", 600, count=3)
         last, end = worker.request("evaluate", 600), worker.request("finish", 600)
-    assert [row["technique"] for row in end["acted"]] == ["half"]  # not the ranks' own layout
-    assert end["acted"][0]["acted"] is True
+    assert [row["technique"] for row in end["effective"]] == ["half"]  # not the ranks' own layout
+    assert end["effective"][0]["effective"] is True
     assert end["ledger"]["step"]["communication"] > 0
     assert end["ledger"]["parallel_efficiency"] > 0
     assert end["samples"]

@@ -32,7 +32,7 @@ SUMMARY: dict[str, Any] = {
     "metrics": {"token_accuracy": 0.5},
     "hardware": {"cpu": "A CPU", "accelerators": []},
     "versions": {"python": "3.11.7", "torch": "2.13.0"},
-    "acted": {"packed": {"acted": True, "evidence": "0 of 2 | slots <b>were</b> padding"}},
+    "effective": {"packed": {"effective": True, "evidence": "0 of 2 | slots <b>were</b> padding"}},
     "seed": 3,
     "corpus_sha256": "ab12",
 }

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from hasten.core.facts import Facts, ModelFacts
+from hasten.core.context import JobContext, ModelFacts
 from hasten.core.slot import Slot
 from hasten.errors import InputError
 from hasten.machine.environment import World
@@ -85,7 +85,7 @@ def test_the_lines_for_a_recipe_are_read_by_it_and_need_as_many_ranks(
     recipe = Recipe(model="m", dataset="d", max_steps=1, **lines)
     plan = requested_plan(recipe)
     shown = [t for t in plan if t.slot is Slot.LAYOUT]
-    known = Facts(
+    known = JobContext(
         hardware(),
         world=World(size=layout.devices),
         model=ModelFacts(
@@ -99,7 +99,7 @@ def test_the_lines_for_a_recipe_are_read_by_it_and_need_as_many_ranks(
     assert len(shown) == (layout.devices > 1)
     assert (Slot.PRECISION in plan) == (layout.precision != "fp32")
     assert (Slot.COMMUNICATION in plan) == (layout.compression != "none")
-    assert [reason for t in plan for reason in t.obstacles(known)] == []
+    assert [reason for t in plan for reason in t.unsupported_reasons(known)] == []
 
 
 def test_a_span_scales() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hasten.core.facts import Facts, ExampleStats
+from hasten.core.context import JobContext, ExampleStats
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.machine.environment import World
@@ -36,8 +36,8 @@ def recipe(**changes: Any) -> Recipe:
     )
 
 
-def facts(mean: int, longest: int) -> Facts:
-    known: Facts = facts_of(recipe())
+def facts(mean: int, longest: int) -> JobContext:
+    known: JobContext = facts_of(recipe())
     return replace(known, examples=ExampleStats(1000, 1000 * mean, longest, 0.5))
 
 

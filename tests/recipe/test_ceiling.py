@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hasten.core import facts
-from hasten.core.facts import Facts
+from hasten.core import context as facts
+from hasten.core.context import JobContext
 from hasten.errors import InputError
 from hasten.machine.benchmark import MachineRates, ProductRate
 from hasten.machine.environment import World
@@ -23,7 +23,7 @@ from hasten.recipe.peak_flops import (
     meter_of,
     mfu_words,
     read_rates,
-    settle,
+    resolve_batch,
     write_rates,
 )
 from hasten.recipe.schema import Recipe
@@ -38,7 +38,7 @@ def recipe(folder: Path, **changes: Any) -> Recipe:
     return Recipe(**{**values, "output": str(folder / "run"), **changes})
 
 
-def on_gpu(name: str, size: int = 1) -> Facts:
+def on_gpu(name: str, size: int = 1) -> JobContext:
     hardware = replace(HERE.hardware, accelerators=(Accelerator(name, 80 * 10**9, "9.0"),))
     return replace(HERE, hardware=hardware, device="cuda:0", world=World(size=size))
 
@@ -82,7 +82,7 @@ def test_auto_is_the_datasheet_of_a_known_gpu_times_their_number(tmp_path: Path)
 
 
 @pytest.mark.parametrize("known", [ON_CPU, on_gpu("NVIDIA H100 NVL")], ids=["cpu", "unknown gpu"])
-def test_auto_without_a_known_device_counts_flops_and_no_mfu(tmp_path: Path, known: Facts) -> None:
+def test_auto_without_a_known_device_counts_flops_and_no_mfu(tmp_path: Path, known: JobContext) -> None:
     meter = meter_of(recipe(tmp_path), known, tiny_model())
     assert meter.per_token
     assert not meter.ceiling
@@ -109,8 +109,8 @@ def test_measure_is_done_once_per_folder_and_anew_on_another_machine(
     given = [rates(), rates(device_name="another")]
     monkeypatch.setattr(peak_flops, "measure", lambda **asked: calls.append(asked) or given[0])
     wish, said = recipe(tmp_path, ceiling="measure"), list[str]()
-    settle(wish, ON_CPU, said.append)
-    settle(wish, ON_CPU, said.append)
+    resolve_batch(wish, ON_CPU, said.append)
+    resolve_batch(wish, ON_CPU, said.append)
     assert len(calls) == len(said) == 1
     assert calls[0]["seconds"] == 2.0
     found = ceiling_of(wish, ON_CPU)
@@ -118,7 +118,7 @@ def test_measure_is_done_once_per_folder_and_anew_on_another_machine(
     assert found.rate == 3e12
     write_rates(given[1], tmp_path / "run" / "data" / "ceiling.json")
     assert ceiling_of(wish, ON_CPU) is None
-    settle(wish, ON_CPU)
+    resolve_batch(wish, ON_CPU)
     assert len(calls) == 2
 
 
@@ -126,7 +126,7 @@ def test_ranks_never_measure_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peak_flops, "measure", lambda **asked: pytest.fail("measured"))
-    settle(recipe(tmp_path, ceiling="measure"), replace(ON_CPU, world=World(1, 1, 2)))
+    resolve_batch(recipe(tmp_path, ceiling="measure"), replace(ON_CPU, world=World(1, 1, 2)))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_file_that_can_t_be_used_is_one_sentence(
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(InputError, match=message) as caught:
-        settle(recipe(tmp_path, ceiling=str(path)), ON_CPU)
+        resolve_batch(recipe(tmp_path, ceiling=str(path)), ON_CPU)
     assert str(caught.value).startswith("ceiling: ")
     assert "\n" not in str(caught.value)
     assert "hasten bench --json FILE" in str(caught.value)

@@ -16,7 +16,7 @@ from hasten.recipe.build import supervision_of
 from hasten.recipe.prepare import evaluations_before
 from hasten.recipe.schema import recipe_from
 from hasten.techniques.checkpoint import Checkpoints
-from hasten.training.folder import LineFiles, clear_the_way, keep_lines_until
+from hasten.training.folder import LineFiles, archive_previous_run, keep_lines_until
 from hasten.training.run import set_step_checks, watch_notices
 from tiny import language_job, session_of
 
@@ -75,8 +75,8 @@ def test_guards_are_set_and_a_policy_without_checkpoints_is_refused(tmp_path: Pa
         set_step_checks(bare, recipe(loss_spike={}), tmp_path)
     saving = session_of(language_job(steps=2), Checkpoints(), folder=tmp_path / "checkpoints")
     set_step_checks(saving, recipe(loss_spike={"at_most": 9}), tmp_path)
-    assert isinstance(saving.setup.spikes, SpikeWatch)
-    assert saving.setup.spikes.policy.at_most == 9
+    assert isinstance(saving.setup.spike_policy, SpikeWatch)
+    assert saving.setup.spike_policy.policy.at_most == 9
 
 
 def test_a_file_to_leave_by_that_is_there_already_ends_the_run_before_its_first_step(
@@ -86,7 +86,7 @@ def test_a_file_to_leave_by_that_is_there_already_ends_the_run_before_its_first_
     session = session_of(language_job(steps=50))
     with watch_notices(session, recipe(leave_file=str(tmp_path / "leave"))) as notice:
         notice._thread.join(60)
-    assert session.leaving
+    assert session.preempted
     assert session.stop_requested
 
 
@@ -139,7 +139,7 @@ def test_what_went_wrong_moves_aside_with_the_run_it_is_of(tmp_path: Path) -> No
     for name in ("quarantined.jsonl", "spikes.jsonl", "restarts.jsonl", "metrics.jsonl"):
         (tmp_path / name).write_text("{}\n")
     (tmp_path / "mine.txt").write_text("not of hasten")
-    clear_the_way(tmp_path, keep_checkpoints=False)
+    archive_previous_run(tmp_path, keep_checkpoints=False)
     assert len(list((tmp_path / "previous" / "1").iterdir())) == 4
     assert (tmp_path / "mine.txt").exists()
 
@@ -150,7 +150,7 @@ def test_links_that_wait_in_the_folder_are_not_written_through(tmp_path: Path) -
     names = ["metrics.jsonl", "evaluations.jsonl", "recipe.yaml", "model", "summary.json"]
     for name in [*names, ".summary.json.0123.part"]:
         (output / name).symlink_to(elsewhere / name)  # to nothing
-    clear_the_way(output, keep_checkpoints=False)
+    archive_previous_run(output, keep_checkpoints=False)
     assert [path.name for path in output.iterdir()] == ["previous"]
     assert all((output / "previous" / "1" / name).is_symlink() for name in names)
 
@@ -162,7 +162,7 @@ def test_a_run_that_was_not_done_is_moved_with_a_word_on_how_to_go_on(tmp_path: 
         (tmp_path / "metrics.jsonl").write_text("{}\n")
         if done:
             (tmp_path / "summary.json").write_text("{}")
-        return clear_the_way(tmp_path, keep_checkpoints=False)
+        return archive_previous_run(tmp_path, keep_checkpoints=False)
 
     assert left(saved=False, done=False) == ""
     assert left(saved=True, done=True) == ""
@@ -170,4 +170,4 @@ def test_a_run_that_was_not_done_is_moved_with_a_word_on_how_to_go_on(tmp_path: 
     newest = tmp_path / "previous" / "3" / "checkpoints" / "step-00000010"
     assert f"resume={newest} goes on with it" in said
     assert newest.is_dir()
-    assert clear_the_way(tmp_path, keep_checkpoints=False) == ""  # nothing is there any more
+    assert archive_previous_run(tmp_path, keep_checkpoints=False) == ""  # nothing is there any more

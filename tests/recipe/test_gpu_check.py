@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from hasten.cli import doctor
-from hasten.core.facts import Facts, ModelFacts
+from hasten.core.context import JobContext, ModelFacts
 from hasten.machine import host
 from hasten.parts.kernels import registry
 from hasten.parts.kernels.registry import Sizes, Verdict, checked, difference, figures_of
@@ -230,7 +230,7 @@ def test_sizes_are_the_models_own() -> None:
 
 
 @pytest.fixture
-def on_a_gpu(child: Child, monkeypatch: pytest.MonkeyPatch) -> Facts:
+def on_a_gpu(child: Child, monkeypatch: pytest.MonkeyPatch) -> JobContext:
     """As ``check_kernels`` sees a GPU: the child computes on the processor all the same."""
     child.plan({"swiglu": "wrong"})
     mine = [replace(KERNELS[n], why_not=lambda device: "") for n in ("swiglu", "fused_adamw")]
@@ -248,7 +248,7 @@ def on_a_gpu(child: Child, monkeypatch: pytest.MonkeyPatch) -> Facts:
 
 
 @needs_triton
-def test_a_run_hears_of_what_is_refused_and_a_processor_of_nothing(on_a_gpu: Facts) -> None:
+def test_a_run_hears_of_what_is_refused_and_a_processor_of_nothing(on_a_gpu: JobContext) -> None:
     told: list[str] = []
     assert check_kernels(replace(on_a_gpu, device="cpu"), told.append) == {}
     found = check_kernels(on_a_gpu, told.append)
@@ -264,7 +264,7 @@ def test_a_run_hears_of_what_is_refused_and_a_processor_of_nothing(on_a_gpu: Fac
 
 
 @needs_triton
-def test_doctor_tells_of_each_kernel(on_a_gpu: Facts, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_tells_of_each_kernel(on_a_gpu: JobContext, capsys: pytest.CaptureFixture[str]) -> None:
     checks = doctor._Checks()
     doctor._gpu(on_a_gpu, checks)
     _, refusal, good = capsys.readouterr().out.splitlines()

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hasten.core.facts import Facts, ExampleStats, seen_at_start
+from hasten.core.context import JobContext, ExampleStats, seen_at_start
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
 from hasten.core.setup import prepare
@@ -79,7 +79,7 @@ def model() -> Any:
     return hf.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
-def shaped(known: Facts, built: Any) -> Facts:
+def shaped(known: JobContext, built: Any) -> JobContext:
     count = sum(p.numel() for p in built.parameters())
     shape = replace(
         known.model,
@@ -112,7 +112,7 @@ def test_live_tensors_of_a_step_are_what_was_forecast(
     techniques, built = PLANS[name], model()
     job = language_job(lambda: built, data=examples(8, longest=400), steps=2)
     known = shaped(job_facts(job), built)
-    if any(t.obstacles(known) for t in techniques):
+    if any(t.unsupported_reasons(known) for t in techniques):
         pytest.skip("a technique of this plan can't run here")
     active = model_flops(built).per_token / 6
     size = ModelSize(known.model.parameters, active, WIDTH, LAYERS, VOCABULARY)

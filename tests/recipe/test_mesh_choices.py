@@ -37,4 +37,4 @@ def test_every_mixture_takes_all_ranks_and_comes_once(ranks: int) -> None:
     for layout in found:
         s = layout.settings()
         assert s["dp"] * s["shard"] * s["tp"] * s["pp"] == ranks
-        assert not any("ranks and" in o for o in layout.obstacles(facts))
+        assert not any("ranks and" in o for o in layout.unsupported_reasons(facts))

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from hasten.cli.init import init
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.errors import InputError
 from hasten.recipe import suggest as module
 from hasten.recipe.schema import Recipe, load_recipe
@@ -68,7 +68,7 @@ def test_lora_is_chosen_where_all_weights_do_not_fit(
     tmp_path: Path, parameters: int, lora: bool
 ) -> None:
     recipe = Recipe(model="deepseek-llm-tiny", dataset="stdlib", max_steps=1)
-    known: Facts = module.facts_of(recipe)
+    known: JobContext = module.facts_of(recipe)
     hardware = replace(known.hardware, accelerators=(), memory_limit_bytes=64 * 10**9)
     known = replace(known, hardware=hardware, model=replace(known.model, parameters=parameters))
     assert module._lora(known, fresh=False)[0] is lora

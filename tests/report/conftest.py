@@ -104,10 +104,10 @@ def _variant(variant: Any, rounds: dict[str, list[float]], rng: np.random.Genera
         "padding_share": padding,
         "startup_seconds": {"imports": 6.4, "data": 0.8, "model": 11.9},
         "verdict": "baseline" if name == "baseline" else verdict(ratio),
-        "acted": [
+        "effective": [
             {
                 "technique": technique,
-                "acted": technique != "Prefetch",
+                "effective": technique != "Prefetch",
                 "evidence": "The loader never waited, so there was nothing to hide."
                 if technique == "Prefetch"
                 else "Measured in the step: 312 of 312 micro-batches took this path.",

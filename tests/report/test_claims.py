@@ -45,8 +45,8 @@ def test_a_failed_variant_gives_way_to_another_pair() -> None:
 
 
 def test_a_claim_of_a_technique_that_did_not_act_is_not_held() -> None:
-    idle = [{"technique": "fake", "acted": False, "evidence": "nothing"}]
-    with_it = variant(Fake(((SPEED, 1.2),)), speed=1.5, acted=idle)
+    idle = [{"technique": "fake", "effective": False, "evidence": "nothing"}]
+    with_it = variant(Fake(((SPEED, 1.2),)), speed=1.5, effective=idle)
     assert report(baseline(), with_it)["claims"][0]["verdict"] == "not comparable: it did not act"
 
 
@@ -98,10 +98,10 @@ def test_claims_are_corrected_for_their_number_as_variants_are() -> None:
 
 def test_a_baseline_with_techniques_is_no_part_of_what_an_variant_claims_or_does() -> None:
     shared = Other()
-    acted = [{"technique": "other", "acted": True, "evidence": "seen"}]
-    idle = [*acted, {"technique": "fake", "acted": False, "evidence": "0 modules"}]
-    base = variant(shared, name="baseline", noise=(1, 1, 1, 1, 1), acted=acted)
-    assert verdict_of(base, variant(Fake(), shared, speed=1.5, acted=idle)) == (
+    effective = [{"technique": "other", "effective": True, "evidence": "seen"}]
+    idle = [*effective, {"technique": "fake", "effective": False, "evidence": "0 modules"}]
+    base = variant(shared, name="baseline", noise=(1, 1, 1, 1, 1), effective=effective)
+    assert verdict_of(base, variant(Fake(), shared, speed=1.5, effective=idle)) == (
         "no effect: fake did not act"
     )
     found = report(base, variant(Fake(((SPEED, 2.0),)), shared, speed=1.5))

@@ -79,7 +79,7 @@ def test_more_techniques_make_each_decision_stricter() -> None:
         ({"failed": "killed"}, "failed: killed"),
         ({"unfinished": "hung"}, "what it did is not known: hung"),
         (
-            {"acted": [{"technique": "packed", "acted": False, "evidence": ""}]},
+            {"effective": [{"technique": "packed", "effective": False, "evidence": ""}]},
             "it did not act",
         ),
         ({"eval_data": [(10, 2.5)]}, "Eval loss"),

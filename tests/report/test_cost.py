@@ -184,10 +184,10 @@ def test_a_promise_that_only_the_plan_makes_is_checked_on_the_technique_alone(
     assert row()["measured"] == "not measured apart"
     variant = report["variants"][1]
     variant["techniques"] = ["adaptive_batch(start=1024)"]
-    variant["acted"] = [{"technique": "adaptive_batch", "acted": True, "evidence": ""}]
+    variant["effective"] = [{"technique": "adaptive_batch", "effective": True, "evidence": ""}]
     assert row()["measured"].startswith("1.4")
     assert row()["verdict"] == "held"
-    variant["acted"][0]["acted"] = False
+    variant["effective"][0]["effective"] = False
     assert row()["verdict"] == "not comparable: it did not act"
     report["claims"].append({"technique": "adaptive_batch", "metric": "tokens_per_second"})
     with pytest.raises(StopIteration):
@@ -302,7 +302,7 @@ def test_nothing_holds_where_the_model_is_worse(report: dict[str, Any]) -> None:
 def test_on_two_ranks_compression_is_a_switch_like_the_others(report: dict[str, Any]) -> None:
     variant = report["variants"][1]
     variant["techniques"] = ["topk(dense_share=0.0)"]
-    variant["acted"] = [{"technique": "topk", "acted": True, "evidence": "fewer bytes"}]
+    variant["effective"] = [{"technique": "topk", "effective": True, "evidence": "fewer bytes"}]
     rows = {r["claimed"]: r for r in preset_claims(preset("article", 2), report)}
     assert rows["+12 % speed"]["technique"] == "gradient compression"
     assert rows["+12 % speed"]["measured"].startswith("1.4")

@@ -74,12 +74,12 @@ def test_against_a_failed_baseline_nothing_is_said() -> None:
 
 
 def test_an_variant_that_failed_after_its_last_round_keeps_its_numbers() -> None:
-    late = variant(Fake(), speed=1.5, acted=[], unfinished="generate: no room")
+    late = variant(Fake(), speed=1.5, effective=[], unfinished="generate: no room")
     row = report(baseline(), late)["variants"][1]
     assert row["ratio"]["median"] == pytest.approx(1.5)
     assert (row["eval_loss"], row[MEMORY]) == (2.0, 4e9)
     assert row["verdict"] == ("undecided: what its techniques did is not known (generate: no room)")
-    assert row["acted"] == [{"technique": "fake", "acted": None, "evidence": "generate: no room"}]
+    assert row["effective"] == [{"technique": "fake", "effective": None, "evidence": "generate: no room"}]
     assert report(baseline(unfinished="no room"), late)["variants"][0]["verdict"] == "baseline: no room"
 
 

@@ -44,13 +44,13 @@ GUILTY = {
 
 
 def test_a_technique_that_did_not_act_has_no_effect_whatever_was_measured() -> None:
-    idle = [{"technique": "fake", "acted": False, "evidence": "the fast path was not taken"}]
+    idle = [{"technique": "fake", "effective": False, "evidence": "the fast path was not taken"}]
     assert verdict_of(baseline(), variant(Fake(), speed=2.0)) == "helped"
-    assert verdict_of(baseline(), variant(Fake(), speed=2.0, acted=idle)) == (
+    assert verdict_of(baseline(), variant(Fake(), speed=2.0, effective=idle)) == (
         "no effect: fake did not act"
     )
-    both = [*idle, {"technique": "other", "acted": True, "evidence": "seen"}]
-    assert verdict_of(baseline(), variant(Fake(), Other(), speed=2.0, acted=both)) == (
+    both = [*idle, {"technique": "other", "effective": True, "evidence": "seen"}]
+    assert verdict_of(baseline(), variant(Fake(), Other(), speed=2.0, effective=both)) == (
         "helped: fake did not act"
     )
 
@@ -135,10 +135,10 @@ def test_a_plan_without_a_technique_is_judged_against_the_whole_plan() -> None:
 
 
 def test_only_what_a_row_adds_can_fail_to_act_in_it() -> None:
-    idle = [{"technique": "fake", "acted": False, "evidence": "no rows"}]
-    seen = [*idle, {"technique": "other", "acted": True, "evidence": "seen"}]
-    first = variant(Fake(), speed=1.2, kind="cumulative", acted=idle)
-    last = variant(Fake(), Other(), speed=2.0, kind="all", acted=seen)
+    idle = [{"technique": "fake", "effective": False, "evidence": "no rows"}]
+    seen = [*idle, {"technique": "other", "effective": True, "evidence": "seen"}]
+    first = variant(Fake(), speed=1.2, kind="cumulative", effective=idle)
+    last = variant(Fake(), Other(), speed=2.0, kind="all", effective=seen)
     rows = report(baseline(kind="baseline"), first, last)["variants"]
     assert [row["verdict"] for row in rows[1:]] == ["no effect: fake did not act", "helped"]
 

@@ -35,10 +35,10 @@ def variants(gain: float = 1.5, seed: int = 0, rounds: int = 8, noise: float = 0
     weather = draw.lognormal(0, 0.05, rounds)
     base, other = (list(1000 * g * weather * draw.lognormal(0, noise, rounds)) for g in (1, gain))
     plan = Plan.from_list(["packed"], CATALOGUE)
-    acted = [{"technique": "packed", "acted": True, "evidence": ""}]
+    effective = [{"technique": "packed", "effective": True, "evidence": ""}]
     return [
         Variant("baseline", Plan(), rounds=base, kind="baseline"),
-        Variant("all", plan, rounds=other, beside=base, acted=acted, kind="all"),
+        Variant("all", plan, rounds=other, beside=base, effective=effective, kind="all"),
     ]
 
 
@@ -101,7 +101,7 @@ def test_an_variant_that_fails_or_no_longer_acts_is_lost() -> None:
     assert compared(broken).verdict == "lost"
     assert "killed" in compared(broken).reason
     idle = variants(seed=1)
-    idle[1].acted[0]["acted"] = False
+    idle[1].effective[0]["effective"] = False
     assert compared(idle).reason == "packed no longer acts"
     (found,) = changes(measurements(broken), measurements(variants()))
     assert found.verdict == "not measured"

@@ -56,7 +56,7 @@ def test_every_section_is_there_and_cost_only_if_known(report: Report, tmp_path:
     def headings(page: Page) -> list[str | None]:
         return [attributes.get("id") for tag, attributes in page.elements if tag == "h2"]
 
-    named = ["variants", "unpaid", "quality", "memory", "stability", "acted", "claims", "sample"]
+    named = ["variants", "unpaid", "quality", "memory", "stability", "effective", "claims", "sample"]
     assert headings(written(report, tmp_path)) == [*named, "cost", "gaps", "reproduction"]
     report["cost"] = None
     assert headings(written(report, tmp_path)) == [*named, "gaps", "reproduction"]

@@ -28,7 +28,7 @@ def page(report: Report) -> Page:
 def test_the_full_example_shows_every_section() -> None:
     found = page(full_report())
     first = ["variants", "unpaid", "quality", "step", "memory", "predicted", "stability"]
-    rest = ["acted", "claims", "sample", "cost", "gaps", "reproduction"]
+    rest = ["effective", "claims", "sample", "cost", "gaps", "reproduction"]
     assert found.sections() == [*first, *rest]
     said = found.words()
     for words in (

@@ -29,8 +29,8 @@ def cumulative() -> Report:
                 "ratio": {"median": ratio, "low": ratio - 0.01, "high": ratio + 0.01},
                 "verdict": "helped" if count else "baseline",
                 "rounds": [rate * w for w in WEATHER],
-                "acted": [
-                    {"technique": t, "acted": True, "evidence": f"{t} was seen"}
+                "effective": [
+                    {"technique": t, "effective": True, "evidence": f"{t} was seen"}
                     for t in ["a", "b", "c"][:count]
                 ],
             }
@@ -117,8 +117,8 @@ def test_a_headline_is_a_figure_only_where_that_figure_is_shown(
 
 
 def test_variants_with_the_same_proof_share_a_row(cumulative: Report) -> None:
-    cumulative["variants"][3]["acted"][1]["acted"] = False
-    found = [(row["technique"], row["acted"], row["variants"]) for row in proofs(variants_of(cumulative))]
+    cumulative["variants"][3]["effective"][1]["effective"] = False
+    found = [(row["technique"], row["effective"], row["variants"]) for row in proofs(variants_of(cumulative))]
     assert found == [
         ("a", True, "all 3 with it"),
         ("b", True, "+ b"),

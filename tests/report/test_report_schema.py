@@ -44,7 +44,7 @@ def test_a_missing_key_is_named_with_its_place(report: Report, place: str, tmp_p
         ("variants.1.ratio.low", "1.2", "report.variants[1].ratio.low must be a number or null, not '1.2'"),
         ("variants.1.padding_share", True, "must be a number or null, not True"),
         ("variants.1.loss_curve", [[1.0]], "report.variants[1].loss_curve[0] must be a pair"),
-        ("variants.1.acted", {}, "report.variants[1].acted must be a list"),
+        ("variants.1.effective", {}, "report.variants[1].effective must be a list"),
         ("variants.1", None, "report.variants[1] must be an object"),
         ("recipe", ["a"], "report.recipe must be an object"),
         ("recipe", {"path": Path("x")}, "report.recipe.path is a PosixPath"),

@@ -120,7 +120,7 @@ def _session(world: World, place: str, *techniques: Technique) -> Session:
 
 def _described(session: Session) -> dict[str, Any]:
     steps = list(training(session))
-    redone = getattr(session.setup.attempt, "redone", 0)
+    redone = getattr(session.setup.run_passes, "redone", 0)
     model: Any = session.finish()
     return {
         "losses": [m.loss for m in steps],
@@ -137,5 +137,5 @@ def _resumed(world: World) -> dict[str, Any]:
     list(training(first))
     second = _session(world, place, AdaptiveBatch(8, 16))
     restore(second, *state_of(first))
-    rooms: list[Any] = [s.setup.attempt for s in (first, second)]
+    rooms: list[Any] = [s.setup.run_passes for s in (first, second)]
     return {name: a.room.state_dict() for name, a in zip(("learnt", "resumed"), rooms, strict=True)}

@@ -73,7 +73,7 @@ def as_ddp(world: World) -> dict[str, Any]:
             "progress": [progress.step, progress.tokens, progress.trained_tokens],
             "more progress": [progress.examples, progress.positions],
             "losses": [m.loss for m in steps],
-            "probe": [bool(t.probe(session).acted) for t in session.setup.plan],
+            "probe": [bool(t.check_effect(session).effective) for t in session.setup.plan],
             "wrapped": type(session.module).__name__,
         }
     return found
@@ -89,7 +89,7 @@ COMPANY: dict[str, tuple[str, tuple[Technique, ...]]] = {
 
 
 def company(world: World) -> dict[str, Any]:
-    """A stream and DiLoCo beside other techniques: same bits on all ranks once settled."""
+    """A stream and DiLoCo beside other techniques: same bits on all ranks once synchronized."""
     found = {}
     for name, (architecture, others) in COMPANY.items():
         for communication in (APART, LocalSteps(every=2, outer="nesterov")):
@@ -98,17 +98,17 @@ def company(world: World) -> dict[str, Any]:
             steps = list(training(session))
             apart = float(weights(session).sum())
             loss = evaluate(session).eval_loss
-            settled = float(weights(session).sum())
+            synchronized = float(weights(session).sum())
             model = session.finish()
             state = [t.double().sum().item() for t in model.state_dict().values()]
             found[f"{name}, {communication.name()}"] = {
                 "apart": apart,
-                "settled": settled,
+                "synchronized": synchronized,
                 "state": state,
                 "loss": loss,
                 "losses": [m.loss for m in steps],
-                "probe": communication.probe(session).evidence,
-                "acted": communication.probe(session).acted,
+                "probe": communication.check_effect(session).evidence,
+                "effective": communication.check_effect(session).effective,
             }
     return found
 

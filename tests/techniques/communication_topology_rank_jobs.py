@@ -131,11 +131,11 @@ def sessions(world: World) -> dict[str, Any]:
     for name, techniques in PLANS.items():
         session = _session(world, *techniques)
         losses = [m.loss for m in training(session)]
-        proofs = [t.probe(session) for t in session.setup.plan if t.slot.name == "COMMUNICATION"]
+        proofs = [t.check_effect(session) for t in session.setup.plan if t.slot.name == "COMMUNICATION"]
         found[name] = {
             "losses": losses,
             "sum": _weights(session.module).double().sum().item(),
-            "acted": [p.acted for p in proofs],
+            "effective": [p.effective for p in proofs],
             "evidence": [p.evidence for p in proofs],
         }
     return found

@@ -87,7 +87,7 @@ def told(world: World) -> dict[str, Any]:
     plan = Plan((DDP(bucket_cap_mb=0),))
     measured = assemble(prepare(job, plan, job_facts(job, world=world)))
     run(measured)
-    found["buckets"] = DDP(bucket_cap_mb=0).probe(measured).evidence
+    found["buckets"] = DDP(bucket_cap_mb=0).check_effect(measured).evidence
     return found
 
 

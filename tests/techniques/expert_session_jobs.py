@@ -151,10 +151,10 @@ def compared(world: World, cases: dict[str, Case]) -> dict[str, Any]:
         for size in sorted({2, world.size}):
             session = session_on(world, case, size)
             here = trained(session)
-            proof = ExpertParallel(size=size).probe(session)
+            proof = ExpertParallel(size=size).check_effect(session)
             found[f"{name}, groups of {size}"] = {
                 **(differences(here, alone) if world.is_main else {}),
-                "acted": proof.acted,
+                "effective": proof.effective,
                 "evidence": proof.evidence,
                 "within": case.within,
                 "clipped": min(here["norms"]) > NORM,

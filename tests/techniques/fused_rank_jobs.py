@@ -35,5 +35,5 @@ def train_fused(world: World) -> dict[str, Any]:
         facts = job_facts(job, architecture, world)
         session = assemble(prepare(job, Plan(techniques), facts))
         losses = [m.loss for m in training(session)]
-        found[architecture] = {"losses": losses, "acted": FusedLayers().probe(session).acted}
+        found[architecture] = {"losses": losses, "effective": FusedLayers().check_effect(session).effective}
     return found

@@ -165,13 +165,13 @@ def train_all(world: World, folder: str, cases: Iterable[str] = CASES) -> dict[s
                 _saved(session, Path(folder) / "saved")
         elif case == "tied, accumulated":
             _saved(session, None)
-        proof = Pipeline().probe(session)
-        proofs = {t.name(): t.probe(session) for t in session.setup.plan}
+        proof = Pipeline().check_effect(session)
+        proofs = {t.name(): t.check_effect(session) for t in session.setup.plan}
         found[case] = {
             **{k: v for k, v in result_of.items() if k != "weights"},
-            "acted": proof.acted,
+            "effective": proof.effective,
             "evidence": proof.evidence,
-            "others": {name: [p.acted, p.evidence] for name, p in proofs.items()},
+            "others": {name: [p.effective, p.evidence] for name, p in proofs.items()},
         }
     return found
 

@@ -76,7 +76,7 @@ def session_on(
 
 def trained(session: Session) -> dict[str, Any]:
     losses = [m.loss for m in training(session)] + [evaluate(session).eval_loss]
-    proofs = [t.probe(session).evidence for t in session.setup.plan]
+    proofs = [t.check_effect(session).evidence for t in session.setup.plan]
     session.finish()
     with session.setup.layout.gather(session.model) as whole:
         weights = {n: p.detach().clone() for n, p in session.model.named_parameters() if whole}

@@ -39,7 +39,7 @@ def _run(world: World, where: str) -> dict[str, Any]:
             setup.precision.parameters()[0].grad.view(-1)[0] = torch.inf  # type: ignore[union-attr]
         return found
 
-    setup.attempt = attempt
+    setup.run_passes = attempt
     session = assemble(setup)
     held.append(session)
     if where == "before the communication":

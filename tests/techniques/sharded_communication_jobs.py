@@ -47,7 +47,7 @@ def session(
 
 def seen(found: Session, communication: Technique) -> dict[str, Any]:
     metrics = run(found)
-    proof = communication.probe(found)
+    proof = communication.check_effect(found)
     exchange = found.setup.communication.shards  # type: ignore[attr-defined]
     return {
         "sent": [m.comm_bytes for m in metrics],
@@ -57,7 +57,7 @@ def seen(found: Session, communication: Technique) -> dict[str, Any]:
         "losses": [m.loss for m in metrics],
         "norms": [m.grad_norm for m in metrics],
         "skipped": sum(m.skipped for m in metrics),
-        "acted": proof.acted,
+        "effective": proof.effective,
         "said": proof.evidence,
         "held norms": sum(_sum(p) for n, p in found.module.named_parameters() if "norm" in n),
     }
@@ -135,10 +135,10 @@ def merged(world: World) -> dict[str, Any]:
     ]
     held.load_state_dict({"technique": "quantised", "ranks": states})
     mean = float(held.shards.state()["residual"][name].mean())
-    said = [INT4.probe(found).evidence]
+    said = [INT4.check_effect(found).evidence]
     states[0]["travel"]["residual"][name] = torch.ones(3)
     held.load_state_dict({"technique": "quantised", "ranks": states})
-    said.append(INT4.probe(found).evidence)
+    said.append(INT4.check_effect(found).evidence)
     try:
         held.load_state_dict({"technique": "quantised", "ranks": states[:1] * world.size})
     except InputError as error:

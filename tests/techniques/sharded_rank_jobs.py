@@ -77,7 +77,7 @@ def outcome(session: Session, folder: Path | None = None) -> dict[str, Any]:
     """
     steps = list(training(session))
     eval_data = evaluate(session).eval_loss
-    probes = {t.name(): t.probe(session) for t in session.setup.plan}
+    probes = {t.name(): t.check_effect(session) for t in session.setup.plan}
     session.finish()
     weights: dict[str, Any] = {}
     with session.setup.layout.gather(session.model) as whole:
@@ -94,7 +94,7 @@ def outcome(session: Session, folder: Path | None = None) -> dict[str, Any]:
         "tokens": [m.tokens for m in steps],
         "eval_data": eval_data,
         "weights": weights,
-        "proofs": {name: proof.acted for name, proof in probes.items()},
+        "proofs": {name: proof.effective for name, proof in probes.items()},
         "average": probes["weight_average"].evidence if "weight_average" in probes else "",
         "pieces": sum(p.numel() for p in session.setup.precision.parameters()),
     }
@@ -165,7 +165,7 @@ def held_bytes(world: World) -> dict[str, Any]:
         found[name] = {
             "bytes": _held([*pieces, *gradients, *moments]),
             "losses": losses,
-            "proof": layout.probe(session).evidence,
+            "proof": layout.check_effect(session).evidence,
         }
     return found
 

@@ -42,23 +42,23 @@ def test_the_probe_tells_bytes_and_disturbs_nothing() -> None:
     session = session_of(language_job(), ActivationCheckpointing())
     run(session)
     names = [p.grad for p in session.module.parameters()]
-    proof = ActivationCheckpointing().probe(session)
-    assert proof.acted
+    proof = ActivationCheckpointing().check_effect(session)
+    assert proof.effective
     assert "MB of activations where" in proof.evidence
-    assert ActivationCheckpointing().probe(session) == proof
+    assert ActivationCheckpointing().check_effect(session) == proof
     assert all(grad is None for grad in names)
 
 
 def test_on_a_processor_there_is_nothing_to_move_to_the_host() -> None:
     known = job_facts(language_job())
-    assert "in host memory already" in ActivationCheckpointing(offload=True).obstacles(known)[0]
+    assert "in host memory already" in ActivationCheckpointing(offload=True).unsupported_reasons(known)[0]
     on_gpu = dataclasses.replace(known, device="cuda:0")
-    assert ActivationCheckpointing(offload=True).obstacles(on_gpu) == ()
+    assert ActivationCheckpointing(offload=True).unsupported_reasons(on_gpu) == ()
 
 
 def test_more_segments_than_blocks_are_an_obstacle() -> None:
     known = job_facts(language_job())
-    assert "has 2 blocks" in ActivationCheckpointing(segments=3).obstacles(known)[0]
+    assert "has 2 blocks" in ActivationCheckpointing(segments=3).unsupported_reasons(known)[0]
 
 
 def test_the_forecast_counts_the_forward_pass_again() -> None:

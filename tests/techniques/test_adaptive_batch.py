@@ -49,8 +49,8 @@ def test_losses_and_weights_are_those_of_the_step_in_one_piece(more: Any) -> Non
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
     failures: Any = session.loss_module.failures
     assert 0 < failures <= 5
-    proof = AdaptiveBatch().probe(session)
-    assert proof.acted
+    proof = AdaptiveBatch().check_effect(session)
+    assert proof.effective
     assert "9 steps" in proof.evidence
 
 
@@ -107,17 +107,17 @@ def test_a_resumed_run_goes_on_with_the_size_and_the_ceiling_it_had(tmp_path: An
     for _ in range(5):  # a step more than was saved: the size of step 4 counts
         next(steps)
         if first.progress.step == 4:
-            learnt = first.setup.attempt.room.state_dict()  # type: ignore[attr-defined]
+            learnt = first.setup.run_passes.room.state_dict()  # type: ignore[attr-defined]
     steps.close()  # the folder is free for the next one
     second = session_of(job, *plan, folder=tmp_path)
     second.setup.checkpoint.resume(second)
-    assert second.setup.attempt.room.state_dict() == learnt  # type: ignore[attr-defined]
+    assert second.setup.run_passes.room.state_dict() == learnt  # type: ignore[attr-defined]
     assert learnt["ceiling"] > 0
     assert learnt["size"] < 32 * max(job.lengths)
 
 
 def test_with_another_number_of_ranks_the_smallest_size_is_taken() -> None:
-    adaptive: Any = session_of(language_job(), AdaptiveBatch()).setup.attempt
+    adaptive: Any = session_of(language_job(), AdaptiveBatch()).setup.run_passes
     adaptive.load_state_dict({"rooms": [[90, 0, 0], [40, 30, 50], [60, 0, 0]]})
     assert adaptive.room.state_dict() == {"size": 40, "good": 30, "ceiling": 50}
 

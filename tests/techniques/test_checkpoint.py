@@ -88,7 +88,7 @@ def test_damage_is_named_in_the_report(tmp_path: Path) -> None:
         second.setup.checkpoint.resume(second)
     assert second.progress.step == 2
     run(second)
-    assert "step-00000004 is damaged" in Checkpoints().probe(second).evidence
+    assert "step-00000004 is damaged" in Checkpoints().check_effect(second).evidence
 
 
 def test_the_state_of_pythons_random_comes_back(tmp_path: Path) -> None:
@@ -147,10 +147,10 @@ class Stages(OneProcess):
     def ordered(self) -> list[str]:
         return []
 
-    def told(self, mine: Any) -> list[Any]:
+    def all_gather_object(self, mine: Any) -> list[Any]:
         return [mine, 7]
 
-    def brought(self, mine: Any) -> dict[str, torch.Tensor]:
+    def gather_to_rank0(self, mine: Any) -> dict[str, torch.Tensor]:
         return dict(mine)
 
 

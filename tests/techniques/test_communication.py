@@ -30,7 +30,7 @@ def test_a_run_acts_learns_and_keeps_replicas_alike(found: list[Any], name: str)
     one, two = (rank["runs"][name] for rank in found)
     assert one["weights"] == two["weights"]
     assert one["norms"] == two["norms"]
-    assert one["acted"], one["said"]
+    assert one["effective"], one["said"]
     assert "bytes sent by this rank" in one["said"]
     assert one["losses"][-1] < one["losses"][0]
 
@@ -66,7 +66,7 @@ def test_between_hosts_a_run_learns_resumes_and_keeps_replicas_alike(tmp_path: P
         found = [rank[name] for rank in four]
         assert len({tuple(rank["weights"]) for rank in found}) == 1
         for rank in found:
-            assert rank["acted"], rank["said"]
+            assert rank["effective"], rank["said"]
             assert "by its host to others" in rank["said"]
             assert rank["losses"][-1] < rank["losses"][0]
             assert rank["own memory"]
@@ -101,7 +101,7 @@ def test_one_rank_has_the_plain_wire() -> None:
     for technique in (Half(), Quantised(), TopK(), PowerSGD()):
         session = session_of(language_job(), technique)
         assert isinstance(session.setup.communication, NoCompression)
-        assert not technique.probe(session).acted
+        assert not technique.check_effect(session).effective
 
 
 @pytest.mark.parametrize(

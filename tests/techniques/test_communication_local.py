@@ -62,10 +62,10 @@ def test_ranks_end_with_the_same_bits_beside_other_techniques(
 ) -> None:
     one, other = (rank[f"{name}, {communication}"] for rank in company)
     assert one["apart"] != other["apart"] or communication == "local_steps"
-    assert one["settled"] == other["settled"]
+    assert one["synchronized"] == other["synchronized"]
     assert one["state"] == other["state"]
     assert one["loss"] == other["loss"]
-    assert one["acted"]
+    assert one["effective"]
     assert "exchanges among 2 ranks" in one["probe"]
 
 

@@ -26,7 +26,7 @@ def test_a_run_on_shards_acts_and_learns(found: list[Any], name: str) -> None:
     one, two = (rank["runs"][name] for rank in found)
     assert one["losses"] == two["losses"]
     assert one["norms"] == two["norms"]
-    assert one["acted"], one["said"]
+    assert one["effective"], one["said"]
     assert "bytes sent by this rank" in one["said"]
     assert one["losses"][-1] < one["losses"][0]
 
@@ -61,7 +61,7 @@ def test_bytes_of_each_step_are_those_of_its_passes(found: list[Any], four: list
 def test_a_start_that_never_ends_is_the_plain_layout(found: list[Any]) -> None:
     runs = found[0]["runs"]
     assert runs["dense"]["losses"] == runs["plain"]["losses"]
-    assert not runs["dense"]["acted"]
+    assert not runs["dense"]["effective"]
 
 
 @pytest.mark.parametrize("way", ["resumed", "from copies of the whole"])
@@ -96,7 +96,7 @@ def test_copies_exchange_small_gradients_and_stay_alike(four: list[Any], name: s
     """Their weights are compared after each step."""
     for rank in four:
         seen = rank[name]
-        assert seen["acted"], seen["said"]
+        assert seen["effective"], seen["said"]
         assert ("to other copies" in seen["said"]) == (name != "pieces of cut layers")
         assert seen["losses"] == four[0][name]["losses"]
         assert seen["losses"][0] == pytest.approx(seen["plain"][0], rel=1e-6)

@@ -62,7 +62,7 @@ def test_losses_are_those_of_plain_replicas(four: list[Any]) -> None:
         found = [rank["sessions"][name] for rank in four]
         assert found[0]["losses"] == pytest.approx(plain, rel=bound), name
         assert len({rank["sum"] for rank in found}) == 1, name
-        assert all(found[0]["acted"]), found[0]["evidence"]
+        assert all(found[0]["effective"]), found[0]["evidence"]
 
 
 def test_what_is_owed_survives_a_resume(four: list[Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.job import Stop
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
@@ -30,8 +30,8 @@ PACKED = (Packed(), DocumentAttention())
 def test_a_short_run_is_left_as_it_is_and_the_probe_says_why() -> None:
     session = session_of(language_job(), Compiled())
     run(session)
-    proof = Compiled().probe(session)
-    assert not proof.acted
+    proof = Compiled().check_effect(session)
+    assert not proof.effective
     assert "left off: compiling takes about 60 s, more than 10%" in proof.evidence
     assert session.progress.positions % 256  # rows keep their lengths too
 
@@ -44,7 +44,7 @@ def test_a_long_run_is_expected_to_take_long() -> None:
     assert short is not None
     assert long is not None
     assert short < 10 * COMPILE_SECONDS < long
-    assert seconds_expected(job, Facts(known.hardware)) is None
+    assert seconds_expected(job, JobContext(known.hardware)) is None
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_it_trains_alike_beside_other_techniques(others: tuple[Technique, ...]) 
     coarse = any(isinstance(t, Autocast | BF16MasterWeights) for t in others)
     assert [m.loss for m in run(session)] == pytest.approx(plain, rel=2e-2 if coarse else 1e-4)
     for technique in (*others, TRACED):
-        assert technique.probe(session).acted, technique.probe(session)
+        assert technique.check_effect(session).effective, technique.check_effect(session)
     assert session.progress.positions % 64 == 0
 
 
@@ -84,23 +84,23 @@ def test_a_cache_that_others_may_write_to_is_an_obstacle(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     known = job_facts(language_job())
     tmp_path.chmod(0o700)
-    assert not any("TORCHINDUCTOR_CACHE_DIR" in r for r in Compiled().obstacles(known))
+    assert not any("TORCHINDUCTOR_CACHE_DIR" in r for r in Compiled().unsupported_reasons(known))
     tmp_path.chmod(0o707)
-    assert any("TORCHINDUCTOR_CACHE_DIR" in r for r in Compiled().obstacles(known))
+    assert any("TORCHINDUCTOR_CACHE_DIR" in r for r in Compiled().unsupported_reasons(known))
 
 
 def test_a_path_with_a_space_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's command has no quotes: the linker looks for half of the path."""
     monkeypatch.setattr(torch, "__path__", ["/opt/my programs/torch"])
-    found = Compiled().obstacles(job_facts(language_job()))
+    found = Compiled().unsupported_reasons(job_facts(language_job()))
     assert any("/opt/my programs/torch" in reason for reason in found)
 
 
 def test_what_is_missing_to_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     known = job_facts(language_job())
     graphs = Compiled(mode="reduce-overhead")
-    assert "CUDA graphs" in graphs.obstacles(known)[0]
+    assert "CUDA graphs" in graphs.unsupported_reasons(known)[0]
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert "C++ compiler" in Compiled().obstacles(known)[0]
+    assert "C++ compiler" in Compiled().unsupported_reasons(known)[0]
     one = dataclasses.replace(known.model, layers=1)
-    assert any("one block" in r for r in TRACED.obstacles(dataclasses.replace(known, model=one)))
+    assert any("one block" in r for r in TRACED.unsupported_reasons(dataclasses.replace(known, model=one)))

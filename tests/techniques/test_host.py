@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hasten.core.facts import Facts, ModelFacts
+from hasten.core.context import JobContext, ModelFacts
 from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.machine import environment as environment_
@@ -27,8 +27,8 @@ from sample_data import small
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="core masks are Linux's")
 
 
-def here(**changes: Any) -> Facts:
-    known = Facts(host.hardware(), model=ModelFacts("llama", layers=2))
+def here(**changes: Any) -> JobContext:
+    known = JobContext(host.hardware(), model=ModelFacts("llama", layers=2))
     return dataclasses.replace(known, **changes)
 
 
@@ -37,30 +37,30 @@ def test_a_rank_starts_with_its_share_of_threads(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("hasten.machine.threads.memory_nodes", list)
     eight = dataclasses.replace(host.hardware(), physical_cores=8, usable_cores=8)
     known = [here(hardware=eight, world=World(rank, rank, 3)) for rank in range(3)]
-    started = [Threads().environ(k)["OMP_NUM_THREADS"] for k in known]
+    started = [Threads().environment(k)["OMP_NUM_THREADS"] for k in known]
     assert started == ["2", "2", "2"]
-    assert Threads(count=3).environ(known[0])["OMP_NUM_THREADS"] == "3"
+    assert Threads(count=3).environment(known[0])["OMP_NUM_THREADS"] == "3"
     shares = [Threads().cores(k) for k in known]
     assert sorted(core for share in shares for core in share) == list(range(8))
 
 
 def test_how_idle_threads_wait_is_left_to_openmp_unless_somebody_says() -> None:
-    policies = [Threads(waiting=how).environ(here()) for how in ("asleep", "spinning", "auto")]
+    policies = [Threads(waiting=how).environment(here()) for how in ("asleep", "spinning", "auto")]
     assert [p.get("OMP_WAIT_POLICY") for p in policies] == ["PASSIVE", "ACTIVE", None]
-    assert "OMP_WAIT_POLICY" not in Threads().environ(here())
+    assert "OMP_WAIT_POLICY" not in Threads().environment(here())
     with pytest.raises(ValueError, match="one of auto, asleep, spinning"):
         Threads(waiting="idle")
 
 
 def test_what_cannot_be_had_here_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hasten.machine.threads.memory_nodes", lambda: [frozenset({0, 1})])
-    assert "1 memory node" in Threads(numa=True).obstacles(here())[0]
-    assert "count is 9999" in Threads(count=9999).obstacles(here())[0]
+    assert "1 memory node" in Threads(numa=True).unsupported_reasons(here())[0]
+    assert "count is 9999" in Threads(count=9999).unsupported_reasons(here())[0]
     monkeypatch.setattr("hasten.machine.memory.library", lambda kind: None)
-    assert "libjemalloc2" in Allocator(kind="jemalloc").obstacles(here())[0]
-    assert "GPU" in Allocator(kind="expandable").obstacles(here())[0]
+    assert "libjemalloc2" in Allocator(kind="jemalloc").unsupported_reasons(here())[0]
+    assert "GPU" in Allocator(kind="expandable").unsupported_reasons(here())[0]
     monkeypatch.setattr("hasten.machine.memory.huge_page_mode", lambda: "never")
-    assert "transparent_hugepage is never" in Allocator(huge_pages=True).obstacles(here())[0]
+    assert "transparent_hugepage is never" in Allocator(huge_pages=True).unsupported_reasons(here())[0]
 
 
 @pytest.mark.parametrize(
@@ -80,13 +80,13 @@ def test_settings_that_make_no_sense_are_refused(entry: dict[str, Any]) -> None:
 
 def test_variables_join_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
-    wanted = Allocator(huge_pages=True).environ(here())
+    wanted = Allocator(huge_pages=True).environment(here())
     assert wanted["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1"
     monkeypatch.setenv("GLIBC_TUNABLES", wanted["GLIBC_TUNABLES"])
-    assert Allocator(huge_pages=True).environ(here()) == wanted
+    assert Allocator(huge_pages=True).environment(here()) == wanted
     monkeypatch.setenv("LD_PRELOAD", "/a.so")
     monkeypatch.setattr("hasten.machine.memory.library", lambda kind: "/b.so")
-    assert Allocator(kind="tcmalloc").environ(here()) == {"LD_PRELOAD": "/a.so:/b.so"}
+    assert Allocator(kind="tcmalloc").environment(here()) == {"LD_PRELOAD": "/a.so:/b.so"}
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
@@ -96,15 +96,15 @@ def test_expandable_segments_join_what_torchs_allocator_is_told(
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     technique = Allocator(kind="expandable")
-    assert technique.environ(here()) == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert technique.environment(here()) == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     monkeypatch.setenv(variable, "roundup_power2_divisions:[256:1,512:2],max_split_size_mb:128")
-    (found,) = technique.environ(here()).items()
+    (found,) = technique.environment(here()).items()
     assert found == (
         variable,
         "roundup_power2_divisions:[256:1,512:2],max_split_size_mb:128,expandable_segments:True",
     )
     monkeypatch.setenv(*found)
-    assert dict([found]) == technique.environ(here())
+    assert dict([found]) == technique.environment(here())
 
 
 def test_a_process_begins_again_only_for_what_is_missing_and_only_once(
@@ -141,9 +141,9 @@ def test_hasten_train_starts_its_processes_with_the_plans_variables(
         capture_output=True,
     )
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    acted = summary["acted"]
+    effective = summary["effective"]
     assert summary["world_size"] == ranks
-    assert acted["threads"]["acted"], acted
-    assert "idle threads wait asleep" in acted["threads"]["evidence"]
-    assert "no huge pages" not in acted["allocator"]["evidence"]
-    assert acted["allocator"]["acted"] == memory.is_glibc(), acted
+    assert effective["threads"]["effective"], effective
+    assert "idle threads wait asleep" in effective["threads"]["evidence"]
+    assert "no huge pages" not in effective["allocator"]["evidence"]
+    assert effective["allocator"]["effective"] == memory.is_glibc(), effective

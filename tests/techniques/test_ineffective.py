@@ -47,16 +47,16 @@ def even(count: int = 16, length: int = 12) -> list[Any]:
 
 
 def seen(session: Session, technique: Technique) -> tuple[bool, str]:
-    proof = technique.probe(session)
-    return proof.acted, proof.evidence
+    proof = technique.check_effect(session)
+    return proof.effective, proof.evidence
 
 
 def test_records_of_one_length_leave_nothing_to_pack_or_to_group() -> None:
     for technique in (Packed(), LengthGrouped()):
         session = session_of(language_job(data=even(), batch=4), technique)
         run(session)
-        acted, evidence = seen(session, technique)
-        assert not acted
+        effective, evidence = seen(session, technique)
+        assert not effective
         assert "0.0%" in evidence
 
 
@@ -80,8 +80,8 @@ def test_documents_that_are_rows_of_their_own_need_no_document_attention() -> No
         job = language_job(lambda a=architecture: tiny_model(a))
         session = session_of(job, DocumentAttention(), architecture=architecture)
         run(session)
-        acted, evidence = seen(session, DocumentAttention())
-        assert not acted
+        effective, evidence = seen(session, DocumentAttention())
+        assert not effective
         assert "each row is one document" in evidence
 
 
@@ -92,8 +92,8 @@ def test_fused_code_that_takes_no_tensor_has_not_acted() -> None:
     assert seen(session, FusedLayers())[0] is True
     session.loss_module.double()  # a format that the kernels refuse
     assert fused_layers.fused(causal_lm(session.model))  # bound as before
-    acted, evidence = seen(session, FusedLayers())
-    assert not acted
+    effective, evidence = seen(session, FusedLayers())
+    assert not effective
     assert "0 of its kernels ran" in evidence
 
 
@@ -106,8 +106,8 @@ def test_experts_that_fall_back_are_found_out() -> None:
     for module in session.model.modules():
         for function in rebind.bound(module):  # the fused code is gone, the plan remains
             rebind.unbind(module, function)
-    acted, evidence = seen(session, ExpertsImplementation())
-    assert not acted, evidence
+    effective, evidence = seen(session, ExpertsImplementation())
+    assert not effective, evidence
 
 
 @pytest.mark.parametrize("kind", ["eager", "batched_mm", "grouped_mm"])
@@ -137,8 +137,8 @@ def test_a_loss_over_tokens_that_all_carry_loss_saves_no_row() -> None:
 def test_adapters_that_never_moved_have_not_acted() -> None:
     session = session_of(language_job(lr=0.0), LoRA())
     run(session)
-    acted, evidence = seen(session, LoRA())
-    assert not acted
+    effective, evidence = seen(session, LoRA())
+    assert not effective
     assert "0 of" in evidence
 
 
@@ -149,7 +149,7 @@ def test_a_cut_that_cuts_nothing_has_not_acted() -> None:
         assert seen(session, technique)[0] is False
 
 
-# Before the first step nothing has acted, whatever was configured.
+# Before the first step nothing has effective, whatever was configured.
 WITHOUT_A_STEP: tuple[Technique, ...] = (
     *(Packed(), PackedEpoch(), LengthGrouped(), Prefetched(), GradientAccumulation(1), AdaptiveBatch(2)),
     *(LoRA(), LabelledTokenLoss(), ActivationCheckpointing(), Autocast(), DDP(), CompactAdamW(), Muon()),
@@ -191,17 +191,17 @@ def test_looking_counts_for_no_other_probe() -> None:
     plan = (Packed(), GradientAccumulation(micro_batch_size=1), DocumentAttention(), LabelledTokenLoss())
     session = session_of(language_job(steps=1, batch=4), *plan, compiled)
     run(session)
-    before = [technique.probe(session) for technique in (LabelledTokenLoss(), compiled)]
+    before = [technique.check_effect(session) for technique in (LabelledTokenLoss(), compiled)]
     assert probes.operators(session)
-    assert [t.probe(session) for t in (LabelledTokenLoss(), compiled)] == before
+    assert [t.check_effect(session) for t in (LabelledTokenLoss(), compiled)] == before
 
 
 def test_looking_is_no_pass_of_modules_that_predict_further_ahead() -> None:
     session = session_of(language_job(steps=2), MultiTokenPrediction())
     run(session)
-    before = MultiTokenPrediction().probe(session)
+    before = MultiTokenPrediction().check_effect(session)
     assert probes.operators(session)
-    assert MultiTokenPrediction().probe(session) == before
+    assert MultiTokenPrediction().check_effect(session) == before
 
 
 def test_what_was_laid_out_is_counted_as_the_session_did() -> None:

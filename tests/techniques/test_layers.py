@@ -1,4 +1,4 @@
-"""FusedLayers in a run: its proof, its obstacles, with recomputation, on several ranks."""
+"""FusedLayers in a run: its proof, its unsupported_reasons, with recomputation, on several ranks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 def test_the_probe_is_false_when_nothing_is_bound() -> None:
     with_it, without = session_of(language_job(), FusedLayers()), session_of(language_job())
-    assert FusedLayers().probe(with_it).acted
-    assert "2 x mlp" in FusedLayers().probe(with_it).evidence
-    proof = FusedLayers().probe(without)
-    assert not proof.acted
+    assert FusedLayers().check_effect(with_it).effective
+    assert "2 x mlp" in FusedLayers().check_effect(with_it).evidence
+    proof = FusedLayers().check_effect(without)
+    assert not proof.effective
     assert proof.evidence == "fused code runs nothing"
 
 
@@ -45,7 +45,7 @@ def test_recomputed_blocks_give_the_same_losses(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["gpt2", "mixtral"])
 def test_an_architecture_that_is_not_proven_is_an_obstacle(architecture: str) -> None:
-    (reason,) = FusedLayers().obstacles(job_facts(language_job(), architecture))
+    (reason,) = FusedLayers().unsupported_reasons(job_facts(language_job(), architecture))
     assert f"not proven for the architecture {architecture}" in reason
 
 
@@ -54,7 +54,7 @@ def test_two_ranks_train_like_one_process(tmp_path: Path) -> None:
     alone = train_fused(World())
     for found in on_ranks("techniques.fused_rank_jobs:train_fused", tmp_path):
         for architecture, dtype in CASES.items():
-            assert found[architecture]["acted"]
+            assert found[architecture]["effective"]
             close = 1e-5 if dtype == torch.float32 else 2e-2
             expected = alone[architecture]["losses"]
             assert found[architecture]["losses"] == pytest.approx(expected, rel=close)

@@ -56,7 +56,7 @@ def test_two_ranks_train_as_one_process_does(
     assert ours["weights"].keys() == theirs["weights"].keys()
     for name, (total, norm) in theirs["weights"].items():
         assert ours["weights"][name] == pytest.approx([total, norm], rel=1e-4, abs=2e-4), name
-    assert ours["acted"].startswith(f"ZeRO-{CASES[case][0]['stage']} on 2 ranks")
+    assert ours["effective"].startswith(f"ZeRO-{CASES[case][0]['stage']} on 2 ranks")
 
 
 @installed
@@ -169,13 +169,13 @@ def test_a_missing_package_or_compiler_is_one_sentence(
 ) -> None:
     known = replace(job_facts(language_job(data=examples(4))))
     monkeypatch.setattr(deepspeed_engine.util, "find_spec", lambda name: None)
-    assert "pip install 'deepspeed>=0.19,<0.20' ninja" in DeepSpeed().obstacles(known)[0]
+    assert "pip install 'deepspeed>=0.19,<0.20' ninja" in DeepSpeed().unsupported_reasons(known)[0]
     monkeypatch.setattr(deepspeed_engine.util, "find_spec", lambda name: object())
     monkeypatch.setattr(deepspeed_engine.shutil, "which", lambda name: None)
-    assert "install a C++ compiler" in DeepSpeed().obstacles(known)[0]
+    assert "install a C++ compiler" in DeepSpeed().unsupported_reasons(known)[0]
     monkeypatch.setattr(deepspeed_engine.shutil, "which", lambda name: name)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert DeepSpeed().obstacles(known) == ()
+    assert DeepSpeed().unsupported_reasons(known) == ()
 
 
 def test_the_lock_of_a_killed_build_is_found(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.core.setup import prepare
 from hasten.core.technique import Technique
@@ -27,7 +27,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return on_ranks("techniques.expert_session_jobs:on_two", tmp_path_factory.mktemp("two"))
 
 
-def facts_on(ranks: int, architecture: str = "deepseek_v3") -> Facts:
+def facts_on(ranks: int, architecture: str = "deepseek_v3") -> JobContext:
     return job_facts(language_job(), architecture, World(0, 0, ranks))
 
 
@@ -39,7 +39,7 @@ def check(ranks: list[Any]) -> None:
         assert case["weights"] < case["within"], name
         assert case["biases"] == 0, name
         assert case["clipped"], name
-        assert case["acted"], name
+        assert case["effective"], name
         assert all(rank[name]["norms_here"] == case["norms_here"] for rank in ranks)
 
 
@@ -70,7 +70,7 @@ def test_alone_it_changes_nothing_and_says_so() -> None:
     job = language_job(lambda: tiny_model("deepseek_v3"))
     session = session_of(job, ExpertParallel(size=2), architecture="deepseek_v3")
     run(session)
-    assert not ExpertParallel(size=2).probe(session).acted
+    assert not ExpertParallel(size=2).check_effect(session).effective
 
 
 @pytest.mark.parametrize(
@@ -84,15 +84,15 @@ def test_alone_it_changes_nothing_and_says_so() -> None:
     ],
 )
 def test_what_stands_in_its_way_is_one_sentence(
-    technique: Technique, facts: Facts, words: str
+    technique: Technique, facts: JobContext, words: str
 ) -> None:
-    (reason,) = technique.obstacles(facts)
+    (reason,) = technique.unsupported_reasons(facts)
     assert reason.startswith(words)
 
 
 def test_ranks_that_divide_have_nothing_in_the_way() -> None:
-    assert not ExpertParallel(size=2).obstacles(facts_on(4))
-    assert not ExpertParallel().obstacles(facts_on(4))
+    assert not ExpertParallel(size=2).unsupported_reasons(facts_on(4))
+    assert not ExpertParallel().unsupported_reasons(facts_on(4))
 
 
 @pytest.mark.parametrize("settings", [{"size": -1}, {"bucket_cap_mb": 0}])
@@ -114,4 +114,4 @@ def test_ranks_that_train_apart_are_refused() -> None:
     setup = prepare(job, Plan((ExpertParallel(), LocalSteps())), facts_on(2))
     assert isinstance(setup.layout, ExpertsInDDP)
     with pytest.raises(InputError, match="ranks can't train apart"):
-        setup.layout.across(tiny_model("deepseek_v3"), setup.communication)
+        setup.layout.apply_data_parallel(tiny_model("deepseek_v3"), setup.communication)

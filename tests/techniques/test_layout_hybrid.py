@@ -84,7 +84,7 @@ def test_experts_are_on_the_device_before_their_copies_are_made_alike(
     layout.place = lambda module: done.append("place")
     layout.mesh = {"dp": SimpleNamespace(size=lambda: 1), "shard": None}
     layout.averages, layout._replicas, layout._reshard = 4, None, True
-    layout.across(torch.nn.Module(), NoCompression())
+    layout.apply_data_parallel(torch.nn.Module(), NoCompression())
     assert done == ["place", "ExpertGradients", "shard_rest"]
 
 
@@ -102,7 +102,7 @@ def test_what_cannot_work_is_said_in_one_sentence(
     technique: Technique, size: int, architecture: str, says: str
 ) -> None:
     facts = job_facts(language_job(), architecture, World(size=size))
-    assert any(says in reason for reason in technique.obstacles(facts))
+    assert any(says in reason for reason in technique.unsupported_reasons(facts))
 
 
 def test_a_product_takes_the_memory_of_a_piece_of_a_stage() -> None:

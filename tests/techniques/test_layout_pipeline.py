@@ -78,7 +78,7 @@ def test_losses_norms_and_weights_are_those_of_one_process(
         assert rank[case]["eval_data"] == pytest.approx(alone["eval_data"], rel=near)
         assert rank[case]["trained"] == alone["trained"]
         assert rank[case]["load_ratios"] == pytest.approx(alone["load_ratios"])
-    assert min(alone["norms"]) > 0.5  # so that clipping acted
+    assert min(alone["norms"]) > 0.5  # so that clipping effective
     weights = ranks[0][case]["weights"]
     assert list(weights) == list(alone["weights"])
     for name, there in alone["weights"].items():
@@ -96,10 +96,10 @@ def test_the_first_rank_has_the_whole_model_where_it_is_gathered_and_only_there(
     assert all(rank[case]["logits"] is None for rank in ranks[1:])
     for rank in ranks:  # what came for saving has gone again
         assert rank[case]["left"] < 0.8 * alone["left"]
-        assert rank[case]["acted"], rank[case]["evidence"]
-        for name, (acted, evidence) in rank[case]["others"].items():
-            assert acted or name not in SEEN_ON_EVERY_RANK, (name, evidence)
-    assert not alone["acted"]
+        assert rank[case]["effective"], rank[case]["evidence"]
+        for name, (effective, evidence) in rank[case]["others"].items():
+            assert effective or name not in SEEN_ON_EVERY_RANK, (name, evidence)
+    assert not alone["effective"]
 
 
 def test_what_is_saved_is_the_same_hugging_face_folder(
@@ -118,7 +118,7 @@ def test_what_is_saved_is_the_same_hugging_face_folder(
 def test_on_one_rank_it_is_one_process() -> None:
     session = session_of(language_job(steps=1), Pipeline())
     run(session)
-    assert not Pipeline().probe(session).acted
+    assert not Pipeline().check_effect(session).effective
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_what_cannot_work_on_a_job_is_said_in_one_sentence(
     technique: Pipeline, size: int, architecture: str, said: str
 ) -> None:
     facts = job_facts(language_job(), architecture, World(0, 0, size))
-    reasons = technique.obstacles(facts)
+    reasons = technique.unsupported_reasons(facts)
     assert any(said in reason for reason in reasons)
-    assert Pipeline(stages=2).obstacles(job_facts(language_job(), world=World(0, 0, 4))) == ()
+    assert Pipeline(stages=2).unsupported_reasons(job_facts(language_job(), world=World(0, 0, 4))) == ()
 
 
 @pytest.mark.parametrize("trained", [True, False])

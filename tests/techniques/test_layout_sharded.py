@@ -86,9 +86,9 @@ def test_four_ranks_hold_a_quarter_and_two_copies_a_half(tmp_path: Path) -> None
 
 def test_ranks_that_cannot_be_dealt_into_copies_are_an_obstacle() -> None:
     facts = job_facts(Case(FSDP2()).job(), world=World(size=3))
-    (reason,) = FSDP2(replicas=2).obstacles(facts)
+    (reason,) = FSDP2(replicas=2).unsupported_reasons(facts)
     assert "3 ranks can't be dealt into 2 copies" in reason
-    assert "leave offload out" in FSDP2(offload=True).obstacles(facts)[0]
+    assert "leave offload out" in FSDP2(offload=True).unsupported_reasons(facts)[0]
     with pytest.raises(ValueError, match="at least 1"):
         FSDP2(replicas=0)
 
@@ -103,7 +103,7 @@ def test_what_is_offloaded_takes_nothing_of_the_device() -> None:
 
 def test_one_rank_needs_no_pieces() -> None:
     session = Case(FSDP2()).session(World())
-    assert not FSDP2().probe(session).acted
+    assert not FSDP2().check_effect(session).effective
     assert FSDP2().forecast(session.setup.facts).comm_bytes == 1.0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.layout.hybrid import Hybrid
@@ -117,7 +117,7 @@ def test_what_cannot_be_cut_is_refused_on_every_rank(two: list[Any]) -> None:
         assert all(". " not in found[name] for name in REFUSED)
 
 
-def known(world: int, heads: int = 4, architecture: str = "llama") -> Facts:
+def known(world: int, heads: int = 4, architecture: str = "llama") -> JobContext:
     found = job_facts(Case(TensorParallel()).job(), architecture, World(size=world))
     model = replace(found.model, heads=heads, key_value_heads=2)
     return replace(found, model=model)
@@ -136,9 +136,9 @@ def known(world: int, heads: int = 4, architecture: str = "llama") -> Facts:
     ],
 )
 def test_what_cannot_be_cut_is_said_in_one_sentence(
-    technique: Technique, facts: Facts, says: str
+    technique: Technique, facts: JobContext, says: str
 ) -> None:
-    reasons = technique.obstacles(facts)
+    reasons = technique.unsupported_reasons(facts)
     assert says in reasons[0]
     assert ". " not in reasons[0]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hasten.core.facts import Facts, ModelFacts
+from hasten.core.context import JobContext, ModelFacts
 from hasten.core.loop import eval_loss
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
@@ -127,7 +127,7 @@ def test_where_it_cannot_work_it_says_so() -> None:
     ):
         with pytest.raises(InputError, match=said):
             other.objective(module)
-    [reason] = AHEAD.obstacles(Facts(known.hardware, model=ModelFacts("gpt2", 1000)))
+    [reason] = AHEAD.unsupported_reasons(JobContext(known.hardware, model=ModelFacts("gpt2", 1000)))
     assert "gpt2" in reason
     for settings, said in (({"depth": 0}, "depth is 0"), ({"weight": -0.5}, "weight is -0.5")):
         with pytest.raises(ValueError, match=said):

@@ -62,7 +62,7 @@ def test_a_resumed_run_keeps_its_bits(
     second = fresh()
     restore(second, found[0], found[1])
     assert [m.loss for m in run(second)] == expected[3:]
-    assert technique.probe(second) == technique.probe(whole)
+    assert technique.check_effect(second) == technique.check_effect(whole)
     for one, other in zip(_saved(second), _saved(whole), strict=True):
         assert torch.equal(one, other)
 
@@ -82,13 +82,13 @@ def test_one_pass_on_a_gpu_takes_triton(device: str, monkeypatch: pytest.MonkeyP
     known = replace(job_facts(language_job()), device=device)
     try:
         if device == "mps":
-            (reason,) = FusedAdamW().obstacles(known)
+            (reason,) = FusedAdamW().unsupported_reasons(known)
             assert reason == "the update in one launch is for NVIDIA GPUs, not for mps"
             return
-        assert FusedAdamW().obstacles(known) == ()
+        assert FusedAdamW().unsupported_reasons(known) == ()
         adamw._why_no_triton.cache_clear()
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        assert FusedAdamW().obstacles(known)[0].endswith("pip install triton")
+        assert FusedAdamW().unsupported_reasons(known)[0].endswith("pip install triton")
     finally:
         adamw._why_no_triton.cache_clear()
 
@@ -166,7 +166,7 @@ def test_the_probe_counts_the_bytes_of_the_state() -> None:
     for technique in NEW[:3]:
         session = session_of(language_job(), technique)
         run(session)
-        evidence[str(technique)] = technique.probe(session).evidence
+        evidence[str(technique)] = technique.check_effect(session).evidence
     count = sum(p.numel() for p in tiny_model().parameters())
     assert all(f"AdamW's is {8 * count / 1e6:.2f} MB" in text for text in evidence.values())
     sizes = [float(text.split("state of ")[1].split(" MB")[0]) for text in evidence.values()]
@@ -189,7 +189,7 @@ def test_saved_versions_are_the_weights_and_their_mean(
     session = session_of(language_job(steps=6), WeightAverage(0.5, save), *precision)
     run(session)
     before = [p.detach().clone() for p in session.setup.precision.parameters()]
-    WeightAverage(0.5, save).probe(session)
+    WeightAverage(0.5, save).check_effect(session)
     after = session.setup.precision.parameters()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     session.finish()
@@ -220,7 +220,7 @@ def test_a_run_leaves_both_folders_and_both_load(tmp_path: Path, kind: Any) -> N
     last = Path(summary["saved"])
     mean = last.with_name(f"{last.name}_average")
     assert (tmp_path / "run" / "previous" / "1" / earlier.name).is_dir()
-    assert "eval loss" in summary["acted"]["weight_average"]["evidence"]
+    assert "eval loss" in summary["effective"]["weight_average"]["evidence"]
     if kind == "full":
         one, other = (load_model(str(p)).state_dict() for p in (last, mean))
         assert one.keys() == other.keys()

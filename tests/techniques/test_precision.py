@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.setup import run_once
 from hasten.core.state import restore, state_of
 from hasten.core.step import NotFiniteError, training
@@ -30,7 +30,7 @@ from tiny import ARCHITECTURES, job_facts, language_job, run, session_of, tiny_m
 FP16 = Autocast(dtype="fp16")
 
 
-def facts(**hardware: Any) -> Facts:
+def facts(**hardware: Any) -> JobContext:
     known = job_facts(language_job())
     return dataclasses.replace(known, hardware=dataclasses.replace(known.hardware, **hardware))
 
@@ -45,7 +45,7 @@ def poisoned(session: Any, steps: range, loss: bool = False) -> Any:
             loss_sum = loss_sum * torch.inf if loss else loss_sum
         return loss_sum, ran
 
-    session.setup.attempt = attempt
+    session.setup.run_passes = attempt
     return session
 
 
@@ -57,8 +57,8 @@ def test_fp16_with_its_scale_learns_as_float32_does(architecture: str) -> None:
     found = run(session)
     assert not any(m.skipped for m in found)
     assert [m.loss for m in found] == pytest.approx(plain, rel=5e-3)
-    proof = FP16.probe(session)
-    assert proof.acted
+    proof = FP16.check_effect(session)
+    assert proof.effective
     assert "float16; loss scale 65536, 0 steps given up" in proof.evidence
 
 
@@ -123,8 +123,8 @@ def test_a_layer_that_bypasses_float8_is_seen_by_the_probe() -> None:
     layer = session.model.model.layers[0].mlp.down_proj
     del layer.forward
     run(session)
-    proof = Float8().probe(session)
-    assert not proof.acted
+    proof = Float8().check_effect(session)
+    assert not proof.effective
     assert "13 of 14 linear layers ran" in proof.evidence
 
 
@@ -164,7 +164,7 @@ def test_weights_are_rounded_once_a_step_and_train_the_same(
         assert counted.pop("by_rows") == 14 * 3 * (1 + 1 if keep else 3 + 1), "and an evaluation"
         assert counted.pop("by_columns") == 14 * 3 * (1 if keep else 3)
         losses.append(found)
-        said = float8.probe(session).evidence
+        said = float8.check_effect(session).evidence
         assert ("their weights rounded once a step" in said) == keep
     assert losses[0] == losses[1]
 
@@ -194,10 +194,10 @@ def test_impossible_settings_are_refused() -> None:
 
 
 def test_a_processor_without_fp16_units_is_an_obstacle() -> None:
-    (reason,) = FP16.obstacles(facts(instruction_sets=("avx2", "avx512f")))
+    (reason,) = FP16.unsupported_reasons(facts(instruction_sets=("avx2", "avx512f")))
     assert "in software only" in reason
-    assert FP16.obstacles(facts(instruction_sets=("avx512_fp16",))) == ()
-    assert Autocast(dtype="fp16", emulate=True).obstacles(facts(instruction_sets=())) == ()
+    assert FP16.unsupported_reasons(facts(instruction_sets=("avx512_fp16",))) == ()
+    assert Autocast(dtype="fp16", emulate=True).unsupported_reasons(facts(instruction_sets=())) == ()
 
 
 @pytest.mark.parametrize("kind", [Autocast, BF16MasterWeights])
@@ -206,15 +206,15 @@ def test_a_processor_that_torch_has_no_bf16_products_for_is_an_obstacle(
 ) -> None:
     """Products backward were 100 to 150 times slower than float32's on an AMD EPYC with AVX2."""
     old = facts(instruction_sets=("avx2",), cpu="An Old One", system="Linux 6.1")
-    (reason,) = kind().obstacles(old)
+    (reason,) = kind().unsupported_reasons(old)
     assert "An Old One multiplies bf16 in software only" in reason
-    assert kind(emulate=True).obstacles(old) == ()
+    assert kind(emulate=True).unsupported_reasons(old) == ()
     for sets in (("avx2", "avx512f"), ("avx512f", "amx_bf16"), ("sve", "bf16")):
-        assert kind().obstacles(facts(instruction_sets=sets, system="Linux 6.1")) == ()
+        assert kind().unsupported_reasons(facts(instruction_sets=sets, system="Linux 6.1")) == ()
     # Where the system doesn't tell, nothing is known against it.
-    assert kind().obstacles(facts(instruction_sets=(), system="Darwin 24.1")) == ()
+    assert kind().unsupported_reasons(facts(instruction_sets=(), system="Darwin 24.1")) == ()
     gpus = (Accelerator("a GPU", 10**9, "9.0"),)
-    assert kind().obstacles(dataclasses.replace(facts(accelerators=gpus), device="cuda:0")) == ()
+    assert kind().unsupported_reasons(dataclasses.replace(facts(accelerators=gpus), device="cuda:0")) == ()
 
 
 def test_bf16_that_is_asked_for_only_if_faster_follows_the_measurement_and_no_flag(
@@ -222,22 +222,22 @@ def test_bf16_that_is_asked_for_only_if_faster_follows_the_measurement_and_no_fl
 ) -> None:
     flags = ("avx512f", "avx512_bf16")
     wish, known = BF16MasterWeights(only_if_faster=True), facts(instruction_sets=flags)
-    assert wish.obstacles(known) == ()  # measured as faster, see conftest.py
+    assert wish.unsupported_reasons(known) == ()  # measured as faster, see conftest.py
     for low, high in ((0.5, 0.7), (0.9, 1.3)):
         slow = Gain(0.99 * high, low, high, 6)
         monkeypatch.setattr(precision, "bf16_gain", lambda device, slow=slow: slow)
-        (reason,) = wish.obstacles(known)
+        (reason,) = wish.unsupported_reasons(known)
         assert f"[{low:.2f}, {high:.2f}] the speed of float32" in reason
-        assert BF16MasterWeights().obstacles(known) == ()  # asked for without a condition
+        assert BF16MasterWeights().unsupported_reasons(known) == ()  # asked for without a condition
 
 
 def test_where_bf16_is_not_measured_it_is_used_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks might not agree, and a GPU has units of its own."""
     monkeypatch.setattr(precision, "bf16_gain", lambda device: pytest.fail("it was measured"))
     wish, known = BF16MasterWeights(only_if_faster=True), facts(instruction_sets=("avx512f",))
-    assert wish.obstacles(dataclasses.replace(known, world=World(size=2))) == ()
+    assert wish.unsupported_reasons(dataclasses.replace(known, world=World(size=2))) == ()
     gpus = facts(accelerators=(Accelerator("a GPU", 10**9, "9.0"),))
-    assert wish.obstacles(dataclasses.replace(gpus, device="cuda:0")) == ()
+    assert wish.unsupported_reasons(dataclasses.replace(gpus, device="cuda:0")) == ()
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_float8_says_where_it_cannot_work(
 ) -> None:
     gpus = (Accelerator("a GPU", 10**9, capability),) if capability else ()
     known = dataclasses.replace(facts(accelerators=gpus), device="cuda:0" if gpus else "cpu")
-    found = technique.obstacles(known)
+    found = technique.unsupported_reasons(known)
     assert (reason in found[0] and len(found) == 1) if reason else found == ()
     narrow = dataclasses.replace(known, model=dataclasses.replace(known.model, hidden_size=40))
-    assert any("this llama is 40 wide" in text for text in technique.obstacles(narrow))
+    assert any("this llama is 40 wide" in text for text in technique.unsupported_reasons(narrow))

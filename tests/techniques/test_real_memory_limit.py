@@ -37,8 +37,8 @@ except (RuntimeError, MemoryError) as error:
     found["error"] = [is_out_of_memory(error), str(error)]
     del error
 found["adaptive"], session = losses(AdaptiveBatch())
-found["redone"], found["passes"] = session.setup.attempt.redone, session.setup.attempt.passes
-found["ceiling"] = session.setup.attempt.room.ceiling
+found["redone"], found["passes"] = session.setup.run_passes.redone, session.setup.run_passes.passes
+found["ceiling"] = session.setup.run_passes.room.ceiling
 print(json.dumps(found))
 """
 

@@ -11,10 +11,10 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
-from hasten.core.setup import obstacles, prepare
+from hasten.core.setup import unsupported_reasons, prepare
 from hasten.core.step import StepMetrics
 from hasten.core.technique import Technique
 from hasten.errors import InputError
@@ -46,7 +46,7 @@ def model(seed: int = 0) -> Any:
     return built
 
 
-def facts(job: Any) -> Facts:
+def facts(job: Any) -> JobContext:
     known = job_facts(job, "qwen3_moe")
     return replace(known, model=replace(known.model, experts=4, router_loss=True))
 
@@ -69,7 +69,7 @@ def one_step(*techniques: Technique) -> tuple[StepMetrics, dict[str, Tensor]]:
             lambda p, name=name: grads.update({name: p.grad.clone()})
         )
     known = facts(job)
-    assert not obstacles(Plan(techniques), known)
+    assert not unsupported_reasons(Plan(techniques), known)
     (metrics,) = run(assemble(prepare(job, Plan(techniques), known)))
     return metrics, grads
 
@@ -126,7 +126,7 @@ def test_techniques_leave_the_routers_loss_as_it_is(technique: Technique) -> Non
 
 def test_stages_that_see_some_routers_alone_are_refused() -> None:
     known = facts(language_job(data=DATA))
-    assert any("output_router_logits" in r for r in Pipeline().obstacles(known))
+    assert any("output_router_logits" in r for r in Pipeline().unsupported_reasons(known))
 
 
 def test_a_routers_loss_that_cannot_be_added_is_refused_before_anything_is_read(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hasten.core.facts import Facts, ExampleStats
+from hasten.core.context import JobContext, ExampleStats
 from hasten.core.job import GlobalBatch, Stop
 from hasten.core.plan import Plan
 from hasten.core.setup import prepare
@@ -82,7 +82,7 @@ def test_a_row_never_takes_more_than_a_step() -> None:
 def test_a_row_that_cannot_hold_the_longest_record_is_named_before_anything_runs() -> None:
     technique = PackedEpoch(row_tokens=30)
     job = language_job(data=DATA)
-    assert "at least 38" in technique.obstacles(job_facts(job))[0]
+    assert "at least 38" in technique.unsupported_reasons(job_facts(job))[0]
     with pytest.raises(InputError, match="row_tokens=30 can't hold the longest example of 38"):
         prepare(job, Plan([technique]), job_facts(job))
 
@@ -90,8 +90,8 @@ def test_a_row_that_cannot_hold_the_longest_record_is_named_before_anything_runs
 def test_records_without_lengths_are_an_obstacle_and_unknown_records_are_none() -> None:
     hardware = job_facts(language_job()).hardware
     for technique in (PackedEpoch(), LengthGrouped()):
-        assert technique.obstacles(Facts(hardware)) == ()
-        (reason,) = technique.obstacles(Facts(hardware, examples=ExampleStats(count=9)))
+        assert technique.unsupported_reasons(JobContext(hardware)) == ()
+        (reason,) = technique.unsupported_reasons(JobContext(hardware, examples=ExampleStats(count=9)))
         assert "lengths" in reason
 
 

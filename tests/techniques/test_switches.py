@@ -39,7 +39,7 @@ def losses(session: Session, changed_after: int = 0) -> list[float]:
         found.append(metrics.loss)
         if changed_after and metrics.step >= changed_after:
             for technique in session.setup.plan:
-                for switch in technique.switches(session):
+                for switch in technique.live_settings(session):
                     place = switch.values.index(switch.now())
                     switch.set(switch.values[(place + 1) % len(switch.values)])
     return found
@@ -48,7 +48,7 @@ def losses(session: Session, changed_after: int = 0) -> list[float]:
 def offered(technique: Technique, *others: Technique) -> dict[str, tuple[Any, ...]]:
     session = session_of(job(), technique, *others)
     next(training(session))
-    return {s.name: s.values for s in technique.switches(session)}
+    return {s.name: s.values for s in technique.live_settings(session)}
 
 
 def test_smaller_micro_batches_are_offered_and_larger_ones_not() -> None:

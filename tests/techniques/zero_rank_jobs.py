@@ -101,7 +101,7 @@ def train_all(world: World) -> dict[str, Any]:
             "weights": weights,
             "answer": answer,
             "after": evaluate(session).eval_loss,
-            "acted": DeepSpeed().probe(session).evidence,
+            "effective": DeepSpeed().check_effect(session).evidence,
         }
     if world.size > 1:
         found["given up"] = _given_up(world)

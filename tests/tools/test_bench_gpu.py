@@ -312,4 +312,4 @@ def test_a_row_of_experts_is_known_to_have_them() -> None:
     assert measure.facts_of(plain, "cpu", [3]).model.experts == 0
     known = measure.facts_of(mixed, "cpu", [3])
     assert known.model.experts == 8
-    assert not ExpertsImplementation("grouped_mm").obstacles(known)
+    assert not ExpertsImplementation("grouped_mm").unsupported_reasons(known)

@@ -74,7 +74,7 @@ def test_every_variant_is_one_that_its_ranks_allow(world: int) -> None:
     for name, variant in variants.variants(world).items():
         assert variant.layout is not None
         known = variants._facts(variant, load, World(size=world), 8)
-        assert variant.layout.obstacles(known) == (), name
+        assert variant.layout.unsupported_reasons(known) == (), name
 
 
 @pytest.mark.parametrize("kind", [variants.DENSE, variants.EXPERTS])

@@ -155,7 +155,7 @@ def event(name: str, shapes: list[Any] = [], parent: Any = None) -> Any:  # noqa
 
 
 def test_products_are_told_apart_by_what_they_sum_over() -> None:
-    watch = object.__new__(where.Watch)
+    watch = object.__new__(where.EvaluationSchedule)
     watch._weight_sides = {384, 1024}
     back = event("_LinearBackward")
     rows = [100, 384]

@@ -50,7 +50,7 @@ def side_by_side(speeds: dict[str, float]) -> Any:
                 factor *= speeds[technique.name()]
             rounds = [100 * factor * (1 + 0.001 * ((i * (number + 1)) % 3)) for i in range(8)]
             variant = Variant(name, plan, rounds=rounds, kind=kinds[name])
-            variant.acted = [{"technique": t.name(), "acted": True, "evidence": ""} for t in plan]
+            variant.effective = [{"technique": t.name(), "effective": True, "evidence": ""} for t in plan]
             variants.append(variant)
         for variant in variants:
             variant.beside = variants[0].rounds

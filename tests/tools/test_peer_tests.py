@@ -99,7 +99,7 @@ def test_a_made_up_checkout_runs_plainly_and_with_techniques(
     (row,) = json.loads((output / "results.json").read_text())
     assert (row["tests"], row["plain"], row["passed"]) == (2, 1, 1)
     assert (row["trained"], row["causal"]) == (1, 1)
-    assert row["acted"]["fused_adamw"] == 1
+    assert row["effective"]["fused_adamw"] == 1
     assert f"| {commit} | usual | 1 of 2 | 1 | 1 of 1 |" in page.read_text()
     assert page.read_text().endswith(f"{END}\n\nmore\n")
     assert "old" not in page.read_text()
@@ -251,9 +251,9 @@ def test_nothing_is_counted_while_counting_is_paused() -> None:
     with counted() as counts:
         with counts.paused():
             swiglu(x, x)
-        assert counts.acted() == {}
+        assert counts.effective() == {}
         swiglu(x, x)
-        assert counts.acted() == {"fused_layers": 1}
+        assert counts.effective() == {"fused_layers": 1}
 
 
 def test_a_missing_name_skips_what_it_decorates_and_fails_elsewhere() -> None:

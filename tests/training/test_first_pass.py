@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.core.facts import seen_at_start
+from hasten.core.context import seen_at_start
 from hasten.parts.nn import attention
 from hasten.parts.nn.losses import LabelOnlyLoss
 from hasten.recipe.schema import Recipe
@@ -18,7 +18,7 @@ from hasten.training.run import train
 from sample_data import small
 
 half = pytest.mark.skipif(
-    bool(BF16MasterWeights().obstacles(seen_at_start())),
+    bool(BF16MasterWeights().unsupported_reasons(seen_at_start())),
     reason="needs a processor with bf16 products",
 )
 PLAN = ["packed", "document_attention", "labelled_token_loss"]

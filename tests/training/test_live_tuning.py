@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.core.technique import Switch
+from hasten.core.technique import LiveSetting
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.training.auto_adjust import BLOCK, Candidate, LiveTuning, sentence
@@ -45,11 +45,11 @@ class Run:
         self.session: Any = SimpleNamespace(setup=setup)
         self.live = LiveTuning(self.session, seed, self.notes.append)
 
-    def _switch(self, name: str, delay: int) -> Switch:
+    def _switch(self, name: str, delay: int) -> LiveSetting:
         def change(value: Any) -> None:
             self.settings[name] = value
 
-        return Switch(name, VALUES, lambda: self.settings[name], change, lambda: delay)
+        return LiveSetting(name, VALUES, lambda: self.settings[name], change, lambda: delay)
 
     def go(self, steps: int, skipped: Callable[[int], bool] = lambda step: False) -> None:
         for _ in range(steps):
@@ -165,7 +165,7 @@ def test_ranks_take_the_same_decisions_by_the_mean_of_their_clocks() -> None:
 
         setup = runs[rank].session.setup
         setup.facts.world = World(rank=rank, size=2)
-        setup.agreement.sum = setup.layout.everywhere = total
+        setup.rank_sync.sum = setup.layout.all_reduce_world = total
 
     for rank in (0, 1):
         join(rank)
@@ -181,7 +181,7 @@ def test_ranks_take_the_same_decisions_by_the_mean_of_their_clocks() -> None:
 
 def test_ranks_that_train_apart_and_compiled_blocks_are_refused() -> None:
     run = Run(lambda s: 100.0, {"size": 2})
-    run.session.setup.agreement.apart = True
+    run.session.setup.rank_sync.diverged = True
     with pytest.raises(InputError, match="train apart"):
         LiveTuning(run.session, 0, lambda line: None)
 

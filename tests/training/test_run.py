@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from hasten.core import facts
+from hasten.core import context as facts
 from hasten.core.session import Session
 from hasten.core.timing import StepMetrics
 from hasten.errors import InputError
@@ -24,7 +24,7 @@ from sample_data import dataset, real_dataset, small
 
 PRESETS = ("deepseek-llm-tiny", "r1-distill-qwen-tiny", "v2-lite-tiny", "v3-tiny")
 PLAN = ["packed", "document_attention", "labelled_token_loss"]
-if not BF16MasterWeights().obstacles(facts.seen_at_start()):
+if not BF16MasterWeights().unsupported_reasons(facts.seen_at_start()):
     PLAN.append("bf16_master_weights")  # minutes of a loop on a processor without such products
 
 
@@ -87,7 +87,7 @@ def check_training(folder: Path, data: str, preset: str, finetuning: str, **chan
     losses = [line["loss"] for line in lines(folder / "run" / "metrics.jsonl")]
     assert len(losses) == 10
     assert sum(losses[-3:]) < sum(losses[:3])
-    idle = {name for name, proof in summary["acted"].items() if not proof["acted"]}
+    idle = {name for name, proof in summary["effective"].items() if not proof["effective"]}
     # Examples that are all cut to one length leave no padding to take out.
     same_length = len(set(session.setup.job.lengths)) == 1
     assert idle == ({"packed"} if same_length else set())

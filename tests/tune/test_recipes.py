@@ -128,8 +128,8 @@ class Pretended:
         for variant in variants:
             variant.beside = base
             names = [t.name() for t in variant.plan]
-            variant.acted = [
-                {"technique": n, "acted": n not in self.idle, "evidence": ""} for n in names
+            variant.effective = [
+                {"technique": n, "effective": n not in self.idle, "evidence": ""} for n in names
             ]
         assert [a.name for a in variants[:2]] == [BASELINE, AGAIN]
         return Measured(variants, {"rounds": 6})

@@ -117,7 +117,7 @@ def test_every_point_of_a_plan_space_is_a_plan_without_obstacles() -> None:
     assert len(points) > 10
     for point in points:
         plan = found.plan(point)
-        assert not [o for t in plan for o in t.obstacles(FACTS)]
+        assert not [o for t in plan for o in t.unsupported_reasons(FACTS)]
         assert all(t.fidelity is not Fidelity.LOSSY for t in plan)
 
 
@@ -196,7 +196,7 @@ def test_on_ranks_layouts_and_mixtures_of_them_are_choices() -> None:
     (layout,) = found.plan(point)
     assert (layout.name(), layout.settings()["dp"], layout.settings()["shard"]) == ("hybrid", 2, 2)
     for p in found.space.points():
-        assert not [o for t in found.plan(p) for o in t.obstacles(ranks)]
+        assert not [o for t in found.plan(p) for o in t.unsupported_reasons(ranks)]
 
 
 def test_of_one_rank_neither_layout_nor_wire_is_a_choice() -> None:

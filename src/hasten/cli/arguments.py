@@ -76,7 +76,7 @@ class WriteBack:
             raise InputError(f"--write-to: {self.target} is there already; name a new file")
         writable("--write-to" if self.target else "--write", self.target or self.recipe)
 
-    def settle(self, changes: Mapping[str, Any]) -> None:
+    def write(self, changes: Mapping[str, Any]) -> None:
         """Write the changes and show them; or say which command would."""
         from hasten.recipe.write_back import (
             write_back,  # planning, which loads this, needs no torch

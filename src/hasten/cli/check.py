@@ -17,7 +17,7 @@ from hasten.errors import InputError
 from hasten.machine.environment import World
 
 if TYPE_CHECKING:
-    from hasten.core.facts import Facts
+    from hasten.core.context import JobContext
     from hasten.recipe.prepared_data import PreparedData
     from hasten.recipe.schema import Recipe
 
@@ -37,7 +37,7 @@ def doctor(
         bool, typer.Option("--faults", help="kill, damage and resume this job, and compare")
     ] = False,
 ) -> int:
-    """Check a recipe without training: data, model, plan, obstacles, disk."""
+    """Check a recipe without training: data, model, plan, unsupported_reasons, disk."""
     if ds_config is not None:
         return show_ds_config(ds_config, path, overrides or [])
     if path is None:
@@ -133,7 +133,7 @@ def _kernels(checks: _Checks) -> None:
     checks.note("kernels", words, "warn" if lacking else "ok")
 
 
-def _gpu(known: Facts, checks: _Checks) -> None:
+def _gpu(known: JobContext, checks: _Checks) -> None:
     """The GPU's kernels, each tried on small inputs; what was refused before is tried again."""
     from hasten.machine import host
     from hasten.recipe.gpu_check import check_kernels
@@ -147,7 +147,7 @@ def _gpu(known: Facts, checks: _Checks) -> None:
         checks.note("gpu kernels", f"give other bits each time: {', '.join(unsteady)}", "warn")
 
 
-def _model(recipe: Recipe, data: PreparedData | None) -> tuple[str, Facts]:
+def _model(recipe: Recipe, data: PreparedData | None) -> tuple[str, JobContext]:
     from hasten.recipe.build import facts_of
 
     known = facts_of(recipe, data)
@@ -211,14 +211,14 @@ def _sources(recipe: Recipe, data: PreparedData, checks: _Checks) -> None:
         checks.note("long", f"{note.long:,} examples are longer than {fate}", "warn")
 
 
-def _space(recipe: Recipe, known: Facts) -> tuple[str, None]:
+def _space(recipe: Recipe, known: JobContext) -> tuple[str, None]:
     from hasten.recipe.prepare import check_space
 
     check_space(Path(recipe.output), known)
     return "room for the run", None
 
 
-def _batch(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> tuple[str, None]:
+def _batch(recipe: Recipe, data: PreparedData, known: JobContext, plan: Plan) -> tuple[str, None]:
     from hasten.recipe.build import batch_of, check_batch_of_ranks, job_of
 
     examples = data.example_stats
@@ -230,7 +230,7 @@ def _batch(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> tupl
     return f"{unit} a step, {job.schedule.total_steps:,} steps", None
 
 
-def _memory(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> tuple[str, None]:
+def _memory(recipe: Recipe, data: PreparedData, known: JobContext, plan: Plan) -> tuple[str, None]:
     """What a rank will need; ranks of one machine share its memory."""
     from hasten.core.setup import prepare
     from hasten.recipe.build import job_of
@@ -245,7 +245,7 @@ def _memory(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> tup
     return text, None
 
 
-def _ceiling(recipe: Recipe, known: Facts) -> tuple[str, None]:
+def _ceiling(recipe: Recipe, known: JobContext) -> tuple[str, None]:
     from hasten.recipe.peak_flops import ceiling_of
 
     found = ceiling_of(recipe, known)
@@ -255,7 +255,7 @@ def _ceiling(recipe: Recipe, known: Facts) -> tuple[str, None]:
     return "measured before the first step" if later else "none is known: no MFU", None
 
 
-def _plan(recipe: Recipe, known: Facts) -> tuple[str, Plan]:
+def _plan(recipe: Recipe, known: JobContext) -> tuple[str, Plan]:
     from hasten.recipe.build import requested_plan
     from hasten.recipe.candidates import candidates, first_plan
 
@@ -266,12 +266,12 @@ def _plan(recipe: Recipe, known: Facts) -> tuple[str, Plan]:
     return f"auto, which begins with {plan} (hasten train --choose-only shows its choice)", plan
 
 
-def _techniques(recipe: Recipe, known: Facts, checks: _Checks) -> Plan | None:
+def _techniques(recipe: Recipe, known: JobContext, checks: _Checks) -> Plan | None:
     """The plan that a run would use; None where a technique stands in its way."""
     plan: Plan | None = checks.run("plan", lambda: _plan(recipe, known))
     usable = plan
     for technique in plan or ():
-        reasons = technique.obstacles(known)
+        reasons = technique.unsupported_reasons(known)
         skipped = bool(reasons) and recipe.on_obstacle == "skip"
         idle = "" if reasons else _idle(technique, recipe)
         words = "; ".join(reasons) or idle or f"{technique.slot.value}: no obstacle"

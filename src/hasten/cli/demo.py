@@ -277,7 +277,7 @@ def with_usable_techniques(
 
     kinds = {kind.name(): kind for kind in catalogue()}
     known, wanted = subject.known, (*TECHNIQUES, *SPARES)
-    refused = {name: why[0] for name in wanted if (why := kinds[name]().obstacles(known))}
+    refused = {name: why[0] for name in wanted if (why := kinds[name]().unsupported_reasons(known))}
     names = [name for name in wanted if name not in refused][: len(TECHNIQUES)]
     spares = [name for name in names if name in SPARES]
     for name in TECHNIQUES:
@@ -492,11 +492,11 @@ class TimedStop:
         self._start(session)
 
     def step(self, metrics: StepMetrics) -> None:
-        from hasten.core.loop import ask_to_leave
+        from hasten.core.loop import request_stop
 
         self._step(metrics)
         if self._clock() >= self._at:
-            ask_to_leave(self._session, haste=False, reason="time limit")
+            request_stop(self._session, haste=False, reason="time limit")
 
 
 # What is printed at the end.

@@ -15,7 +15,7 @@ from hasten.errors import InputError
 from hasten.formatting import size
 
 if TYPE_CHECKING:
-    from hasten.core.facts import Facts
+    from hasten.core.context import JobContext
     from hasten.machine.benchmark import DiskSpeed, MachineRates, ProductRate
     from hasten.parts.kernels.registry import DeviceFigures
 
@@ -42,7 +42,7 @@ def bench(
     ] = False,
 ) -> None:
     """Measure what kernels gain on this machine, kept for plans, and its ceilings."""
-    from hasten.core import facts
+    from hasten.core import context as facts
     from hasten.machine.benchmark import checked_dtypes, measure
     from hasten.parts.kernels import registry
     from hasten.progress import Display
@@ -163,7 +163,7 @@ def _shape(product: ProductRate) -> str:
     return f"{product.m}x{product.k} by {product.k}x{product.n}"
 
 
-def _on(device: str, here: Facts) -> Facts:
+def _on(device: str, here: JobContext) -> JobContext:
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"--device is {device!r}; give auto, cpu or cuda")
     if device == "cuda" and not here.hardware.accelerators:
@@ -189,7 +189,7 @@ def hardware(
     ] = False,
 ) -> None:
     """Show what this machine has: cores, memory, accelerators, disks, network, limits."""
-    from hasten.core import facts
+    from hasten.core import context as facts
     from hasten.parts.kernels import registry
     from hasten.recipe.peak_flops import read_rates
     from hasten.training.recording import machine_facts
@@ -207,7 +207,7 @@ def hardware(
 
 def check_hardware() -> dict[str, Any]:
     """Print what ``hasten hardware`` prints, the disk's speed apart; what ``--json`` has."""
-    from hasten.core import facts
+    from hasten.core import context as facts
     from hasten.parts.kernels import registry
     from hasten.training.recording import machine_facts
 
@@ -218,7 +218,7 @@ def check_hardware() -> dict[str, Any]:
 
 
 def _as_data(
-    here: Facts,
+    here: JobContext,
     machine: dict[str, Any],
     speed: DiskSpeed | str,
     rates: MachineRates | None,
@@ -236,7 +236,7 @@ def _as_data(
 
 
 def _print_lines(
-    here: Facts,
+    here: JobContext,
     machine: dict[str, Any],
     speed: DiskSpeed | str,
     rates: MachineRates | None,
@@ -263,7 +263,7 @@ def _speed(folder: Path | None) -> DiskSpeed | str:
 
 
 def _lines(
-    here: Facts, machine: dict[str, Any], speed: DiskSpeed | str, rates: MachineRates | None
+    here: JobContext, machine: dict[str, Any], speed: DiskSpeed | str, rates: MachineRates | None
 ) -> Iterator[tuple[str, str]]:
     from hasten.machine import host
 
@@ -307,7 +307,7 @@ def _limits(limits: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _gpus(
-    here: Facts, machine: dict[str, Any], rates: MachineRates | None
+    here: JobContext, machine: dict[str, Any], rates: MachineRates | None
 ) -> Iterator[tuple[str, str]]:
     """As PyTorch counts them, which may see fewer than the driver; links as the driver does."""
     from hasten.machine.accelerators import datasheet

@@ -65,7 +65,7 @@ def faster(found: ImportedRecipe, output: Path | None) -> str:
 
 def tell_format(values: Mapping[str, Any]) -> None:
     """A line on bf16, if the file asks for it and no gain is certain on this processor."""
-    from hasten.core import facts
+    from hasten.core import context as facts
     from hasten.techniques.precision import why_no_gain
 
     asked = [{entry: {}} if isinstance(entry, str) else entry for entry in values.get("plan") or []]

@@ -15,7 +15,7 @@ from hasten.cli.arguments import Overrides, RecipePath, command_line
 from hasten.core.plan import Plan
 
 if TYPE_CHECKING:
-    from hasten.core.facts import Facts
+    from hasten.core.context import JobContext
     from hasten.recipe.build import PreparedJob
     from hasten.recipe.schema import Recipe
 
@@ -94,7 +94,7 @@ def _long_enough(recipe: Recipe, steps: int) -> Recipe:
     return recipe.model_copy(update={"max_steps": needed, "epochs": None, "max_tokens": None})
 
 
-def _origin(recipe: Recipe, known: Facts, plan: Plan, path: Path) -> dict[str, Any]:
+def _origin(recipe: Recipe, known: JobContext, plan: Plan, path: Path) -> dict[str, Any]:
     """What was profiled, where and when."""
     from hasten.recipe.peak_flops import mfu_words
 

@@ -177,8 +177,8 @@ def speedup(
     print_table(report)
     print(design_line(report["design"]))
     print(f"report: {page}")
-    _settle(report, back)
-    idle = warn_of_idle({a["technique"]: a for a in report["variants"][-1]["acted"]})
+    _write_best(report, back)
+    idle = warn_of_idle({a["technique"]: a for a in report["variants"][-1]["effective"]})
     unproven = any(row["verdict"] in GUILTY for row in report["verification"] or ())
     if unproven:
         print("a proof of equal quality failed: see the verification's table in the report")
@@ -205,7 +205,7 @@ def print_table(report: Mapping[str, Any], console: Console | None = None) -> No
     console.print()
 
 
-def _settle(report: dict[str, Any], back: WriteBack) -> None:
+def _write_best(report: dict[str, Any], back: WriteBack) -> None:
     """Put the fastest plan of equal quality into the recipe, or say how, where it is another."""
     from hasten.recipe.write_back import plain_entry
     from hasten.report.judgement import fastest_of_equal_quality
@@ -221,7 +221,7 @@ def _settle(report: dict[str, Any], back: WriteBack) -> None:
         return
     if kept != asked or back.asked or back.target:
         print(f"the fastest plan of equal quality: {', '.join(map(name_of, kept)) or 'none'}")
-        back.settle({"plan": [plain_entry(entry) for entry in kept]})
+        back.write({"plan": [plain_entry(entry) for entry in kept]})
 
 
 def _counted(number: int, what: str) -> str:

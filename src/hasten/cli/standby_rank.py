@@ -11,12 +11,12 @@ import os
 import sys
 
 from hasten.machine import environment
-from hasten.machine.processes import on_a_leash
+from hasten.machine.processes import exit_with_parent
 
 
 def main() -> None:
     """Wait, then be ``hasten ARGUMENTS``."""
-    on_a_leash()
+    exit_with_parent()
     import hasten.cli.train  # noqa: F401  # torch, Transformers and all that a run needs
     from hasten.cli.main import run
 

@@ -54,7 +54,7 @@ def train(
     """Train as a recipe says."""
     from hasten.launch.ranks import restart_with
     from hasten.machine import environment
-    from hasten.machine.processes import attempt_folder, on_a_leash
+    from hasten.machine.processes import attempt_folder, exit_with_parent
     from hasten.progress import Display
     from hasten.recipe.schema import load_recipe
     from hasten.training.chosen_plan import SpeedWatch, with_chosen_plan
@@ -62,7 +62,7 @@ def train(
     from hasten.training.run import train as run_training
 
     import_seconds = time.perf_counter() - STARTED
-    on_a_leash()
+    exit_with_parent()
     given = {"max_restarts": max_restarts, "nproc": nproc, "backend": backend}
     more = [f"{key}={value}" for key, value in given.items() if value is not None]
     changes = [*(overrides or []), *more]
@@ -109,7 +109,7 @@ def train(
         )
     if summary:
         _conclude(summary)
-        idle = warn_of_idle(summary["acted"])
+        idle = warn_of_idle(summary["effective"])
         if idle and recipe.require_effect:
             return FAILED
         # Its supervisor reads it from the summary: a restart would only train it all again.
@@ -165,12 +165,12 @@ def lacking(recipe: Recipe) -> dict[str, str]:
     return environment.not_yet_so({**environ_of(recipe), **recipe.transport})
 
 
-def warn_of_idle(acted: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def warn_of_idle(effective: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Name the techniques that were requested and had no effect, on the error stream."""
-    idle = [name for name, proof in acted.items() if proof["acted"] is False]  # None: not known
+    idle = [name for name, proof in effective.items() if proof["effective"] is False]  # None: not known
     for name in idle:
         print(
-            f"warning: {name} was requested and had no effect: {acted[name]['evidence']}",
+            f"warning: {name} was requested and had no effect: {effective[name]['evidence']}",
             file=sys.stderr,
         )
     return idle
@@ -237,7 +237,7 @@ def as_ranks(
 
     def environ(rank: int) -> Mapping[str, str]:
         known_there = replace(known, world=World(rank, rank, count))
-        return {**plan.environ(known_there), **recipe.transport}
+        return {**plan.environment(known_there), **recipe.transport}
 
     return start_ranks([command, str(resolved), *options], count, output / "data", cores, environ)
 
@@ -248,7 +248,7 @@ def as_supervised_ranks(recipe: Recipe, held: ExitStack) -> int:
     from hasten.machine import host
     from hasten.progress import Display
     from hasten.recipe.build import prepare_run, supervision_of
-    from hasten.training.folder import clear_the_way
+    from hasten.training.folder import archive_previous_run
 
     output = Path(recipe.output)
     with Display() as display:
@@ -258,7 +258,7 @@ def as_supervised_ranks(recipe: Recipe, held: ExitStack) -> int:
         if Slot.CHECKPOINT not in plan:
             display.tell("max_restarts: the plan writes no checkpoints, so a restart begins anew")
         moves = recipe.resume == "never"
-        if moves and (unfinished := clear_the_way(output, keep_checkpoints=False)):
+        if moves and (unfinished := archive_previous_run(output, keep_checkpoints=False)):
             display.tell(unfinished)
     resolved = output / "data" / "ranks-train.yaml"
     resolved.write_text(recipe.to_yaml())
@@ -269,7 +269,7 @@ def as_supervised_ranks(recipe: Recipe, held: ExitStack) -> int:
 
     def environ(rank: int, count: int) -> Mapping[str, str]:
         known_there = replace(known, world=World(rank, rank, count))
-        return {**plan.environ(known_there), **recipe.transport}
+        return {**plan.environment(known_there), **recipe.transport}
 
     ranks = SupervisedRanks(arguments, environ, recipe.nproc, host.usable_cores())
     code = supervise(ranks, supervision_of(recipe), output / "data", output / "restarts.jsonl")
@@ -294,8 +294,8 @@ def _conclude(summary: dict[str, Any]) -> None:
     if summary["eval_loss"] is not None:
         print(f"eval loss {summary['eval_loss']:.4f}", end="")
         print(f", perplexity {summary['perplexity']:.1f}")
-    for name, proof in summary["acted"].items():
-        print(f"{name}: {'acted' if proof['acted'] else 'DID NOT ACT'} ({proof['evidence']})")
+    for name, proof in summary["effective"].items():
+        print(f"{name}: {'effective' if proof['effective'] else 'DID NOT ACT'} ({proof['evidence']})")
     for sample in summary["samples"]:
         print(f"--- prompt\n{sample['prompt']}\n--- answer\n{sample['answer']}\n---")
     if summary["cost"]:
@@ -305,7 +305,7 @@ def _conclude(summary: dict[str, Any]) -> None:
     print(f"saved: {summary['saved']}")
     warn_of_unsaved(summary["unsaved"])
     if summary["stopped"] in ("interrupted", "left"):
-        print(resume_words("checkpoints" in summary["acted"]))
+        print(resume_words("checkpoints" in summary["effective"]))
 
 
 def warn_of_unsaved(problems: Sequence[str]) -> None:

@@ -134,7 +134,7 @@ def tune(
     copied(found.folder / "study.json", json_out)
     show(found, recipe.price, recipe.nproc)
     print(f"\nrecipe: {target}\nstudy: {found.folder / 'study.html'}")
-    back.settle(_changed(recipe, load_recipe(target)))
+    back.write(_changed(recipe, load_recipe(target)))
     return 0
 
 

@@ -152,7 +152,7 @@ def append_line(path: Path, found: dict[str, Any]) -> None:
 
 def check_comparable(session: Session, every: int) -> None:
     """Raise InputError where ranks don't hold the same weights by design."""
-    if every and session.setup.agreement.apart:
+    if every and session.setup.rank_sync.diverged:
         raise InputError(
             "check_replicas: ranks of this plan train apart, so that their weights differ between "
             "two exchanges; leave it out"
@@ -220,7 +220,7 @@ def _gathered(session: Session, mine: Sequence[int]) -> list[list[int]]:
     for i, value in enumerate(mine):
         pieces = [value >> (PIECE_BITS * p) & mask for p in range(PIECES)]
         rows[world.rank, i] = torch.tensor(pieces, dtype=torch.float64)
-    total = session.setup.layout.everywhere(rows.flatten()).reshape(rows.shape).tolist()
+    total = session.setup.layout.all_reduce_world(rows.flatten()).reshape(rows.shape).tolist()
     return [
         [sum(int(piece) << (PIECE_BITS * p) for p, piece in enumerate(v)) for v in row]
         for row in total
@@ -286,10 +286,10 @@ class SpikeWatch:
         self._high: list[float] = []
 
     @property
-    def suspects(self) -> bool:
+    def in_spike(self) -> bool:
         return bool(self._high)
 
-    def goes_back(self, session: Session, metrics: StepMetrics) -> bool:
+    def rollback_if_spike(self, session: Session, metrics: StepMetrics) -> bool:
         """Look at a step; True where the session is at an earlier one now.
 
         Raises:
@@ -360,7 +360,7 @@ def check_policy(session: Session) -> None:
     """Raise InputError where the policy can't do what it says."""
     if session.setup.checkpoint is None:
         raise InputError(NEEDS_CHECKPOINTS)
-    if session.setup.agreement.apart:
+    if session.setup.rank_sync.diverged:
         raise InputError(
             "loss_spike needs one loss for all ranks and those of this plan train apart; leave it "
             "out"
@@ -371,7 +371,7 @@ def check_policy(session: Session) -> None:
 #
 # Of a step that waits mostly for the exchange, the rate at which this rank's gradients left says
 # whether the link is to blame: a rank that is waited for makes it small too, so the sentence names
-# both. Where the layout can't tell what the exchange took (``core.layout.Traffic``), nothing is
+# both. Where the layout can't tell what the exchange took (``core.layout.CommTiming``), nothing is
 # said.
 
 LOOK = 10  # steps that are looked at together

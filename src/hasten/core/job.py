@@ -326,7 +326,7 @@ class Job:
         routing: makes what runs the forward passes; None: they are run as they are.
         eval_data: examples for the eval loss; ``metrics`` are the user's own measures.
         terms: what else decides the training, as JSON: checkpoints note it
-            (:mod:`hasten.core.job_record`).
+            (:mod:`hasten.core.resume_check`).
     """
 
     model: Callable[[], nn.Module] | nn.Module

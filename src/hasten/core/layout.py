@@ -39,27 +39,27 @@ class Layout(Protocol):
     averages: int
     whole: bool
 
-    def split(self, module: nn.Module) -> nn.Module:
+    def apply_pipeline(self, module: nn.Module) -> nn.Module:
         """Pipeline stages. The answer maps a micro-batch's inputs to (loss sum, count) as the given
         module did, in evaluation too, and says the same on all partners."""
 
-    def within(self, module: nn.Module) -> nn.Module:
+    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
         """Tensor, sequence, expert, context parallelism."""
 
-    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
+    def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         """Replicas or shards, with the communication method's codec."""
 
     def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """The context of a micro-batch's backward pass; gradients travel in the last one."""
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce_data(self, values: Tensor) -> Tensor:
         """The elementwise sum over data ranks of a float64 tensor on the host.
 
         Partners bring the same values and count once (it is the sum over all ranks divided by the
         number of partners). So a flag that any rank sets is nonzero, though perhaps not 1.
         """
 
-    def everywhere(self, values: Tensor) -> Tensor:
+    def all_reduce_world(self, values: Tensor) -> Tensor:
         """The same over all ranks, partners each on their own (a row per rank, a broadcast)."""
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
@@ -112,14 +112,14 @@ class SplitsState(Protocol):
 
     pieces: bool
 
-    def whole_of(self, weight: Tensor, value: Tensor) -> Tensor:
+    def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
         """What belongs to a weight, itself or a moment, whole on the first rank.
 
         All ranks call it for the same weights in the same order, between steps; what the others get
         means nothing. Raises InputError where the value isn't laid out like its weight.
         """
 
-    def part_of(self, weight: Tensor, whole: Tensor) -> Tensor:
+    def local_shard(self, weight: Tensor, whole: Tensor) -> Tensor:
         """This rank's part; what isn't of the whole weight's shape comes back as it is."""
 
 
@@ -139,10 +139,10 @@ class SplitsWeights(Protocol):
     def ordered(self) -> list[str]:
         """The names of all trained weights, as an optimizer of the whole model counts them."""
 
-    def told(self, mine: Any) -> list[Any]:
+    def all_gather_object(self, mine: Any) -> list[Any]:
         """What each rank with another part of the same model says; all of them call it."""
 
-    def brought(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather_to_rank0(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """On the first rank the tensors of all parts, on the host; what others get means nothing.
 
         All ranks call it.
@@ -158,22 +158,22 @@ class OneProcess:
     averages = 1
     whole = True
 
-    def split(self, module: nn.Module) -> nn.Module:
+    def apply_pipeline(self, module: nn.Module) -> nn.Module:
         return module
 
-    def within(self, module: nn.Module) -> nn.Module:
+    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
         return module
 
-    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
+    def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         return module
 
     def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce_data(self, values: Tensor) -> Tensor:
         return values
 
-    def everywhere(self, values: Tensor) -> Tensor:
+    def all_reduce_world(self, values: Tensor) -> Tensor:
         return values
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
@@ -211,7 +211,7 @@ def total_norm(parameters: Sequence[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CommTiming:
     """Of one step's gradients, or of the weights that travel in their place.
 
     Args:
@@ -231,5 +231,5 @@ class Traffic:
 class MeasuresExchange(Protocol):
     """A layout, or a communication method, that knows what its exchange took."""
 
-    def traffic(self) -> Traffic | None:
+    def traffic(self) -> CommTiming | None:
         """Of the step that has just moved the weights, or given up; asked once a step."""

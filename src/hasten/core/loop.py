@@ -51,7 +51,7 @@ def evaluate(session: Session) -> Evaluation:
 
     Metrics are for ranks that can have the whole model: the first, and its replicas.
     """
-    session.settle()
+    session.synchronize()
     progress, job = session.progress, session.setup.job
     metrics: dict[str, float] = {}
     with evaluation_mode(session.loss_module):
@@ -80,7 +80,7 @@ def eval_loss(session: Session) -> float | None:
         with setup.precision.region():
             loss, _ = session.loss_module(**batch.inputs)
         sums += torch.tensor([float(loss), batch.counts.trained_tokens], dtype=torch.float64)
-    total, count = setup.layout.sum(sums).tolist()
+    total, count = setup.layout.all_reduce_data(sums).tolist()
     return total / count if count else None
 
 
@@ -110,13 +110,13 @@ HASTE = tuple(getattr(signal, n) for n in ("SIGTERM", "SIGUSR1") if hasattr(sign
 COMMAND_SECONDS = 30.0  # a command of a notice that takes longer says nothing
 
 
-def ask_to_leave(session: Session, haste: bool, reason: str = "interrupted") -> None:
+def request_stop(session: Session, haste: bool, reason: str = "interrupted") -> None:
     """Stop after this step, on all ranks; ``haste``: the machine goes away.
 
     ``reason`` is what the summary of the rank that was asked says of it.
     """
     session.stop_reason = reason
-    session.leaving = session.leaving or haste
+    session.preempted = session.preempted or haste
     session.stop_requested = True
 
 
@@ -129,7 +129,7 @@ def interruptible(session: Session) -> Iterator[None]:
     before = {s: signal.getsignal(s) for s in (signal.SIGINT, *HASTE)}
 
     def ask(number: int, frame: object) -> None:
-        ask_to_leave(session, haste=number != signal.SIGINT)
+        request_stop(session, haste=number != signal.SIGINT)
         if number == signal.SIGINT:
             signal.signal(number, before[signal.SIGINT])
 
@@ -143,7 +143,7 @@ def interruptible(session: Session) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def patient(session: Callable[[], Session | None]) -> Iterator[None]:
+def defer_signals(session: Callable[[], Session | None]) -> Iterator[None]:
     """Around a whole run: while one leaves and saves, a scheduler's signals change nothing.
 
     Before its first step and after a run that wasn't asked, they act as they did.
@@ -155,7 +155,7 @@ def patient(session: Callable[[], Session | None]) -> Iterator[None]:
 
     def hear(number: int, frame: object) -> None:
         found = session()
-        if found is not None and found.leaving:
+        if found is not None and found.preempted:
             return
         signal.signal(number, before[signal.Signals(number)])
         signal.raise_signal(number)
@@ -171,9 +171,9 @@ def patient(session: Callable[[], Session | None]) -> Iterator[None]:
 
 def asked(session: Session) -> tuple[bool, bool]:
     """Whether any rank was asked to stop, and whether in haste; every rank calls it at the end."""
-    mine = torch.tensor([session.stop_requested, session.leaving], dtype=torch.float64)
-    stop, haste = session.setup.layout.sum(mine).tolist()
-    session.leaving = session.leaving or bool(haste)
+    mine = torch.tensor([session.stop_requested, session.preempted], dtype=torch.float64)
+    stop, haste = session.setup.layout.all_reduce_data(mine).tolist()
+    session.preempted = session.preempted or bool(haste)
     return bool(stop), bool(haste)
 
 
@@ -234,7 +234,7 @@ class ShutdownNotice:
 
 
 @dataclass(frozen=True)
-class Watch:
+class EvaluationSchedule:
     """When to look at eval data, and what follows from it.
 
     Args:
@@ -299,7 +299,7 @@ class Outcome:
             "examples_per_second": examples / trained if trained else None,
             "epoch_seconds": list(self.epoch_seconds.values()),
             "step_seconds_median": statistics.median(self.step_seconds or [0.0]),
-            "step_parts": seconds_by_part(clocked, session.saves),
+            "step_parts": seconds_by_part(clocked, session.has_checkpoints),
             "data_stall_share": data_stall(clocked),
             "stability": step_stability(self.step_seconds),
             "model_flops_per_second": self.model_flops / trained if self.model_flops else None,
@@ -315,14 +315,14 @@ class Outcome:
         }
 
 
-def fit(session: Session, watch: Watch | None = None) -> Outcome:
+def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
     """Train to the job's stop, evaluating as ``watch`` says and once at the end.
 
     An interrupt lets the current step finish on all ranks (``interruptible``); where the machine
     goes away, the evaluation at the end is left out. What comes after is up to the caller: the
     session is intact.
     """
-    watch = watch or Watch()
+    watch = watch or EvaluationSchedule()
     outcome = Outcome(replace(session.progress), evaluations=[*watch.earlier])
     began = time.perf_counter()
     with interruptible(session):
@@ -330,7 +330,7 @@ def fit(session: Session, watch: Watch | None = None) -> Outcome:
             _take_note(outcome, metrics)
             watch.on_step(metrics)
             if watch.every_steps and metrics.step % watch.every_steps == 0:
-                _look(session, watch, outcome)
+                _evaluate(session, watch, outcome)
                 best = outcome.best
                 if (
                     watch.patience
@@ -350,7 +350,7 @@ def fit(session: Session, watch: Watch | None = None) -> Outcome:
         return outcome
     here = outcome.evaluations[len(watch.earlier) :]
     if not here or here[-1].step != session.progress.step:
-        _look(session, watch, outcome)
+        _evaluate(session, watch, outcome)
     outcome.seconds = time.perf_counter() - began
     return outcome
 
@@ -364,7 +364,7 @@ def _take_note(outcome: Outcome, metrics: StepMetrics) -> None:
     spent[metrics.epoch] = spent.get(metrics.epoch, 0.0) + metrics.step_seconds
 
 
-def _look(session: Session, watch: Watch, outcome: Outcome) -> None:
+def _evaluate(session: Session, watch: EvaluationSchedule, outcome: Outcome) -> None:
     evaluation = evaluate(session)
     outcome.evaluations.append(evaluation)
     if evaluation is outcome.best:

@@ -18,7 +18,7 @@ from hasten.errors import InputError
 from hasten.formatting import did_you_mean
 
 if TYPE_CHECKING:
-    from hasten.core.facts import Facts
+    from hasten.core.context import JobContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Plan:
         """This plan less one technique."""
         return Plan(t for t in self if t != technique)
 
-    def environ(self, facts: Facts) -> dict[str, str]:
+    def environment(self, facts: JobContext) -> dict[str, str]:
         """Variables that the techniques want before the process starts."""
-        return {k: v for t in self for k, v in t.environ(facts).items()}
+        return {k: v for t in self for k, v in t.environment(facts).items()}
 
     @property
     def key(self) -> str:

@@ -2,7 +2,7 @@
 
     build (a skeleton, where LAYOUT sends weights) -> ADAPTER, ROUTING
     -> EXPERTS, ATTENTION, LAYERS, LOSS, OBJECTIVE -> LAYOUT.split, .within -> RECOMPUTE -> COMPILE
-    -> PRECISION -> device -> LAYOUT.across with COMMUNICATION -> OPTIMIZER over the parameters as they are
+    -> PRECISION -> device -> LAYOUT.apply_data_parallel with COMMUNICATION -> OPTIMIZER over the parameters as they are
     now -> engine -> batches
 
 Adapters come before anything that replaces modules, or the replaced ones would not be adapted;
@@ -63,12 +63,12 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     stop_requested: bool = False
     stop_reason: str = "interrupted"  # of such a request, for the run's summary
-    leaving: bool = False  # this machine goes away: what can wait is left out
+    preempted: bool = False  # this machine goes away: what can wait is left out
     meter: Meter = field(default_factory=Meter)
     changes: list[str] = field(default_factory=list)  # since the checkpoint that it goes on from
 
     @property
-    def saves(self) -> bool:
+    def has_checkpoints(self) -> bool:
         """Whether CHECKPOINT may write."""
         return self.setup.checkpoint is not None
 
@@ -86,19 +86,19 @@ class Session:
             )
         return None
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Weights and progress of all ranks are the same after it; every rank calls it."""
-        if not self.setup.agreement.apart:
+        if not self.setup.rank_sync.diverged:
             return
-        self.setup.agreement.settle()
+        self.setup.rank_sync.synchronize()
         # Each rank has counted its own work times the number of ranks: the mean is the truth.
         mine = torch.tensor([getattr(self.progress, n) for n in SUMMED], dtype=torch.float64)
-        for name, total in zip(SUMMED, self.setup.layout.sum(mine).tolist(), strict=True):
+        for name, total in zip(SUMMED, self.setup.layout.all_reduce_data(mine).tolist(), strict=True):
             setattr(self.progress, name, round(total / self.setup.layout.data_size))
 
     def finish(self) -> nn.Module:
         """End of training: the model with its true weights, ready to be saved."""
-        self.settle()
+        self.synchronize()
         self.setup.precision.finish(self.loss_module)
         return self.model
 
@@ -130,13 +130,13 @@ def assemble(setup: Setup) -> Session:
         edit(model)
     loss_module = setup.loss(model)
     setup.objective(loss_module)
-    loss_module = layout.within(layout.split(loss_module))
+    loss_module = layout.apply_tensor_parallel(layout.apply_pipeline(loss_module))
     setup.recompute(loss_module)
     setup.compile(loss_module)
     setup.precision.prepare(loss_module)
     if not isinstance(layout, PlacesModule):
         loss_module = on_device(loss_module, job.device)
-    module = layout.across(loss_module.train(), setup.communication)
+    module = layout.apply_data_parallel(loss_module.train(), setup.communication)
     if isinstance(layout, PlacesModule):
         layout.place(module)
     optimizer = setup.optimizer((n, p) for n, p in module.named_parameters() if p.requires_grad)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.health import StepChecks, SpikeWatch
 from hasten.core.job import (
     Collate,
@@ -150,7 +150,7 @@ class Checkpointing(Protocol):
         """Bring a fresh session to the newest saved state, or to that of ``path``; its path, or
         None without one."""
 
-    def settle(self) -> None:
+    def wait_for_writer(self) -> None:
         """Until nothing is under way, before another process is measured on this machine."""
         return
 
@@ -159,7 +159,7 @@ class Checkpointing(Protocol):
         is done after them. A run that was asked to stop is saved."""
 
 
-class Adjusting(Protocol):
+class LiveTuner(Protocol):
     """Who changes the settings of a run while it goes on."""
 
     def after_step(self, metrics: StepMetrics) -> None:
@@ -191,21 +191,21 @@ class NoCompression(Communication):
 #
 # Where a communication method lets ranks train apart from each other (local steps), a step that waited for such
 # sums would be as slow as the link. Then a step goes by what its own rank knows, times the number
-# of ranks, and ``settle`` makes weights and counts of all ranks equal again: before an evaluation,
+# of ranks, and ``synchronize`` makes weights and counts of all ranks equal again: before an evaluation,
 # before a checkpoint, at the end.
 
 
 class Sums(Protocol):
     """What adds up over ranks: a layout."""
 
-    def sum(self, values: Tensor) -> Tensor: ...
+    def all_reduce_data(self, values: Tensor) -> Tensor: ...
 
 
 @runtime_checkable
-class Agreement(Protocol):
+class RankSync(Protocol):
     """A communication method that is one too takes the place of the default."""
 
-    apart: bool  # ranks may differ in weights, optimizer state and progress until they settle
+    diverged: bool  # ranks may differ in weights, optimizer state and progress until they are synchronized
 
     def counts(self, mine: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
         """Before a step's first pass: counts over all ranks, and whether the run stops here.
@@ -220,38 +220,38 @@ class Agreement(Protocol):
         """A step was given up; ``after_update`` of the communication method is not called for it."""
         return
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Every rank calls it between the same two steps; weights are equal after it."""
         return
 
-    def others(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    def gather_states(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         """On rank 0 the same of each other rank, in order. For checkpoints; all ranks call it."""
 
 
 @dataclass
-class SumsEachStep(Agreement):
+class SumsEachStep(RankSync):
     """Every sum is taken when it is asked for, so that ranks never differ."""
 
     layout: Sums
-    apart = False
+    diverged = False
 
     def counts(self, mine: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
-        sums = self.layout.sum(torch.tensor([*astuple(mine), float(stop)], dtype=torch.float64))
+        sums = self.layout.all_reduce_data(torch.tensor([*astuple(mine), float(stop)], dtype=torch.float64))
         *found, wanted = sums.tolist()
         return WorkCounts(*map(round, found)), bool(wanted)
 
     def sum(self, values: Tensor) -> Tensor:
-        return self.layout.sum(values)
+        return self.layout.all_reduce_data(values)
 
-    def others(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    def gather_states(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         return []
 
 
 # The setup.
 
 Edit = Callable[[nn.Module], None]
-Cut = Callable[[Sequence[Any]], list[list[Any]]]
-Attempt = Callable[["Engine", StepBatch], tuple[Tensor, StepBatch]]
+MicroBatchSplit = Callable[[Sequence[Any]], list[list[Any]]]
+RunPasses = Callable[["Engine", StepBatch], tuple[Tensor, StepBatch]]
 Feed = Callable[[Iterator[tuple[MicroBatch, ...]], str], Iterator[tuple[MicroBatch, ...]]]
 
 
@@ -283,13 +283,13 @@ class Setup:
 
     job: Job
     plan: Plan
-    facts: Facts
+    facts: JobContext
     folder: Path | None = None  # for checkpoints; None: a technique that writes is refused
     sampler: Sampler | None = None
     collate: Collate | None = None
     feed: Feed = copy_to_device
-    cut: Cut = in_one_piece
-    attempt: Attempt = run_once  # how a step's passes are run; BATCH may cut and run them again
+    split_micro_batches: MicroBatchSplit = in_one_piece
+    run_passes: RunPasses = run_once  # how a step's passes are run; BATCH may cut and run them again
     adapter: Callable[[nn.Module], nn.Module] | None = None
     routing: Routing | None = None  # None: tokens go where the model sends them
     experts: Edit = leave_model
@@ -311,8 +311,8 @@ class Setup:
     engine: Callable[[EngineParts], Engine] | None = None  # a LAYOUT may bring its own
     clock: Clock = field(default_factory=NoPhaseTimer)  # counts what a step's time goes into
     step_checks: StepChecks = field(default_factory=StepChecks)  # what each step is checked for
-    spikes: SpikeWatch | None = None  # what follows from a loss that rises
-    adjusting: Adjusting | None = None  # changes settings between two steps
+    spike_policy: SpikeWatch | None = None  # what follows from a loss that rises
+    live_tuner: LiveTuner | None = None  # changes settings between two steps
 
     @property
     def loss_factor(self) -> float:
@@ -320,12 +320,12 @@ class Setup:
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     @property
-    def agreement(self) -> Agreement:
+    def rank_sync(self) -> RankSync:
         """What ranks tell each other in a step; a communication method may have its own way."""
-        return self.communication if isinstance(self.communication, Agreement) else SumsEachStep(self.layout)
+        return self.communication if isinstance(self.communication, RankSync) else SumsEachStep(self.layout)
 
 
-def prepare(job: Job, plan: Plan, facts: Facts, folder: Path | None = None) -> Setup:
+def prepare(job: Job, plan: Plan, facts: JobContext, folder: Path | None = None) -> Setup:
     """The job's own way of doing everything, then each technique's edit.
 
     Raises:
@@ -368,9 +368,9 @@ def _check_saved(setup: Setup) -> None:
         )
 
 
-def obstacles(plan: Plan, facts: Facts) -> list[str]:
+def unsupported_reasons(plan: Plan, facts: JobContext) -> list[str]:
     """Every reason why this plan can't work on this job, each starting with its technique."""
-    return [f"{t.name()}: {reason}" for t in plan for reason in t.obstacles(facts)]
+    return [f"{t.name()}: {reason}" for t in plan for reason in t.unsupported_reasons(facts)]
 
 
 def on_device(module: nn.Module, device: str) -> nn.Module:

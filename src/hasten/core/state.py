@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.core.job import OptimizerFactory
-from hasten.core.job_record import changes_since, job_record
+from hasten.core.resume_check import changes_since, resume_check
 from hasten.core.layout import SplitsState, SplitsWeights
 from hasten.core.session import Progress, Session
 from hasten.core.setup import Setup
@@ -77,9 +77,9 @@ def put_together(
     rest = {n: t for n, t in tensors.items() if _split(n)[0] not in places.known}
     own = {places.there(f"{OPTIMIZER}/{key}"): value for key, value in numbers.items()}
     whole: Numbers = {}
-    for said in layout.told(_without_prefix(own)):
+    for said in layout.all_gather_object(_without_prefix(own)):
         whole |= said
-    found = layout.brought({n: t for n, t in mine.items() if n is not None})
+    found = layout.gather_to_rank0({n: t for n, t in mine.items() if n is not None})
     return rest | found, whole
 
 
@@ -102,7 +102,7 @@ def own_part(
 def told(session: Session, mine: Any) -> list[Any]:
     """What ranks say that hold other weights of the same model; all call it."""
     layout = session.setup.layout
-    return layout.told(mine) if isinstance(layout, SplitsWeights) else [mine]
+    return layout.all_gather_object(mine) if isinstance(layout, SplitsWeights) else [mine]
 
 
 class _Places:
@@ -120,7 +120,7 @@ class _Places:
         held = [p for group in session.optimizer.param_groups for p in group["params"]]
         beside = {id(master) for master in own_masters(session)}
         mastered = [n for n, p in zip(mine, held, strict=True) if id(p) in beside]
-        anywhere = {name for names in layout.told(mastered) for name in names}
+        anywhere = {name for names in layout.all_gather_object(mastered) for name in names}
         all_masters = [name for name in whole if name in anywhere]
 
         self._there: dict[str, str | None] = {}  # None: a copy, which its original stands for
@@ -188,7 +188,7 @@ class Stateful(Protocol):
 
 def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights, optimizer state, random state, what the slots remember; progress and job."""
-    session.settle()
+    session.synchronize()
     ranks = of_all_ranks()
     tensors = _unshared("model", session.loss_module.state_dict(keep_vars=True))
     masters = {str(i): p for i, p in enumerate(own_masters(session))}
@@ -203,7 +203,7 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors = _dealt(session, tensors, gather=True)
     tensors, numbers = put_together(session, tensors, numbers)
     moments = {name: t for name, t in tensors.items() if name.startswith("optimizer/")}
-    for rank, state in enumerate(session.setup.agreement.others(moments), start=1):
+    for rank, state in enumerate(session.setup.rank_sync.gather_states(moments), start=1):
         tensors |= {f"rank/{rank}/{name}": t for name, t in state.items()}
     remembered: dict[str, Tensor] = {}
     slots = {}
@@ -214,7 +214,7 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in remembered.items()}
     meta = {
         "progress": asdict(session.progress),
-        "job": job_record(session.setup),
+        "job": resume_check(session.setup),
         "random": ranks,
         "optimizer": numbers,
         "optimizer_kind": type(session.optimizer).__name__,
@@ -243,7 +243,7 @@ def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) 
     session.setup.precision.publish()
     rank, ranks = session.setup.facts.world.rank, meta["random"]
     moments = dict(tensors)
-    if session.setup.agreement.apart:  # ranks trained apart, each with moments of its own
+    if session.setup.rank_sync.diverged:  # ranks trained apart, each with moments of its own
         own = f"rank/{rank}/"
         moments |= {n.removeprefix(own): t for n, t in tensors.items() if n.startswith(own)}
     _restore_optimizer(session, moments, numbers)
@@ -283,7 +283,7 @@ def _dealt(session: Session, tensors: dict[str, Tensor], gather: bool) -> dict[s
     layout = session.setup.layout
     if not isinstance(layout, SplitsState):
         return tensors
-    deal = layout.whole_of if gather else layout.part_of
+    deal = layout.full_tensor if gather else layout.local_shard
     weights = session.loss_module.state_dict(keep_vars=True)
     owners = {f"model/{name}": weight for name, weight in weights.items()}
     owners |= {f"master/{i}": weight for i, weight in enumerate(own_masters(session))}

@@ -47,7 +47,7 @@ from hasten.machine.processes import running_time
 
 if TYPE_CHECKING:
     from hasten.core.session import Session
-    from hasten.core.setup import Agreement, Routing, Setup
+    from hasten.core.setup import RankSync, Routing, Setup
 
 __all__ = ["NotFiniteError", "StepMetrics", "train_step", "training"]
 
@@ -72,10 +72,10 @@ def training(session: Session) -> Iterator[StepMetrics]:
             for batch in batches(session):
                 metrics = train_step(session, batch, started)
                 setup.step_checks.after_step(session, batch, metrics)
-                back = setup.spikes is not None and setup.spikes.goes_back(session, metrics)
+                back = setup.spike_policy is not None and setup.spike_policy.rollback_if_spike(session, metrics)
                 clock.mark(BETWEEN)
                 # A state that is kept is one to come back to.
-                suspect = back or (setup.spikes is not None and setup.spikes.suspects)
+                suspect = back or (setup.spike_policy is not None and setup.spike_policy.in_spike)
                 if setup.checkpoint is not None and not suspect:
                     setup.checkpoint.after_step(session)
                 clock.mark(CHECKPOINT)
@@ -84,8 +84,8 @@ def training(session: Session) -> Iterator[StepMetrics]:
                 if back or (progress.epoch, progress.step_in_epoch) != place:
                     moved = True
                     break
-                if setup.adjusting is not None:
-                    setup.adjusting.after_step(metrics)
+                if setup.live_tuner is not None:
+                    setup.live_tuner.after_step(metrics)
                 started = running_time()
                 clock.begin()
 
@@ -108,13 +108,13 @@ def batches(session: Session) -> Iterator[StepBatch]:
             mine = WorkCounts()
             for micro_batch in micro_batches:
                 mine += micro_batch.counts
-            agreement = setup.agreement
-            counts, stop = agreement.counts(mine, session.stop_requested)
+            rank_sync = setup.rank_sync
+            counts, stop = rank_sync.counts(mine, session.stop_requested)
             if stop:
                 session.stop_requested = True
                 clock.mark(COMMUNICATION)
                 return
-            if not counts.trained_tokens and not agreement.apart:
+            if not counts.trained_tokens and not rank_sync.diverged:
                 raise InputError(
                     "a step has no trained token: look at the examples and their loss mask"
                 )
@@ -146,7 +146,7 @@ def _local_steps(setup: Setup, epoch: int, first: int) -> Iterator[tuple[MicroBa
         for piece in step if job.stream is None else [step]:
             examples = [job.examples[i] for i in piece] if job.stream is None else piece
             if examples:
-                parts += setup.cut(examples)
+                parts += setup.split_micro_batches(examples)
         if parts:
             yield tuple([replace(collate(part), examples=part) for part in parts])
         else:  # fewer examples than ranks: take part in the step without any loss
@@ -160,7 +160,7 @@ def _level(setup: Setup, local: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...
     """
     passes = torch.zeros(setup.facts.world.size, dtype=torch.float64)
     passes[setup.facts.world.rank] = len(local)
-    missing = int(setup.layout.everywhere(passes).max()) - len(local)
+    missing = int(setup.layout.all_reduce_world(passes).max()) - len(local)
     smallest = min(local, key=lambda m: m.counts.positions)
     return (*local, *[without_loss(smallest)] * missing) if missing else local
 
@@ -191,16 +191,16 @@ def train_step(session: Session, batch: StepBatch, started: float) -> StepMetric
     """Gradients, norm, update; ``started`` is when the step began to wait for its data."""
     setup, clock = session.setup, session.setup.clock
     factor = setup.job.schedule(session.progress.step)
-    if setup.spikes is not None:
-        factor *= setup.spikes.rate
-    loss_sum, batch = setup.attempt(session.engine, batch)
+    if setup.spike_policy is not None:
+        factor *= setup.spike_policy.rate
+    loss_sum, batch = setup.run_passes(session.engine, batch)
     clock.mark(BACKWARD)
     found = session.engine.norm(loss_sum)
     if found.finite:
         session.engine.update(factor)
     else:
         session.engine.discard()
-        setup.agreement.skipped()
+        setup.rank_sync.skipped()
         setup.step_checks.given_up(found.loss_sum)
     clock.mark(OPTIMIZER)
     return _note(session, batch, found, started)
@@ -210,7 +210,7 @@ def _note(session: Session, batch: StepBatch, found: StepNumbers, started: float
     setup, clock, progress = session.setup, session.setup.clock, session.progress
     positions = float(sum([m.counts.positions for m in batch.micro_batches]))  # as they ran: BATCH may cut
     mine = torch.tensor([found.loss_sum, positions], dtype=torch.float64)
-    total, positions = setup.agreement.sum(mine).tolist()
+    total, positions = setup.rank_sync.sum(mine).tolist()
     clock.mark(COMMUNICATION)
     layout = setup.layout
     traffic = layout.traffic() if isinstance(layout, MeasuresExchange) else None
@@ -326,7 +326,7 @@ class PlainEngine:
         self.max_norm = assembly.setup.job.max_grad_norm
         self.loss_count: float | None = None  # of the last step, all ranks; None: batches say it
         self._norm = torch.tensor(0.0)
-        self.sum_loads = assembly.setup.agreement.sum  # of experts, over all ranks
+        self.sum_loads = assembly.setup.rank_sync.sum  # of experts, over all ranks
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
@@ -380,7 +380,7 @@ class PlainEngine:
     def _recounted(self, sums: Sums, denominator: float) -> Tensor:
         """Divide by what the forward passes counted in the place of what was said before them."""
         total, count = sums
-        true_count: float = self.setup.agreement.sum(count.double().cpu()).item()
+        true_count: float = self.setup.rank_sync.sum(count.double().cpu()).item()
         self.loss_count = true_count
         factor = denominator / true_count if true_count else 0.0
         torch._foreach_mul_(gradients_of(self.setup.precision.parameters()), factor)
@@ -399,7 +399,7 @@ class PlainEngine:
         else:
             value, loss = self._norm.item(), loss_sum.item()
         setup.clock.mark(OPTIMIZER)
-        finite = all_finite(setup.agreement, value, loss)
+        finite = all_finite(setup.rank_sync, value, loss)
         setup.clock.mark(COMMUNICATION)
         if setup.loss_scale is not None:
             setup.loss_scale.judge(finite)
@@ -454,11 +454,11 @@ def forward_of(
     return loss, labels
 
 
-def all_finite(agreement: Agreement, *mine: float) -> bool:
+def all_finite(rank_sync: RankSync, *mine: float) -> bool:
     """Whether these numbers are finite on every rank; every rank calls it.
 
     A flag of its own: a communication method need not carry one rank's overflow to the others, and a loss that is
     infinite need not show in the gradients.
     """
     wrong = torch.tensor([0.0 if all(map(math.isfinite, mine)) else 1.0], dtype=torch.float64)
-    return not agreement.sum(wrong).item()
+    return not rank_sync.sum(wrong).item()

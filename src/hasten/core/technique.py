@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from hasten.core.slot import Slot
 
 if TYPE_CHECKING:
-    from hasten.core.facts import Facts
+    from hasten.core.context import JobContext
     from hasten.core.session import Session
     from hasten.core.setup import Setup
     from hasten.machine.gain import Gain
@@ -35,7 +35,7 @@ def at_once() -> int:
 
 
 @dataclass(frozen=True)
-class Switch:
+class LiveSetting:
     """One setting of a running session.
 
     Args:
@@ -91,10 +91,10 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class Proof:
+class EffectCheck:
     """What a technique was seen to do in a running session, in one line with its figures."""
 
-    acted: bool
+    effective: bool
     evidence: str
 
 
@@ -152,19 +152,19 @@ class Technique(ABC):
     def apply(self, setup: Setup) -> None:
         """Put yourself into your slot; nothing runs yet."""
 
-    def environ(self, facts: Facts) -> Mapping[str, str]:
+    def environment(self, facts: JobContext) -> Mapping[str, str]:
         """Variables that must stand before the process starts; whoever starts it sets them."""
         return {}
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         """Why this can't work on this job, one sentence each; empty when nothing is in the way."""
         return ()
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         """The expected change of the ledger's terms on this job."""
         return Forecast()
 
-    def gain(self, facts: Facts) -> Gain | None:
+    def gain(self, facts: JobContext) -> Gain | None:
         """How many times as fast its kernels are on this machine, where that was measured.
 
         The first question for it may take some seconds. None: it isn't measured.
@@ -172,10 +172,10 @@ class Technique(ABC):
         return None
 
     @abstractmethod
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         """What you did in this session, after at least one step."""
 
-    def switches(self, session: Session) -> tuple[Switch, ...]:
+    def live_settings(self, session: Session) -> tuple[LiveSetting, ...]:
         """What of you may change between two steps of this session, which has done some."""
         return ()
 

@@ -24,11 +24,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from hasten.core import facts
-from hasten.core.facts import Facts, ModelFacts
+from hasten.core import context as facts
+from hasten.core.context import JobContext, ModelFacts
 from hasten.core.job import GlobalBatch, Job, NamedParameters, Stop, with_language_counts
 from hasten.core.plan import Plan
-from hasten.core.setup import Setup, obstacles, prepare
+from hasten.core.setup import Setup, unsupported_reasons, prepare
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
@@ -51,7 +51,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Host:
+class TrainerAdapter:
     """Somebody's loop: the slots it offers, and advice for the others."""
 
     name: str
@@ -93,7 +93,7 @@ class HostOptimizer:
 
 
 def prepare_host(
-    host: Host, model: nn.Module, techniques: Iterable[Technique], host_run: HostRun
+    host: TrainerAdapter, model: nn.Module, techniques: Iterable[Technique], host_run: HostRun
 ) -> Setup:
     """The setup in which the techniques have put themselves; the model is as it was.
 
@@ -110,7 +110,7 @@ def prepare_host(
                 f"{technique.slot.value}; {instead}"
             )
     known = facts_of(model, host_run.device)
-    reasons = obstacles(plan, known)
+    reasons = unsupported_reasons(plan, known)
     if reasons:
         raise InputError("; ".join(reasons))
     whole = plan.with_(DDP()) if known.world.size > 1 and Slot.LAYOUT not in plan else plan
@@ -124,7 +124,7 @@ def prepare_host(
     return setup
 
 
-def facts_of(model: nn.Module, device: str) -> Facts:
+def facts_of(model: nn.Module, device: str) -> JobContext:
     """What is known of the machine and of somebody's model; nothing of the data."""
     return replace(facts.seen_at_start(), device=device, model=_model_facts(model))
 
@@ -183,7 +183,7 @@ class HostedTechniques:
 
     def __init__(
         self,
-        host: Host,
+        host: TrainerAdapter,
         model: nn.Module,
         host_run: HostRun,
         context: Callable[[], AbstractContextManager[Any]] = NoContext,
@@ -232,7 +232,7 @@ class HostedTechniques:
 
 
 def prepare_recognised(
-    host: Host, model: nn.Module, techniques: Iterable[Technique], host_run: HostRun
+    host: TrainerAdapter, model: nn.Module, techniques: Iterable[Technique], host_run: HostRun
 ) -> Setup:
     """As :func:`prepare_host`; refuses besides to replace code that isn't the library's own."""
     setup = prepare_host(host, model, techniques, host_run)
@@ -397,7 +397,7 @@ def attach_communication(setup: Setup, module: nn.Module) -> None:
         raise InputError(f"{error}; build model and communication anew for another training") from error
 
 
-def _job(model: nn.Module, host_run: HostRun, known: Facts) -> Job:
+def _job(model: nn.Module, host_run: HostRun, known: JobContext) -> Job:
     sampled = len(host_run.examples) > 0
     stop = Stop(steps=host_run.steps, epochs=host_run.epochs if not host_run.steps else None)
     return Job(

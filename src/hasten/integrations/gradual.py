@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.step import training
@@ -77,7 +77,7 @@ def gradual_optimize(
     steps: int = 4,
     **experiment: Any,
 ) -> Any:
-    """Switch techniques on one at a time, measure each, keep what pays.
+    """LiveSetting techniques on one at a time, measure each, keep what pays.
 
     With a recipe (or its path) it returns a :class:`~hasten.report.speedup.GreedySearch` and takes
     ``order`` and the further arguments of :func:`hasten.report.speedup.greedy_recipe`.
@@ -142,7 +142,7 @@ def _of_model(
 
 
 def _usable(
-    asked: Sequence[Technique] | None, known: Facts
+    asked: Sequence[Technique] | None, known: JobContext
 ) -> tuple[list[Technique], list[CumulativeStep]]:
     """The techniques in question that can work here, and why the others can't."""
     candidates, skipped = [], []
@@ -152,7 +152,7 @@ def _usable(
                 f"{technique} decides {technique.slot.name}; a trainer of your own model takes "
                 f"techniques of {', '.join(slot.name for slot in SWITCHES)}"
             )
-        reasons = technique.obstacles(known)
+        reasons = technique.unsupported_reasons(known)
         if technique.slot is Slot.COMMUNICATION and known.world.size == 1:
             reasons = ("with one rank no gradient travels",)
         if reasons:
@@ -173,7 +173,7 @@ class _Comparison:
         loss_fn: Loss | None,
         rounds: int,
         steps: int,
-        known: Facts,
+        known: JobContext,
     ) -> None:
         self.known, self._model, self._optimizer = known, model, optimizer
         given = GivenLoader(loader, known.world, deal=True)
@@ -203,7 +203,7 @@ class _Comparison:
                 plan,
                 rounds=rate[1:],
                 eval_data=[(trained.examples, trained.loss(self._eval_data, self.loss_fn))],
-                acted=trained.acted(plan),
+                effective=trained.effective(plan),
             )
             for plan, trained, rate in zip((before, after), copies, rates, strict=True)
         ]
@@ -253,7 +253,7 @@ class _Rounds:
 class _Copy:
     """A copy of model and optimizer under a plan, trained round by round."""
 
-    def __init__(self, trainer: OptimizedTrainer, batches: _Rounds, known: Facts) -> None:
+    def __init__(self, trainer: OptimizedTrainer, batches: _Rounds, known: JobContext) -> None:
         self._ranks = known.world.size
         self.session = trainer.session(batches, known, epochs=2**31)
         self._steps = training(self.session)
@@ -281,17 +281,17 @@ class _Copy:
                 pair = found if isinstance(found, tuple) else (found * size, size)
                 sums += torch.tensor([float(value) for value in pair], dtype=torch.float64)
         model.train(was_training)
-        total, count = self.session.setup.layout.sum(sums).tolist()
+        total, count = self.session.setup.layout.all_reduce_data(sums).tolist()
         return float(total / count) if count else float("nan")
 
-    def acted(self, plan: Plan) -> list[dict[str, Any]]:
-        return [{"technique": t.name(), **asdict(t.probe(self.session))} for t in plan]
+    def effective(self, plan: Plan) -> list[dict[str, Any]]:
+        return [{"technique": t.name(), **asdict(t.check_effect(self.session))} for t in plan]
 
     def close(self) -> None:
         del self._steps  # it ends, and with it what surrounds its steps
         self.session.finish()
 
 
-def _say(known: Facts, words: str) -> None:
+def _say(known: JobContext, words: str) -> None:
     if known.world.is_main:
         print(f"gradual_optimize: {words}")

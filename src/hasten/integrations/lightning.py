@@ -29,7 +29,7 @@ from hasten.errors import InputError
 from hasten.integrations.adapt import (
     EDITS,
     PROVEN,
-    Host,
+    TrainerAdapter,
     HostedTechniques,
     HostRun,
     attach_communication,
@@ -152,7 +152,7 @@ def seams(  # noqa: C901  # a class within: its methods count
 
 # What a user calls.
 
-HOST = Host(
+HOST = TrainerAdapter(
     "Lightning",
     frozenset((*EDITS, Slot.SAMPLER, Slot.COLLATE, Slot.COMMUNICATION, Slot.OPTIMIZER, Slot.CHECKPOINT)),
     {

@@ -21,7 +21,7 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.adapt import (
     EDITS,
-    Host,
+    TrainerAdapter,
     HostRun,
     attach_communication,
     edit_model,
@@ -39,7 +39,7 @@ from hasten.integrations.batches import (
 )
 from hasten.machine import host
 
-HOST = Host(
+HOST = TrainerAdapter(
     "a loop of one's own",
     frozenset((*EDITS, Slot.SAMPLER, Slot.COLLATE, Slot.COMMUNICATION, Slot.OPTIMIZER)),
     {

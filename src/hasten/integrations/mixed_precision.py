@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from hasten.core import facts
+from hasten.core import context as facts
 from hasten.techniques.precision import Autocast
 
 
@@ -89,7 +89,7 @@ def format_of(kind: str) -> tuple[torch.dtype | None, str]:
     known = facts.seen_at_start()
     found: list[str] = []
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        reasons = Autocast(name).obstacles(replace(known, device=kind))
+        reasons = Autocast(name).unsupported_reasons(replace(known, device=kind))
         if not reasons:
             return dtype, ""
         found.append(reasons[0])

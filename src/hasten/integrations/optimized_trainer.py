@@ -25,13 +25,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hasten.core import facts
-from hasten.core.facts import Facts, ModelFacts
+from hasten.core import context as facts
+from hasten.core.context import JobContext, ModelFacts
 from hasten.core.job import Job, Stop
-from hasten.core.loop import Outcome, Watch, fit
+from hasten.core.loop import Outcome, EvaluationSchedule, fit
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
-from hasten.core.setup import Setup, obstacles, prepare
+from hasten.core.setup import Setup, unsupported_reasons, prepare
 from hasten.core.slot import Slot
 from hasten.core.step import PlainEngine
 from hasten.core.technique import Technique
@@ -53,7 +53,7 @@ from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast
 from hasten.techniques.communication.compress import Quantised, technique_of
 
-Switch = bool | Technique | DynamicBatcher | GradientCompressor | None
+LiveSetting = bool | Technique | DynamicBatcher | GradientCompressor | None
 DECISIVE = ("lr", "betas", "eps", "weight_decay", "momentum")
 USUAL: Mapping[str, Technique] = {
     "compress_gradients": Quantised(),
@@ -93,9 +93,9 @@ class OptimizedTrainer:
         model: nn.Module,
         optimizer: Optimizer,
         loss_fn: Callable[..., Any],
-        compress_gradients: Switch = False,
-        mixed_precision: Switch = False,
-        dynamic_batch: Switch = False,
+        compress_gradients: LiveSetting = False,
+        mixed_precision: LiveSetting = False,
+        dynamic_batch: LiveSetting = False,
         *,
         count: Callable[[Any], int] | None = None,
         max_grad_norm: float | None = None,
@@ -112,7 +112,7 @@ class OptimizedTrainer:
             "dynamic_batch": dynamic_batch,
         }
         self.techniques = {name: _resolve(name, switch) for name, switch in asked.items()}
-        self.switches = {
+        self.live_settings = {
             name: str(technique or "off") for name, technique in self.techniques.items()
         }
         self.plan = Plan(t for t in self.techniques.values() if t is not None)
@@ -148,7 +148,7 @@ class OptimizedTrainer:
 
         Returns:
             A summary: steps, losses per epoch, examples per second and per step, peak memory,
-            switches and what each was seen to do (``acted``).
+            switches and what each was seen to do (``effective``).
 
         Raises:
             InputError: two ranks get the same examples, or the model's DDP has a hook.
@@ -169,7 +169,7 @@ class OptimizedTrainer:
             job = self._job(model, loader, epochs, known)
             return self._train(self._prepared(job, plan, known, folder, loader), loader, resume)
 
-    def session(self, train_loader: Iterable[Any], known: Facts, epochs: int) -> Session:
+    def session(self, train_loader: Iterable[Any], known: JobContext, epochs: int) -> Session:
         """A training that somebody else steps; in the process group, where there are ranks.
 
         Every rank trains all that its loader gives.
@@ -179,14 +179,14 @@ class OptimizedTrainer:
         return assemble(self._prepared(job, self._whole_plan(None, known), known, None, loader))
 
     def _prepared(
-        self, job: Job, plan: Plan, known: Facts, folder: Path | None, loader: GivenLoader
+        self, job: Job, plan: Plan, known: JobContext, folder: Path | None, loader: GivenLoader
     ) -> Setup:
         setup = prepare(job, plan, known, folder)
         if self.accum_steps > 1:
-            setup.cut = by_batch
+            setup.split_micro_batches = by_batch
         grows = any(isinstance(t, AdaptiveBatch) and t.grow for t in plan)
-        if grows and isinstance(setup.attempt, AdaptiveCut):
-            loader.growing = setup.attempt
+        if grows and isinstance(setup.run_passes, AdaptiveCut):
+            loader.growing = setup.run_passes
         return setup
 
     def _train(self, setup: Setup, loader: GivenLoader, resume: bool) -> dict[str, Any]:
@@ -213,9 +213,9 @@ class OptimizedTrainer:
                 assert count is not None  # the job isn't counted before its passes
                 epochs.after_step(metrics, count, session.progress.step_in_epoch)
 
-            outcome = fit(session, Watch(on_step=after_step))
+            outcome = fit(session, EvaluationSchedule(on_step=after_step))
             epochs.finish()
-        acted = self._acted(session)
+        effective = self._acted(session)
         session.finish()
         now = session.progress
         examples = loader.of_the_data(now.examples - before.examples, now.epoch - before.epoch)
@@ -228,7 +228,7 @@ class OptimizedTrainer:
                     "it is"
                 )
         summary = self._summary(outcome, examples, steps, found, setup)
-        return {**summary, "epoch_losses": epochs.losses, "acted": acted}
+        return {**summary, "epoch_losses": epochs.losses, "effective": effective}
 
     def _weighs_by_examples(self, session: Session) -> bool:
         """Whether several batches make a step, and only their examples say what each counts."""
@@ -241,7 +241,7 @@ class OptimizedTrainer:
         unknown = isinstance(loss, ObjectiveLoss) and loss.returns_mean
         return several and self.count is None and bool(unknown)
 
-    def _job(self, model: nn.Module, loader: GivenLoader, epochs: int, known: Facts) -> Job:
+    def _job(self, model: nn.Module, loader: GivenLoader, epochs: int, known: JobContext) -> Job:
         return Job(
             model=model,
             loss=lambda model: ObjectiveLoss(
@@ -259,19 +259,19 @@ class OptimizedTrainer:
             | ({"accum_steps": self.accum_steps} if self.accum_steps > 1 else {}),
         )
 
-    def _whole_plan(self, folder: Path | None, known: Facts) -> Plan:
+    def _whole_plan(self, folder: Path | None, known: JobContext) -> Plan:
         more: list[Technique] = []
         if folder is not None:
             more.append(Checkpoints(interval="epoch"))
         if known.world.size > 1:
             more.append(self.replicated)
         plan = self._possible(known).with_(*more)
-        reasons = obstacles(plan, known)
+        reasons = unsupported_reasons(plan, known)
         if reasons:
             raise InputError("this job can't use " + "; ".join(reasons))
         return plan
 
-    def _possible(self, known: Facts) -> Plan:
+    def _possible(self, known: JobContext) -> Plan:
         """The plan without those usual techniques that can't work here, nor a communication method of one rank."""
         plan = self.plan
         for name, technique in self.techniques.items():
@@ -279,19 +279,19 @@ class OptimizedTrainer:
                 continue
             if technique.slot is Slot.COMMUNICATION and known.world.size == 1:
                 print(f"{name}: with one rank no gradient travels, so none is compressed")
-            elif technique is USUAL[name] and (reasons := technique.obstacles(known)):
+            elif technique is USUAL[name] and (reasons := technique.unsupported_reasons(known)):
                 print(f"{name}: going on without {technique}: {reasons[0]}")
             else:
                 continue
-            self.switches[name] = "off"
+            self.live_settings[name] = "off"
             plan = plan.without(technique)
         return plan
 
     def _acted(self, session: Session) -> dict[str, dict[str, Any]]:
-        off = {"acted": False, "evidence": "off"}
+        off = {"effective": False, "evidence": "off"}
         return {
-            name: asdict(technique.probe(session))
-            if technique is not None and self.switches[name] != "off"
+            name: asdict(technique.check_effect(session))
+            if technique is not None and self.live_settings[name] != "off"
             else off
             for name, technique in self.techniques.items()
         }
@@ -317,14 +317,14 @@ class OptimizedTrainer:
                 "most": max(sizes, default=None),
             },
             "peak_memory_bytes": outcome.peak_memory_bytes,
-            "switches": dict(self.switches),
+            "switches": dict(self.live_settings),
             "plan": setup.plan.to_list(),
             "resumed_from": str(found) if found else None,
             "world_size": setup.facts.world.size,
         }
 
 
-def facts_of(model: nn.Module) -> Facts:
+def facts_of(model: nn.Module) -> JobContext:
     """What is known before such a model trains here."""
     parameters = sum(p.numel() for p in model.parameters())
     device = next((str(p.device) for p in model.parameters()), "cpu")
@@ -386,7 +386,7 @@ def _say_how_means_are_weighted(loss_fn: Any) -> None:
     )
 
 
-def _say_what_is_here(cloud: CloudConfig | None, known: Facts) -> None:
+def _say_what_is_here(cloud: CloudConfig | None, known: JobContext) -> None:
     here = max(known.world.size, len(known.hardware.accelerators), 1)
     if cloud is None or not known.world.is_main:
         return

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hasten.core.facts import Facts, ExampleStats
+from hasten.core.context import JobContext, ExampleStats
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
@@ -102,7 +102,7 @@ def _techniques(plan: Iterable[Any]) -> Iterable[Technique]:
 
 
 def _chosen(  # noqa: C901  # a clause for each reason
-    known: Facts,
+    known: JobContext,
     rows: Any,
     check: Carry,
     has_already: Callable[[Technique], bool] = lambda technique: False,
@@ -151,7 +151,7 @@ def _chosen(  # noqa: C901  # a clause for each reason
     return found, note
 
 
-def _kept(known: Facts, rows: Any) -> KeptChoice | None:
+def _kept(known: JobContext, rows: Any) -> KeptChoice | None:
     """A choice that was raced on this machine, with this model and data; None without one."""
     from hasten.measure.choose import kept_choices
 
@@ -190,12 +190,12 @@ def _expected(kept: KeptChoice | None, left: Iterable[Technique]) -> float | Non
     return gain
 
 
-def _more(technique: Technique, known: Facts, kept: KeptChoice | None) -> str:
+def _more(technique: Technique, known: JobContext, kept: KeptChoice | None) -> str:
     """What ``hasten train`` would gain by it, where that was measured."""
     ratio = None if kept is None else _without(kept, technique)
     if kept is not None and ratio is not None and ratio < 1:
         return f" (hasten train: {1 / ratio:.2f} times the speed by it, raced on {kept.date})"
-    if technique.obstacles(known):
+    if technique.unsupported_reasons(known):
         return ""
     gain = technique.gain(known)
     if gain is None or not gain.sure:
@@ -210,7 +210,7 @@ class SpeedNote:
     auto`` that chose them, in hasten's own loop; without one there is nothing to compare it with.
     """
 
-    def __init__(self, kept: KeptChoice | None, expected: float | None, known: Facts) -> None:
+    def __init__(self, kept: KeptChoice | None, expected: float | None, known: JobContext) -> None:
         self._expected, self._known, self._date = expected, known, "" if kept is None else kept.date
         self._plain: float | None = None  # tokens per second without techniques
         speed = None if kept is None else kept.choice.tokens_per_second

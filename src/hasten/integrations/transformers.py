@@ -27,7 +27,7 @@ from hasten.errors import InputError
 from hasten.integrations.adapt import (
     EDITS,
     PROVEN,
-    Host,
+    TrainerAdapter,
     HostedTechniques,
     HostRun,
     NoContext,
@@ -59,7 +59,7 @@ from hasten.measure.quality.first_step import FirstStepProof, proof_is_on
 from hasten.parts.nn.causal_lm import causal_lm
 
 _LOG = logging.getLogger(__name__)
-HOST = Host(
+HOST = TrainerAdapter(
     "the Trainer",
     frozenset((*EDITS, Slot.SAMPLER, Slot.COLLATE, Slot.COMMUNICATION, Slot.OPTIMIZER, Slot.CHECKPOINT)),
     {

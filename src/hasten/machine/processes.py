@@ -268,7 +268,7 @@ def attempt_number() -> int:
     return int(environment.variable(ATTEMPT) or 1)
 
 
-def leave_words(error: BaseException) -> bool:
+def write_exit_reason(error: BaseException) -> bool:
     """Tell the supervisor why this rank ends; False where there is none. The first words count."""
     folder = attempt_folder()
     if folder is None:
@@ -298,11 +298,11 @@ def reporting_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        leave_words(error)
+        write_exit_reason(error)
         raise
 
 
-def on_a_leash() -> None:
+def exit_with_parent() -> None:
     """End with the supervisor, whatever ended it (Linux; elsewhere its own handlers have to do).
 
     The kernel sends SIGKILL, which a stopped process can't ignore either (prctl(2)).

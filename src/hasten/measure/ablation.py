@@ -120,7 +120,7 @@ class Variant:
     losses: list[tuple[int, float]] = field(default_factory=list)  # (tokens, loss), all steps
     eval_data: list[tuple[int, float]] = field(default_factory=list)
     startup_seconds: dict[str, float] = field(default_factory=dict)
-    acted: list[dict[str, Any]] = field(default_factory=list)
+    effective: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, str]] = field(default_factory=list)
     peak_memory_bytes: int | None = None
     failed: str | None = None  # why there is no result

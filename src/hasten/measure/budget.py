@@ -283,7 +283,7 @@ class BudgetTracker:
         rest = self._costs(variants, steps=1).of(len(variants), more + WORTH_IN_PART, looks=1, to_start=0)
         return self._design.most_warmup if self._record.spent + rest <= self._until else 0
 
-    def settle(self, waiting: Sequence[str], variants: Sequence[ArmProcess]) -> None:
+    def plan_rounds(self, waiting: Sequence[str], variants: Sequence[ArmProcess]) -> None:
         """After all have started that are to be alive together: how many rounds there will be."""
         if self.every_variant:
             self._shorten(variants)

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from hasten.core.facts import Facts, ExampleStats
+from hasten.core.context import JobContext, ExampleStats
 from hasten.core.plan import Plan
 from hasten.core.setup import prepare
 from hasten.core.slot import Slot
@@ -167,7 +167,7 @@ def choose(
     path = _path(subject, asked, folder or FOLDER)
     if not fresh and (kept := _remembered(path)) is not None:
         return kept
-    chooser = _Chooser(subject, asked, audience, tuple(more))
+    chooser = PlanComparison(subject, asked, audience, tuple(more))
     choice = chooser.run()
     if choice.source == "measured":
         _remember(path, choice, subject.known, asked)
@@ -184,7 +184,7 @@ class KeptChoice:
     examples: ExampleStats
 
 
-def kept_choices(known: Facts, folder: Path | None = None) -> list[KeptChoice]:
+def kept_choices(known: JobContext, folder: Path | None = None) -> list[KeptChoice]:
     """The choices for a model on this machine with these versions, the newest first.
 
     Their techniques keep the mathematics. A file that can't be read is left out with a warning.
@@ -216,7 +216,7 @@ def kept_choice(recipe: Recipe, audience: Audience, folder: Path | None = None) 
 
 
 def choose_by_forecast(
-    recipe: Recipe, known: Facts, why: str, more: Iterable[type[Technique]] = ()
+    recipe: Recipe, known: JobContext, why: str, more: Iterable[type[Technique]] = ()
 ) -> Choice:
     """The first plan, of ranks that a launcher has started, or where there is no time to race."""
     asked = recipe.auto_plan or AutoPlan()
@@ -226,7 +226,7 @@ def choose_by_forecast(
     return Choice(_entries(plan, known), "forecast", f"{why}, so a forecast chose", _rows(found))
 
 
-class _Chooser:
+class PlanComparison:
     """A choice while it is being made."""
 
     def __init__(
@@ -588,7 +588,7 @@ def _rows(found: Iterable[TechniqueCandidate]) -> list[ChoiceRow]:
     return [ChoiceRow(c.technique.name(), decision(c), c.why) for c in found]
 
 
-def _entries(plan: Plan, known: Facts) -> list[Any]:
+def _entries(plan: Plan, known: JobContext) -> list[Any]:
     """As a recipe writes them, without the layout that several ranks have by themselves."""
     alone = known.world.size > 1
     return [entry_of(t) for t in plan if not (alone and t.name() == "ddp" and entry_of(t) == "ddp")]
@@ -614,7 +614,7 @@ def _path(subject: ExperimentSubject, asked: AutoPlan, folder: Path) -> Path:
     return cache.path_of(folder, parts)
 
 
-def _about_job(known: Facts) -> dict[str, Any]:
+def _about_job(known: JobContext) -> dict[str, Any]:
     """What another program must share to use a choice, as it is after a way through JSON."""
     model = asdict(known.model)
     for key in ("attention", "head_reason"):  # of one instance, which another program builds anew
@@ -639,7 +639,7 @@ def _remembered(path: Path) -> Choice | None:
     return cache.read(path, build, "plans are raced again")
 
 
-def _remember(path: Path, choice: Choice, known: Facts, asked: AutoPlan) -> None:
+def _remember(path: Path, choice: Choice, known: JobContext, asked: AutoPlan) -> None:
     kept = {
         "date": time.strftime("%Y-%m-%d"),
         "choice": choice.to_dict(),

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.machine import environment, gpu, host
 
 POWERCAP = Path("/sys/class/powercap")
@@ -72,7 +72,7 @@ class EnergyMeter:
         return {"kwh": kwh, "source": self.source}
 
 
-def meter_of_run(known: Facts) -> EnergyMeter:
+def meter_of_run(known: JobContext) -> EnergyMeter:
     """The meter of all devices that train, where all of them are on this machine."""
     if environment.ranks_here(known.world) < known.world.size:
         return EnergyMeter("not measured: the ranks are on several machines")

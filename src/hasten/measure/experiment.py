@@ -165,7 +165,7 @@ class Experiment:
         settled = max(settled, self.time.warmup(waiting, list(self.alive.values())))
         for name in names:
             self._attempt(name, lambda variant: variant.warm_up(settled))
-        self.time.settle(waiting, list(self.alive.values()))
+        self.time.plan_rounds(waiting, list(self.alive.values()))
         names = self._without_dropped(names)
         done = len(self._rounds().complete(names[-1]))
         if self.time.out(list(self.alive.values()), done):

@@ -366,7 +366,7 @@ def ledger_of(session: Session, warmup: int = WARMUP) -> dict[str, Any]:
     every = list(setup.clock.steps)
     steps = every[warmup:] or every
     return {
-        "step": seconds_by_part(steps, session.saves),
+        "step": seconds_by_part(steps, session.has_checkpoints),
         "memory": memory_of(session),
         "stability": step_stability([step_total(step) for step in steps]),
         "utilisation": utilisation(session, warmup),
@@ -432,7 +432,7 @@ def measure(
             "rank": session.setup.facts.world.rank,
             "seconds": sum(m.step_seconds for m in measured),
             "data_stall_share": data_stall(counted),
-            "step": seconds_by_part(counted, session.saves),
+            "step": seconds_by_part(counted, session.has_checkpoints),
             "communication": communication_of(measured),
         }
     )
@@ -519,7 +519,7 @@ def _parallel(
         return {"ranks": layout.size, "text": CANT_RUN_ALONE}
     engine.module = layout.alone(session.module)
     setup.layout, setup.communication = OneProcess(), NoCompression()
-    engine.sum_loads = setup.agreement.sum
+    engine.sum_loads = setup.rank_sync.sum
     tell("the same examples without communication", 0.7)
     dist.barrier()
     apart = _gather(_again(session, before, len(measured)))
@@ -545,7 +545,7 @@ def efficiency_once_more(
     on one rank, and where no rank can run its passes alone. All ranks call it together.
     """
     setup, engine = session.setup, session.engine
-    if setup.layout.size == 1 or setup.agreement.apart or not isinstance(engine, PlainEngine):
+    if setup.layout.size == 1 or setup.rank_sync.diverged or not isinstance(engine, PlainEngine):
         return None
     ranks = _gather({"seconds": sum(m.step_seconds for m in measured)})
     kept = engine.module, engine.sum_loads, setup.layout, setup.communication, session.progress

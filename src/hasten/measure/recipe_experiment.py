@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.machine import environment as environment_
@@ -47,7 +47,7 @@ class ExperimentSubject:
     """
 
     recipe: Recipe
-    known: Facts
+    known: JobContext
     plan: Plan
     data_key: str
     meter: EnergyMeter = field(default_factory=lambda: EnergyMeter("not measured"))
@@ -55,12 +55,12 @@ class ExperimentSubject:
     job: str = "recipe"
 
 
-def environment(plan: Plan, known: Facts, transport: Mapping[str, str]) -> Mapping[str, str]:
+def environment(plan: Plan, known: JobContext, transport: Mapping[str, str]) -> Mapping[str, str]:
     """What a variant's process starts with, as a training does: what the techniques wish, then the
     recipe's settings of the transport."""
     found: dict[str, str] = {}
     for technique in plan:
-        found |= technique.environ(known)
+        found |= technique.environment(known)
     return {**found, **transport}
 
 

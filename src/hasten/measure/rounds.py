@@ -181,7 +181,7 @@ def _variant(variant: Variant, found: Rounds) -> Variant:
         if e["event"] == "start" and not variant.startup_seconds:
             variant.startup_seconds = e["startup_seconds"]
         elif e["event"] == "finish":
-            variant.acted, variant.samples, variant.ledger = e["acted"], e["samples"], e.get("ledger")
+            variant.effective, variant.samples, variant.ledger = e["effective"], e["samples"], e.get("ledger")
         elif e["event"] == "unfinished":
             variant.unfinished = e["why"]
     return variant

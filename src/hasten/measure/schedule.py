@@ -196,7 +196,7 @@ class ArmProcess:
     def finish(self, samples: bool = True) -> None:
         """What its techniques did, and what its model writes; it trains no more."""
         last = self.ask("finish", BUILD_SECONDS, samples=samples)
-        known = ("acted", "samples", "ledger", "peak_memory_bytes")
+        known = ("effective", "samples", "ledger", "peak_memory_bytes")
         self.note("finish", **{key: last[key] for key in known if key in last})
 
     def whole_turn(self, count: int) -> Reply:

@@ -47,7 +47,7 @@ from hasten.machine.processes import count_stops, end_with_parent, host_memory_p
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
-    from hasten.core.facts import Facts
+    from hasten.core.context import JobContext
     from hasten.core.job import Job as TrainingJob
     from hasten.core.plan import Plan
     from hasten.core.session import Progress
@@ -250,11 +250,11 @@ class RecipeJob:
             raise RuntimeError(f"training ended {count - len(found)} steps too early")
         self._last = before, found
         if self.session.setup.checkpoint is not None:
-            self.session.setup.checkpoint.settle()  # other workers' turns come now
+            self.session.setup.checkpoint.wait_for_writer()  # other workers' turns come now
         graphs, seconds = compiled()
         earlier, self._compiling = self._compiling, seconds
         took = {"graphs": graphs, "seconds": seconds - earlier}
-        apart = self.session.setup.agreement.apart  # steps of ranks don't wait for each other
+        apart = self.session.setup.rank_sync.diverged  # steps of ranks don't wait for each other
         return {"steps": [m.to_dict() for m in found], "compiled": took, "apart": apart}
 
     def _finish(self, samples: bool) -> Reply:
@@ -262,14 +262,14 @@ class RecipeJob:
 
         from hasten.measure.profile import efficiency_once_more, ledger_of
 
-        proofs = [(t.name(), t.probe(self.session)) for t in self._switches]
+        proofs = [(t.name(), t.check_effect(self.session)) for t in self._switches]
         ledger = ledger_of(self.session)
         if self._last is not None:
             self._training.close()
             ledger["parallel_efficiency"] = efficiency_once_more(self.session, *self._last)
         self.session.finish()
         return {
-            "acted": [{"technique": name, **asdict(proof)} for name, proof in proofs],
+            "effective": [{"technique": name, **asdict(proof)} for name, proof in proofs],
             "samples": [asdict(s) for s in self._samples()] if samples else [],
             "ledger": ledger,
         }
@@ -326,7 +326,7 @@ class LoopJob:
         if op == "steps":
             return {"steps": [self._timed() for _ in range(arguments["count"])]}
         if op == "finish":
-            return {"acted": [], "samples": [], "peak_memory_bytes": memory_peak()}
+            return {"effective": [], "samples": [], "peak_memory_bytes": memory_peak()}
         raise ValueError(f"unknown request {op!r}")
 
     def _timed(self) -> Reply:
@@ -474,7 +474,7 @@ def check_context(recipe: Recipe, folder: Path) -> CheckContext:
 def _check_job(
     recipe: Recipe,
     data: PreparedData,
-    known: Facts,
+    known: JobContext,
     plan: Plan,
     seed: int | None,
     tokens: int | None,

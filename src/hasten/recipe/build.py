@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from hasten.core import facts
-from hasten.core.facts import Facts, ModelFacts
+from hasten.core import context as facts
+from hasten.core.context import JobContext, ModelFacts
 from hasten.core.health import NEEDS_CHECKPOINTS
 from hasten.core.job import (
     GlobalBatch,
@@ -30,9 +30,9 @@ from hasten.core.job import (
     share_of,
     with_language_counts,
 )
-from hasten.core.job_record import batch_record, check_same_job
+from hasten.core.resume_check import batch_record, check_same_job
 from hasten.core.plan import Plan
-from hasten.core.setup import obstacles, prepare
+from hasten.core.setup import unsupported_reasons, prepare
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
@@ -57,7 +57,7 @@ from hasten.parts.nn.head_form import asks_router_loss, head_form
 from hasten.parts.nn.losses import LossTerms, WholeLogitsLoss, token_accuracy
 from hasten.parts.optim.weight_average import decayed_groups
 from hasten.recipe.gpu_check import check_kernels
-from hasten.recipe.peak_flops import settle
+from hasten.recipe.peak_flops import resolve_ceiling
 from hasten.recipe.prepare import (
     Tell,
     check_folder,
@@ -82,7 +82,7 @@ from hasten.techniques.routing import RealTokens
 def mixed_layouts(ranks: int) -> list[Technique]:
     """Layouts of so many ranks that no single technique has; none of two or three ranks.
 
-    Whether a model can be cut so is for their obstacles to say.
+    Whether a model can be cut so is for their unsupported_reasons to say.
     """
     shares = [n for n in range(1, ranks + 1) if ranks % n == 0]
     found: list[Technique] = []
@@ -189,13 +189,13 @@ def model_copies(plan: Plan, ranks: int) -> int:
     return ranks
 
 
-# Facts, plan and job.
+# JobContext, plan and job.
 
 METRICS = {"token_accuracy": token_accuracy}
 DEFAULT_BATCH = 32  # examples of a step where the recipe says nothing
 
 
-def facts_of(recipe: Recipe, data: PreparedData | None = None) -> Facts:
+def facts_of(recipe: Recipe, data: PreparedData | None = None) -> JobContext:
     """What is known of machine, model and examples before anything is built."""
     here = facts.seen_at_start()
     device = here.device if recipe.device == "auto" else recipe.device
@@ -253,7 +253,7 @@ def requested_plan(recipe: Recipe, more: Iterable[type[Technique]] = ()) -> Plan
 
 def plan_of(
     recipe: Recipe,
-    known: Facts,
+    known: JobContext,
     tell: Callable[[str], None] = lambda text: None,
     more: Iterable[type[Technique]] = (),
 ) -> Plan:
@@ -268,17 +268,17 @@ def plan_of(
     if known.world.size > 1 and Slot.LAYOUT not in plan:
         plan = plan.with_(DDP())
     for technique in plan:
-        reasons = technique.obstacles(known)
+        reasons = technique.unsupported_reasons(known)
         if reasons and recipe.on_obstacle == "skip":
             tell(f"going on without {technique}: {reasons[0]}")
             plan = plan.without(technique)
-    found = obstacles(plan, known)
+    found = unsupported_reasons(plan, known)
     if found:
         raise InputError(f"plan: {found[0]} (on_obstacle: skip goes on without it)")
     return plan
 
 
-def job_of(recipe: Recipe, data: PreparedData, known: Facts, plan: Plan) -> Job:
+def job_of(recipe: Recipe, data: PreparedData, known: JobContext, plan: Plan) -> Job:
     """The recipe as a job: a fresh model, AdamW, padded batches, logits for every slot.
 
     The plan decides how many steps the data makes, and so the length of the schedule.
@@ -405,7 +405,7 @@ class PreparedJob:
     """A recipe that was found good, and what a run of it is built from."""
 
     recipe: Recipe
-    known: Facts
+    known: JobContext
     plan: Plan
     data: PreparedData
     job: Job
@@ -450,7 +450,7 @@ def prepare_run(
         check_kernels(known, tell if known.world.local_rank == 0 else lambda text: None)
     job = job_of(recipe, data, replace(known, world=world), plan)
     check_space(output, known)
-    settle(recipe, known, tell)
+    resolve_ceiling(recipe, known, tell)
     for sentence in advice_on(recipe, data):
         tell(sentence)
     return PreparedJob(recipe, known, plan, data, job)
@@ -480,4 +480,4 @@ def check_resumable(recipe: Recipe, plan: Plan) -> None:
 def environ_of(recipe: Recipe) -> dict[str, str]:
     """Variables that the recipe's techniques want before the process starts."""
     known = facts_of(recipe)
-    return plan_of(recipe, known).environ(known)
+    return plan_of(recipe, known).environment(known)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Technique
@@ -52,7 +52,7 @@ class TechniqueCandidate:
 
 
 def candidates(
-    recipe: Recipe, known: Facts, fidelity: str, more: Iterable[type[Technique]] = ()
+    recipe: Recipe, known: JobContext, fidelity: str, more: Iterable[type[Technique]] = ()
 ) -> list[TechniqueCandidate]:
     """Every technique that may serve speed on this job, in the order of the slots.
 
@@ -73,7 +73,7 @@ def candidates(
     return sorted(found, key=lambda c: list(Slot).index(c.technique.slot))
 
 
-def first_plan(found: Sequence[TechniqueCandidate], kept: Plan, known: Facts) -> Plan:
+def first_plan(found: Sequence[TechniqueCandidate], kept: Plan, known: JobContext) -> Plan:
     """The kept techniques and the usual ones, of each slot the one with the better forecast."""
     plan = kept
     usual = [c.technique for c in found if c.usual and not c.refused]
@@ -83,7 +83,7 @@ def first_plan(found: Sequence[TechniqueCandidate], kept: Plan, known: Facts) ->
     return with_document_attention(plan, found)
 
 
-def first_plan_sentence(recipe: Recipe, known: Facts) -> str:
+def first_plan_sentence(recipe: Recipe, known: JobContext) -> str:
     """What ``plan: auto`` begins with on this job, in words that all commands share."""
     found = candidates(recipe, known, (recipe.auto_plan or AutoPlan()).fidelity)
     why = next(c.why for c in found if isinstance(c.technique, Packed))
@@ -104,7 +104,7 @@ def with_document_attention(plan: Plan, found: Iterable[TechniqueCandidate] = ()
     return plan
 
 
-def expected_gain(technique: Technique, known: Facts) -> float:
+def expected_gain(technique: Technique, known: JobContext) -> float:
     """What it gains, as a logarithm: measured on this machine, or forecast from its terms.
 
     It orders techniques; the speed of a job it isn't.
@@ -115,14 +115,14 @@ def expected_gain(technique: Technique, known: Facts) -> float:
     return -math.log(max(cast.positions * cast.flops * cast.bytes * cast.comm_bytes, 1e-9))
 
 
-def fitted_to_memory(plan: Plan, recipe: Recipe, known: Facts, positions: int) -> tuple[Plan, str]:
+def fitted_to_memory(plan: Plan, recipe: Recipe, known: JobContext, positions: int) -> tuple[Plan, str]:
     """The plan, with what it takes to fit into memory, and why; as it is where nothing helps."""
     size, room = size_of(recipe, known), room_of(known)
     if needs_of(size, known, plan, positions).total <= room:
         return plan, ""
     fuller = plan
     for technique in FOR_MEMORY:
-        if technique.slot in fuller or technique.obstacles(known):
+        if technique.slot in fuller or technique.unsupported_reasons(known):
             continue
         fuller = fuller.with_(technique)
         positions = min(positions, known.examples.longest) if technique.slot is Slot.BATCH else positions
@@ -132,20 +132,20 @@ def fitted_to_memory(plan: Plan, recipe: Recipe, known: Facts, positions: int) -
     return plan, ""
 
 
-def fits_in_memory(plan: Plan, recipe: Recipe, known: Facts, positions: int) -> bool:
+def fits_in_memory(plan: Plan, recipe: Recipe, known: JobContext, positions: int) -> bool:
     """Whether the predicted memory of the fullest rank is there."""
     return needs_of(size_of(recipe, known), known, plan, positions).total <= room_of(known)
 
 
 def _judged(  # noqa: C901  # a clause for each reason
-    technique: Technique, recipe: Recipe, known: Facts, fidelity: str
+    technique: Technique, recipe: Recipe, known: JobContext, fidelity: str
 ) -> TechniqueCandidate:
     def refused(why: str) -> TechniqueCandidate:
         return TechniqueCandidate(technique, False, why, refused=True)
 
     if technique.fidelity not in ALLOWED[fidelity]:
         return refused(f"{technique.fidelity.name} isn't allowed: {technique.fidelity.value}")
-    if reasons := technique.obstacles(known):
+    if reasons := technique.unsupported_reasons(known):
         return refused(reasons[0])
     if technique.slot is Slot.COMMUNICATION and known.world.size == 1:
         return refused("one rank sends nothing")
@@ -173,7 +173,7 @@ def _judged(  # noqa: C901  # a clause for each reason
     return TechniqueCandidate(technique, usual, _words(technique, known))
 
 
-def _words(technique: Technique, known: Facts) -> str:
+def _words(technique: Technique, known: JobContext) -> str:
     gain, cast = technique.gain(known), technique.forecast(known)
     said = [] if gain is None else [f"its kernels: {gain} the speed, measured on this machine"]
     said += [
@@ -189,7 +189,7 @@ def _words(technique: Technique, known: Facts) -> str:
     return ", ".join(said) or "no forecast"
 
 
-def _step_tokens(recipe: Recipe, known: Facts) -> float:
+def _step_tokens(recipe: Recipe, known: JobContext) -> float:
     batch = batch_of(recipe)
     mean = known.examples.tokens / max(known.examples.count, 1)
     return (batch.tokens or mean * (batch.examples or 1)) / known.world.size

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hasten.core.facts import Facts, ModelFacts
+from hasten.core.context import JobContext, ModelFacts
 from hasten.errors import InputError
 from hasten.machine import host
 from hasten.machine.environment import World
@@ -32,7 +32,7 @@ from hasten.parts.nn.causal_lm import causal_lm
 Tell = Callable[[str], None]
 
 
-def check_kernels(known: Facts, tell: Tell, *, again: bool = False) -> dict[str, Verdict]:
+def check_kernels(known: JobContext, tell: Tell, *, again: bool = False) -> dict[str, Verdict]:
     """Tries this rank's GPU's kernels that have no verdict yet, and refuses what doesn't work.
 
     Ranks of a machine take turns, and all but the first of each kind of GPU find its verdicts.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
@@ -126,7 +126,7 @@ def _adapter(recipe: Recipe) -> tuple[Technique, ...]:
     return (LoRA(base=recipe.lora_base),) if recipe.finetuning_type == "lora" else ()
 
 
-def size_of(recipe: Recipe, known: Facts) -> ModelSize:
+def size_of(recipe: Recipe, known: JobContext) -> ModelSize:
     """The model's sizes; experts count as far as a token meets them."""
     model = known.model
     config = read_config(recipe.model, needs_weights=not recipe.from_scratch)
@@ -161,7 +161,7 @@ def keeps_scores(config: Any, on_gpu: bool) -> bool:
 
 
 def needs_of(
-    size: ModelSize, known: Facts, plan: Plan, positions: int, single: bool = False
+    size: ModelSize, known: JobContext, plan: Plan, positions: int, single: bool = False
 ) -> BytesNeeded:
     """What the fullest rank needs under a plan, with micro-batches of so many positions.
 
@@ -211,7 +211,7 @@ def needs_of(
     return BytesNeeded(state, activations, logits, OVERHEAD, later)
 
 
-def _logits(size: ModelSize, known: Facts, plan: Plan, positions: int, number_bytes: float) -> float:
+def _logits(size: ModelSize, known: JobContext, plan: Plan, positions: int, number_bytes: float) -> float:
     for technique in plan:
         if isinstance(technique, LabelledTokenLoss):
             labelled = positions if known.on_gpu else round(positions * known.examples.trained_share)
@@ -223,7 +223,7 @@ def _logits(size: ModelSize, known: Facts, plan: Plan, positions: int, number_by
 def one_pass(setup: Setup) -> bool:
     """Whether each of this rank's first steps is a single micro-batch."""
     return setup.sampler is not None and all(
-        sum(len(setup.cut(piece)) for piece in pieces if piece) <= 1
+        sum(len(setup.split_micro_batches(piece)) for piece in pieces if piece) <= 1
         for pieces in _first_steps(setup)
     )
 
@@ -247,12 +247,12 @@ def largest_micro_batch(setup: Setup) -> int:
     collate = setup.job.collate
     found = 0
     for pieces in _first_steps(setup):
-        parts = [part for piece in pieces if piece for part in setup.cut(piece)]
+        parts = [part for piece in pieces if piece for part in setup.split_micro_batches(piece)]
         found = max([found, *(collate(part).counts.positions for part in parts)])
     return found
 
 
-def room_of(known: Facts) -> float:
+def room_of(known: JobContext) -> float:
     """Bytes that one rank may use: its device's, or its share of what the container allows."""
     hardware = known.hardware
     if known.on_gpu and hardware.accelerators:
@@ -260,15 +260,15 @@ def room_of(known: Facts) -> float:
     return hardware.memory_limit_bytes / ranks_here(known.world)
 
 
-def help_for(size: ModelSize, known: Facts, plan: Plan, positions: int, room: float) -> str:  # noqa: C901  # techniques, then adapters
+def help_for(size: ModelSize, known: JobContext, plan: Plan, positions: int, room: float) -> str:  # noqa: C901  # techniques, then adapters
     """The nearest job that would fit, and its peak: more techniques, then LoRA; as advice."""
 
     def adapts(adapter: LoRA) -> bool:
-        return Slot.ADAPTER not in plan and not adapter.obstacles(known)
+        return Slot.ADAPTER not in plan and not adapter.unsupported_reasons(known)
 
     added: list[str] = []
     for technique in HELP:
-        if technique.slot in plan or technique.obstacles(known):
+        if technique.slot in plan or technique.unsupported_reasons(known):
             continue
         if technique.slot is Slot.LAYOUT and known.world.size == 1:
             continue

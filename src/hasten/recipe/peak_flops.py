@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import nn
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.timing import Meter
 from hasten.errors import InputError
 from hasten.machine.accelerators import datasheet
@@ -37,7 +37,7 @@ class PeakFlops:
     source: str
 
 
-def settle(recipe: Recipe, known: Facts, tell: Callable[[str], None] = lambda text: None) -> None:
+def resolve_ceiling(recipe: Recipe, known: JobContext, tell: Callable[[str], None] = lambda text: None) -> None:
     """Before anything is trained: read the file the recipe names, or measure if it says so.
 
     Raises:
@@ -51,7 +51,7 @@ def settle(recipe: Recipe, known: Facts, tell: Callable[[str], None] = lambda te
         read_rates(Path(recipe.ceiling), known)
 
 
-def meter_of(recipe: Recipe, known: Facts, model: nn.Module) -> Meter:
+def meter_of(recipe: Recipe, known: JobContext, model: nn.Module) -> Meter:
     """The run's meter; what it isn't told (an uncounted model, no ceiling) it doesn't know."""
     try:
         flops = model_flops(model)
@@ -70,7 +70,7 @@ def meter_of(recipe: Recipe, known: Facts, model: nn.Module) -> Meter:
     )
 
 
-def ceiling_of(recipe: Recipe, known: Facts) -> PeakFlops | None:
+def ceiling_of(recipe: Recipe, known: JobContext) -> PeakFlops | None:
     """One device's ceiling as the recipe wants it; None where nobody knows it."""
     if recipe.ceiling == "auto":
         row = datasheet(device_name(known)) if known.on_gpu else None
@@ -90,13 +90,13 @@ def ceiling_of(recipe: Recipe, known: Facts) -> PeakFlops | None:
     return PeakFlops(best.best, f"{_tera(best.best)}, measured: {shape}{threads}, {day}")
 
 
-def mfu_words(recipe: Recipe, known: Facts) -> str | None:
+def mfu_words(recipe: Recipe, known: JobContext) -> str | None:
     """What an MFU of this recipe means, in a sentence; None without a ceiling."""
     found = ceiling_of(recipe, known)
     return f"MFU of {found.source}; {CONVENTION}" if found else None
 
 
-def device_name(known: Facts) -> str:
+def device_name(known: JobContext) -> str:
     """The training device as its driver or the system names it."""
     if not known.on_gpu:
         return known.hardware.cpu
@@ -105,7 +105,7 @@ def device_name(known: Facts) -> str:
     return gpus[index].name if index < len(gpus) else known.device
 
 
-def read_rates(path: Path, known: Facts) -> MachineRates:
+def read_rates(path: Path, known: JobContext) -> MachineRates:
     """A file of ``hasten bench --json`` that was measured on this training device.
 
     Raises:
@@ -128,7 +128,7 @@ def read_rates(path: Path, known: Facts) -> MachineRates:
     return rates
 
 
-def _kept(recipe: Recipe, known: Facts) -> MachineRates | None:
+def _kept(recipe: Recipe, known: JobContext) -> MachineRates | None:
     """What an earlier process measured in the run's folder, if it was on this device."""
     try:
         return read_rates(Path(recipe.output) / "data" / KEPT, known)
@@ -136,7 +136,7 @@ def _kept(recipe: Recipe, known: Facts) -> MachineRates | None:
         return None
 
 
-def _measure(recipe: Recipe, known: Facts) -> None:
+def _measure(recipe: Recipe, known: JobContext) -> None:
     rates = measure(
         device=known.device,
         device_name=device_name(known),
@@ -158,7 +158,7 @@ def write_rates(rates: MachineRates, path: Path) -> None:
         ) from error
 
 
-def _devices(recipe: Recipe, known: Facts) -> int:
+def _devices(recipe: Recipe, known: JobContext) -> int:
     """Devices that one ceiling stands for; 0: processors of machines that weren't measured."""
     if known.on_gpu:
         return known.world.size

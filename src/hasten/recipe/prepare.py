@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.loop import Evaluation
 from hasten.core.plan import Plan
 from hasten.core.session import Session
@@ -36,7 +36,7 @@ Tell = Callable[[str], None]
 OWN = ("nproc", "output", "min_nproc")  # a rank may have its own
 
 
-def terms_of_all_ranks(recipe: Recipe, known: Facts) -> dict[str, dict[str, Any]]:
+def terms_of_all_ranks(recipe: Recipe, known: JobContext) -> dict[str, dict[str, Any]]:
     """What must be the same on every rank, for :func:`hasten.launch.ranks.check_agreement`."""
     keys = recipe.model_dump(mode="json")
     return {
@@ -113,7 +113,7 @@ def evaluations_before(session: Session, file: Path) -> list[Evaluation]:
     The first rank reads the file, and all get the same; the user's own metrics stay behind.
     """
     rows = _rows(file, session.progress.step) if session.setup.facts.world.is_main else []
-    everywhere = session.setup.layout.everywhere
+    everywhere = session.setup.layout.all_reduce_world
     count = int(everywhere(torch.tensor([len(rows)], dtype=torch.float64)).item())
     if not count:
         return []
@@ -184,7 +184,7 @@ def weight_notes(recipe: Recipe) -> list[str]:
     return notes
 
 
-def check_space(output: Path, known: Facts) -> None:
+def check_space(output: Path, known: JobContext) -> None:
     """The saved model, once more while it takes its final name, and some room for the lines."""
     needed = 2 * 4 * known.model.parameters + 64 * 2**20
     free = shutil.disk_usage(output).free

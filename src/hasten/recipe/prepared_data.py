@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hasten.core.facts import ExampleStats
+from hasten.core.context import ExampleStats
 from hasten.data.chat_template import AnswerEnd, answer_end
 from hasten.data.conversation import Conversation, columns_of
 from hasten.data.corpus import stdlib_corpus

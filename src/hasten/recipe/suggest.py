@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.models.presets import PRESETS
@@ -89,7 +89,7 @@ def suggest(model: str, dataset: str, output: str) -> str:
     return check_keys(text, [line.key for line in lines])
 
 
-def _lines(look: Recipe, data: PreparedData, known: Facts, output: str) -> list[Line]:
+def _lines(look: Recipe, data: PreparedData, known: JobContext, output: str) -> list[Line]:
     lengths = data.train.lengths
     cutoff, why_cut = _cutoff(lengths)
     fresh = look.model in PRESETS
@@ -132,7 +132,7 @@ def _cutoff(lengths: NDArray[np.int32]) -> tuple[int, str]:
     return cut, f"holds all but {longer:.1%} of the examples whole"
 
 
-def _lora(known: Facts, fresh: bool) -> tuple[bool, str]:
+def _lora(known: JobContext, fresh: bool) -> tuple[bool, str]:
     """All weights where their state fits into the memory, LoRA elsewhere."""
     gpus = known.hardware.accelerators
     memory = min((g.memory_bytes for g in gpus), default=known.hardware.memory_limit_bytes)

@@ -127,9 +127,9 @@ def _variant(variant: Variant, base: Variant, said: Judgement) -> dict[str, Any]
         "mfu": _mfu(variant),
         "ledger": variant.ledger,
         "startup_seconds": {k: variant.startup_seconds.get(k) for k in ("imports", "data", "model")},
-        "acted": variant.acted
+        "effective": variant.effective
         or [
-            {"technique": t.name(), "acted": None, "evidence": variant.unfinished}
+            {"technique": t.name(), "effective": None, "evidence": variant.unfinished}
             for t in (variant.plan if variant.unfinished is not None else ())
         ],
     }

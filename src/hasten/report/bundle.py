@@ -78,7 +78,7 @@ def measurements(variants: Iterable[Variant]) -> dict[str, BundledMeasurement]:
         variant.name: BundledMeasurement(
             rounds=tuple(variant.rounds),
             beside=tuple(() if base.failed else variant.beside or base.rounds[: len(variant.rounds)]),
-            idle=tuple(str(a["technique"]) for a in variant.acted if a["acted"] is False),
+            idle=tuple(str(a["technique"]) for a in variant.effective if a["effective"] is False),
             failed=variant.failed,
         )
         for variant in listed

@@ -22,10 +22,10 @@ from hasten.report.schema import read_report
 CARD = "README.md"
 MARK = "<!-- written by hasten from the run's own files; delete this line to keep your changes -->"
 SHOWN = ("name", "effect", "verdict", "quality")  # of the table of variants
-Facts = Mapping[str, Any]
+JobContext = Mapping[str, Any]
 
 
-def write_card(folder: Path, recipe: Facts, summary: Facts, report: Facts | None = None) -> bool:
+def write_card(folder: Path, recipe: JobContext, summary: JobContext, report: JobContext | None = None) -> bool:
     """Write the card into a model's or adapter's folder; False where a card of others stays.
 
     Args:
@@ -42,7 +42,7 @@ def write_card(folder: Path, recipe: Facts, summary: Facts, report: Facts | None
     return True
 
 
-def card_text(recipe: Facts, summary: Facts, report: Facts | None, adapter: bool) -> str:
+def card_text(recipe: JobContext, summary: JobContext, report: JobContext | None, adapter: bool) -> str:
     """The card: the same for the same run, whenever it is written."""
     base = str(recipe["model"])
     random = " (random weights)" if recipe.get("from_scratch") or base in PRESETS else ""
@@ -67,7 +67,7 @@ def card_text(recipe: Facts, summary: Facts, report: Facts | None, adapter: bool
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(recipe: Facts, adapter: bool) -> str:
+def _front_matter(recipe: JobContext, adapter: bool) -> str:
     base = str(recipe["model"])
     meta: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
@@ -79,14 +79,14 @@ def _front_matter(recipe: Facts, adapter: bool) -> str:
     return f"---\n{yaml.safe_dump(meta, sort_keys=False).strip()}\n---"
 
 
-def _data(recipe: Facts) -> str:
+def _data(recipe: JobContext) -> str:
     found = recipe["dataset"]
     sources = [found] if isinstance(found, str) else list(found)
     names = [one if isinstance(one, str) else one["path"] for one in sources]
     return ", ".join(code(Path(name).name or name) for name in names)
 
 
-def _training(recipe: Facts, summary: Facts) -> Iterable[tuple[str, str]]:
+def _training(recipe: JobContext, summary: JobContext) -> Iterable[tuple[str, str]]:
     hardware, versions = summary["hardware"], summary["versions"]
     gpus = hardware["accelerators"]
     where = f"{len(gpus)} x {gpus[0]['name']}" if gpus else hardware["cpu"]
@@ -108,17 +108,17 @@ def _training(recipe: Facts, summary: Facts) -> Iterable[tuple[str, str]]:
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def _techniques(summary: Facts) -> str:
+def _techniques(summary: JobContext) -> str:
     rows = [
-        (code(name), "acted" if proof["acted"] else "did not act", cell(proof["evidence"]))
-        for name, proof in summary["acted"].items()
+        (code(name), "effective" if proof["effective"] else "did not act", cell(proof["evidence"]))
+        for name, proof in summary["effective"].items()
     ]
     if not rows:
         return "None."
     return markdown_table([("technique", "", "what was seen"), *rows]).rstrip()
 
 
-def _evidence(report: Facts) -> str:
+def _evidence(report: JobContext) -> str:
     read = read_report(report)
     table = table_of(read)
     rows = [[cell(row[key]) for key in SHOWN] for row in (table.columns, *table.rows)]

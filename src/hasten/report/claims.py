@@ -87,7 +87,7 @@ def _judged(
         if None not in ratio.values():
             found: Any = Interval(ratio["median"], **ratio, rounds=0)  # type: ignore[arg-type]
             word = claim_verdict(found, claimed, effect)  # type: ignore[arg-type]
-    idle = {row["technique"] for row in after["acted"] or () if row["acted"] is False}
+    idle = {row["technique"] for row in after["effective"] or () if row["effective"] is False}
     if idle & set(names):
         return measured, f"{UNKNOWN}: it did not act"
     return measured, without_quality(word) if verdict_word(after["quality"]) == "worse" else word

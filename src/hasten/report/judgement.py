@@ -341,7 +341,7 @@ def guilty_of(techniques: Iterable[str], verification: Verification) -> list[Map
 
 def idle_techniques(variant: Variant) -> list[str]:
     """Techniques that were seen not to act."""
-    return [a["technique"] for a in variant.acted if a["acted"] is False]
+    return [a["technique"] for a in variant.effective if a["effective"] is False]
 
 
 def last_loss(variant: Variant) -> float | None:
@@ -458,7 +458,7 @@ def measured_variant(row: Row, base: Row) -> Variant:
         Plan(),
         rounds=list(row["rounds"]) if usable and not failed else [],
         eval_data=[] if loss is None else [((row["eval_curve"] or curve)[-1][0] or 0, loss)],
-        acted=row["acted"],
+        effective=row["effective"],
         failed=row["verdict"] if failed else None,
         kind=row["kind"],
         beside=list(row["beside"]) if len(row["beside"]) == len(row["rounds"]) else [],

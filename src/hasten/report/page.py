@@ -318,18 +318,18 @@ def machine(hardware: Mapping[str, Any]) -> str:
 
 def proofs(variants: Sequence[Row]) -> list[dict[str, Any]]:
     """What each technique did, variants that say the same in one row, techniques in their order."""
-    uses = [(variant["name"], row) for variant in variants for row in variant["acted"]]
+    uses = [(variant["name"], row) for variant in variants for row in variant["effective"]]
     users = Counter(row["technique"] for _, row in uses)
     found: dict[tuple[str, bool | None, str], list[str]] = {}
     for technique in users:
         for name, row in uses:
             if row["technique"] == technique:
-                found.setdefault((technique, row["acted"], row["evidence"]), []).append(name)
+                found.setdefault((technique, row["effective"], row["evidence"]), []).append(name)
     rows = []
-    for (technique, acted, evidence), names in found.items():
+    for (technique, effective, evidence), names in found.items():
         every_user = len(names) == users[technique] > 1
         said = f"all {len(names)} with it" if every_user else ", ".join(names)
-        rows.append({"technique": technique, "acted": acted, "evidence": evidence, "variants": said})
+        rows.append({"technique": technique, "effective": effective, "evidence": evidence, "variants": said})
     return rows
 
 

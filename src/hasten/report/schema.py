@@ -63,7 +63,7 @@ VARIANT = {
     "ledger?": LEDGER,
     "startup_seconds?": {"imports?": float, "data?": float, "model?": float},
     "warmup?": {"steps?": float, "seconds?": float, "compile_seconds?": float},
-    "acted?": [{"technique": str, "acted": bool, "evidence": str}],
+    "effective?": [{"technique": str, "effective": bool, "evidence": str}],
 }
 _DESIGN = {
     **dict.fromkeys(("rounds?", "steps?", "warmup?", "seed?", "builds?", "seconds?"), float),

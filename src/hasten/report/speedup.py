@@ -186,7 +186,7 @@ def greedy_recipe(
     audience: Audience | None = None,
     also: Callable[[ExperimentSubject], Mapping[str, Any]] = lambda subject: {},
 ) -> GreedySearch:
-    """Switch the recipe's techniques on one at a time, measure each, keep what pays.
+    """LiveSetting the recipe's techniques on one at a time, measure each, keep what pays.
 
     Each decision is an experiment with an example of its own, so that a greedy search that was interrupted
     goes on. At the end the plan that is left is measured against the baseline.

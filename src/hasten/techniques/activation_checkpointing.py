@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, Proof, Switch, Technique, knob, setting
+from hasten.core.technique import Fidelity, Forecast, EffectCheck, LiveSetting, Technique, knob, setting
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.techniques import batch as changing
 
@@ -38,7 +38,7 @@ class ActivationCheckpointing(Technique):
     def apply(self, setup: Setup) -> None:
         setup.recompute = BlockRecompute(self.segments, self.budget, self.offload)
 
-    def switches(self, session: Session) -> tuple[Switch, ...]:
+    def live_settings(self, session: Session) -> tuple[LiveSetting, ...]:
         """Whether to recompute at all, where everything that is kept then fits twice over."""
         found = session.setup.recompute
         if not isinstance(found, BlockRecompute) or self.offload or not session.setup.layout.whole:
@@ -54,9 +54,9 @@ class ActivationCheckpointing(Technique):
         def change(on: bool) -> None:
             found.resting = not on
 
-        return (Switch(self.name(), (True, False), lambda: not found.resting, change),)
+        return (LiveSetting(self.name(), (True, False), lambda: not found.resting, change),)
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         found = []
         if self.offload and not facts.on_gpu:
             found.append(
@@ -70,7 +70,7 @@ class ActivationCheckpointing(Technique):
             )
         return tuple(found)
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         """A third of a step's FLOPs is the forward pass; what is recomputed runs it again."""
         if self.offload:
             return Forecast()
@@ -82,20 +82,20 @@ class ActivationCheckpointing(Technique):
             share = size * (self.segments - 1) / facts.model.layers
         return Forecast(flops=1 + share / 3)
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         found = session.setup.recompute
         if not isinstance(found, BlockRecompute):
-            return Proof(False, "every activation is kept")
-        acted = found.passes > 0
+            return EffectCheck(False, "every activation is kept")
+        effective = found.passes > 0
         done = f"{found.passes} passes of blocks {'kept on the host' if self.offload else 'again'}"
         if found.resting:
-            return Proof(acted, f"{done}, until all fitted and was kept: that was faster")
+            return EffectCheck(effective, f"{done}, until all fitted and was kept: that was faster")
         sizes = _measured(session, found)
         if sizes is None:
-            return Proof(acted, done)
+            return EffectCheck(effective, done)
         kept, whole, _ = (size / 1e6 for size in sizes)
-        return Proof(
-            acted and sizes[0] < sizes[1],
+        return EffectCheck(
+            effective and sizes[0] < sizes[1],
             f"saved {kept:.2f} MB of activations where {whole:.2f} MB would be, "
             f"on {MEASURED_EXAMPLES} examples; {done}",
         )

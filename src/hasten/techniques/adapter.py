@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.core.technique import Claim, Fidelity, Forecast, EffectCheck, Technique, knob, setting
 from hasten.models import adapters
 from hasten.parts.nn.quantised import KINDS, Kind
 
@@ -81,26 +81,26 @@ class LoRA(Technique):
         )
         return found
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         if facts.model.vocabulary:
             return ()
         return (f"needs a Hugging Face language model; this is a {facts.model.architecture}",)
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         # No weight gradients (a third of the products), no gradients and moments of the base.
         kept = {None: 4.0, "int8": 1.0, "nf4": 0.5 + 4 / 64}[self.base]
         return Forecast(flops=2 / 3, resident_bytes=(kept - 16.0) * facts.model.parameters)
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         learn = sum(p.numel() for p in session.model.parameters() if p.requires_grad)
         total = sum(p.numel() for p in session.model.parameters())
         # The second matrix begins as zeros: what isn't zero now has been moved by training.
         second = [p for n, p in session.model.named_parameters() if "lora_B" in n]
         moved = sum(bool(p.detach().count_nonzero()) for p in second)
         said = f"{learn:,} of {total:,} parameters learn; {moved} of {len(second)} adapters moved"
-        acted = 0 < learn < total and moved > 0
+        effective = 0 < learn < total and moved > 0
         if not self.base:
-            return Proof(acted, said)
+            return EffectCheck(effective, said)
         resting = adapters.quantised_layers(session.model)
-        acted = acted and resting > 0
-        return Proof(acted, f"{said}; {resting} frozen layers in {self.base} beside them")
+        effective = effective and resting > 0
+        return EffectCheck(effective, f"{said}; {resting} frozen layers in {self.base} beside them")

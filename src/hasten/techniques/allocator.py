@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Proof, Technique, knob
+from hasten.core.technique import Fidelity, EffectCheck, Technique, knob
 from hasten.machine import environment, memory
 from hasten.machine.threads import started_with
 
@@ -45,7 +45,7 @@ class Allocator(Technique):
     def apply(self, setup: Setup) -> None:
         setup.allocator = HostAllocator(self)
 
-    def environ(self, facts: Facts) -> Mapping[str, str]:
+    def environment(self, facts: JobContext) -> Mapping[str, str]:
         if self.kind == "expandable":
             name = (
                 UNIFIED
@@ -58,11 +58,11 @@ class Allocator(Technique):
             return memory.keeping() | (tunables if self.huge_pages else {})
         found = memory.library(self.kind)
         if found is None:
-            return {}  # obstacles() says so
+            return {}  # unsupported_reasons() says so
         pages = {"THP_MEM_ALLOC_ENABLE": "1"} if self.huge_pages else {}  # torch asks the kernel
         return {"LD_PRELOAD": _joined("LD_PRELOAD", found), **pages}
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         name = facts.model.architecture
         found = []
         if self.kind == "expandable" and not facts.on_gpu:
@@ -86,10 +86,10 @@ class Allocator(Technique):
             )
         return tuple(found)
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         host = session.setup.allocator
         if not isinstance(host, HostAllocator):
-            return Proof(False, "the process's allocator is as it was")
+            return EffectCheck(False, "the process's allocator is as it was")
         return host.proof(session.progress.step)
 
 
@@ -106,12 +106,12 @@ class HostAllocator:
             self._kept = memory.keep()
         self._faults = memory.minor_faults()
 
-    def proof(self, steps: int) -> Proof:
+    def proof(self, steps: int) -> EffectCheck:
         """What is loaded, and how often the kernel still has to fill in pages."""
         technique, start = self._technique, started_with()
         if technique.kind == "expandable":
             stands = EXPANDABLE in (start.get(OLDER) or start.get(UNIFIED, ""))
-            return Proof(stands, f"expandable segments are {'on' if stands else 'off'}")
+            return EffectCheck(stands, f"expandable segments are {'on' if stands else 'off'}")
         per_step = (memory.minor_faults() - self._faults) / max(steps, 1)
         again = memory.faults_per_block()
         pages = memory.BLOCK // 4096
@@ -119,24 +119,24 @@ class HostAllocator:
             f"{per_step:,.0f} page faults per step since the start of the run",
             f"{again:,} of {pages:,} pages of a freed block were filled in again at best",
         ]
-        acted = again < KEPT * pages
+        effective = again < KEPT * pages
         if technique.kind == "glibc":
-            acted = acted and self._kept
+            effective = effective and self._kept
             words.insert(0, "glibc keeps freed memory" if self._kept else "glibc refused")
         else:
             loaded = memory.is_loaded(technique.kind)
-            acted = loaded
+            effective = loaded
             words.insert(0, f"{technique.kind} is {'loaded' if loaded else 'not loaded'}")
         if technique.huge_pages:
             variable = "GLIBC_TUNABLES" if technique.kind == "glibc" else "THP_MEM_ALLOC_ENABLE"
             stands = variable in start
-            acted = acted and stands
+            effective = effective and stands
             words.append(
                 "huge pages are asked for"
                 if stands
                 else f"no huge pages: {variable} must stand before the process starts"
             )
-        return Proof(acted, "; ".join(words))
+        return EffectCheck(effective, "; ".join(words))
 
 
 def _joined(variable: str, value: str, separator: str = ":") -> str:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Proof, Technique
+from hasten.core.technique import Fidelity, EffectCheck, Technique
 from hasten.parts.kernels import registry
 from hasten.parts.nn import attention, kernel_variants
 from hasten.parts.nn.causal_lm import causal_lm
@@ -38,7 +38,7 @@ class DocumentAttention(Technique):
 
         setup.attention = select
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         if facts.model.sliding_window:
             return (f"this {facts.model.architecture} attends through a sliding window",)
         other = attention.why_not_over(facts.model.attention or attention.USUAL[0])
@@ -51,18 +51,18 @@ class DocumentAttention(Technique):
             + ", ".join(attention.ARCHITECTURES),
         )
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         config = causal_lm(session.model).config
         ours = attention.by_documents(config)
         seen = probes.operators(session) if ours else None
         if seen is None:
-            return Proof(ours, f"the model's attention is {config._attn_implementation}")
+            return EffectCheck(ours, f"the model's attention is {config._attn_implementation}")
         calls, kernel = probes.count(seen, *CALLS), probes.count(seen, KERNEL, *VARLEN)
         layers = max(session.setup.facts.model.layers, 1)
         said = f"{calls + kernel} calls of attention in {layers} layers over some examples"
         if kernel:
-            return Proof(True, f"{said}, {kernel} of them by a kernel for whole rows of documents")
-        return Proof(
+            return EffectCheck(True, f"{said}, {kernel} of them by a kernel for whole rows of documents")
+        return EffectCheck(
             calls > layers,
             said + (", one for each document" if calls > layers else ": each row is one document"),
         )

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.loop import evaluation_mode, eval_loss
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob, setting
 from hasten.parts.optim.weight_average import WeightAverage as WeightAveragePart
 
 SAVED = ("both", "average", "last")
@@ -42,19 +42,19 @@ class WeightAverage(Technique):
     def apply(self, setup: Setup) -> None:
         setup.average = SavedAverage(self.decay, self.save)
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         on_device = 0.0 if facts.on_gpu else 4.0 * facts.model.parameters
         return Forecast(resident_bytes=on_device)
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         found = session.setup.average
         if not isinstance(found, SavedAverage) or not found.mean.updates:
-            return Proof(False, "no average was kept")
+            return EffectCheck(False, "no average was kept")
         text = f"mean of {found.mean.updates} updates, {found.mean.state_bytes / 1e6:.2f} MB"
         here, there = _losses(session, found.mean)
         if here is not None and there is not None:
             text += f"; eval loss {there:.4f} with it, {here:.4f} with the last weights"
-        return Proof(True, text)
+        return EffectCheck(True, text)
 
 
 class SavedAverage:

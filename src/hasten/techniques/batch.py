@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.job import MicroBatch, StepBatch
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.step import Engine, PlainEngine, SendsGradientsLate
-from hasten.core.technique import Fidelity, Forecast, Proof, Switch, Technique, knob, setting
+from hasten.core.technique import Fidelity, Forecast, EffectCheck, LiveSetting, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.machine.environment import ranks_here
 from hasten.machine.memory import Headroom, is_out_of_memory, memory_meter
@@ -47,7 +47,7 @@ def fits(session: Session, more: float) -> bool:
     on_host = session.setup.job.device.startswith("cpu")
     ranks = ranks_here(session.setup.facts.world) if on_host else 1
     mine = torch.tensor([float(ranks * (used + more) <= FULL * limit)], dtype=torch.float64)
-    return bool(session.setup.agreement.sum(mine).item() == session.setup.layout.size)
+    return bool(session.setup.rank_sync.sum(mine).item() == session.setup.layout.size)
 
 
 def largest_micro_batch(session: Session) -> int:
@@ -59,7 +59,7 @@ def largest_micro_batch(session: Session) -> int:
     steps = setup.sampler.local_steps(session.progress.epoch, layout.data_rank, layout.data_size)
     for pieces in islice(steps, STEPS):
         for piece in pieces:
-            for part in setup.cut([examples[i] for i in piece]) if piece else ():
+            for part in setup.split_micro_batches([examples[i] for i in piece]) if piece else ():
                 found = max(found, collate(part).counts.positions)
     return found
 
@@ -93,11 +93,11 @@ class GradientAccumulation(Technique):
             raise ValueError("give micro_batch_size or micro_batch_tokens")
 
     def apply(self, setup: Setup) -> None:
-        setup.cut = FixedCut(self.micro_batch_size, self.micro_batch_tokens)
+        setup.split_micro_batches = FixedCut(self.micro_batch_size, self.micro_batch_tokens)
 
-    def switches(self, session: Session) -> tuple[Switch, ...]:
+    def live_settings(self, session: Session) -> tuple[LiveSetting, ...]:
         """Smaller micro-batches; larger ones than were asked for may not fit."""
-        found = session.setup.cut
+        found = session.setup.split_micro_batches
         if not isinstance(found, FixedCut) or not session.setup.layout.whole:
             return ()
         longest = session.setup.facts.examples.longest
@@ -107,7 +107,7 @@ class GradientAccumulation(Technique):
         values = [v for v in (given // 8, given // 4, given // 2) if v >= fewest]
         setting = "micro_batch_tokens" if by_tokens else "micro_batch_size"
         return (
-            Switch(
+            LiveSetting(
                 f"{self.name()}.{setting}",
                 (*values, given),
                 lambda: found.tokens if by_tokens else found.examples,
@@ -116,7 +116,7 @@ class GradientAccumulation(Technique):
             ),
         )
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         longest = facts.examples.longest
         if self.micro_batch_tokens and longest > self.micro_batch_tokens:
             return (
@@ -125,12 +125,12 @@ class GradientAccumulation(Technique):
             )
         return ()
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         return Forecast(bytes=FURTHER_PASSES)
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         passes, steps = session.progress.micro_batches, session.progress.step
-        return Proof(passes > steps > 0, f"{passes} passes in {steps} steps on this rank")
+        return EffectCheck(passes > steps > 0, f"{passes} passes in {steps} steps on this rank")
 
 
 class FixedCut:
@@ -184,7 +184,7 @@ class AdaptiveBatch(Technique):
     def fidelity(self) -> Fidelity:
         return Fidelity.LOSSY if self.grow else Fidelity.ROUNDING
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         if not self.grow or not facts.examples.count:
             return ()
         return (
@@ -202,17 +202,17 @@ class AdaptiveBatch(Technique):
             memory_meter(setup.job.device),
         )
         adaptive = AdaptiveCut(setup, room)
-        setup.cut, setup.attempt = adaptive.cut, adaptive
+        setup.split_micro_batches, setup.run_passes = adaptive.cut, adaptive
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         return Forecast(bytes=FURTHER_PASSES)
 
-    def probe(self, session: Session) -> Proof:
-        found = session.setup.attempt
+    def check_effect(self, session: Session) -> EffectCheck:
+        found = session.setup.run_passes
         if not isinstance(found, AdaptiveCut):
-            return Proof(False, "steps are not cut by memory")
+            return EffectCheck(False, "steps are not cut by memory")
         larger = f"; {found.larger} steps of several batches" if self.grow else ""
-        return Proof(
+        return EffectCheck(
             found.steps > 0 and (found.passes > found.steps or found.larger > 0),
             f"{found.passes} passes in {found.steps} steps, {found.redone} redone, "
             f"micro-batch of {found.room.size} positions after {found.room.changes} changes{larger}",
@@ -302,7 +302,7 @@ class AdaptiveCut:
         world, room = self.setup.facts.world, self.room
         mine = torch.zeros(world.size, 3, dtype=torch.float64)
         mine[world.rank] = torch.tensor([room.size, room.good, room.ceiling])
-        rows = self.setup.layout.everywhere(mine).tolist()
+        rows = self.setup.layout.all_reduce_world(mine).tolist()
         rooms = [[int(v) for v in row] for row in rows]
         return {"rooms": rooms, "epoch": self._epoch, "joined": list(self.joined)}
 

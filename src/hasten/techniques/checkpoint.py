@@ -14,7 +14,7 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.state import restore, state_of, told
-from hasten.core.technique import Fidelity, Proof, Technique, setting
+from hasten.core.technique import Fidelity, EffectCheck, Technique, setting
 from hasten.errors import InputError
 from hasten.parts.checkpoint import SmartCheckpointer
 from hasten.parts.checkpoint.state import moments_to_come
@@ -52,13 +52,13 @@ class Checkpoints(Technique):
             raise InputError("checkpoints need a run folder: give output (or checkpoint_dir)")
         setup.checkpoint = SessionCheckpoints(self, setup)
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         kept = session.setup.checkpoint
         if not isinstance(kept, SessionCheckpoints):
-            return Proof(False, "0 checkpoint(s) written")
+            return EffectCheck(False, "0 checkpoint(s) written")
         keeper = kept.keeper
         words = [f"{kept.saved} checkpoint(s) written", keeper.compression, *keeper.alarms[-1:]]
-        return Proof(kept.saved > 0, "; ".join(words))
+        return EffectCheck(kept.saved > 0, "; ".join(words))
 
 
 class SessionCheckpoints:
@@ -116,8 +116,8 @@ class SessionCheckpoints:
             raise
         return place
 
-    def settle(self) -> None:
-        self.keeper.saver.settle()
+    def wait_for_writer(self) -> None:
+        self.keeper.saver.wait_for_writer()
 
     @contextlib.contextmanager
     def running(self, session: Session) -> Iterator[None]:
@@ -126,7 +126,7 @@ class SessionCheckpoints:
         try:
             yield
             flag = torch.tensor([float(session.stop_requested)], dtype=torch.float64)
-            stopped = bool(self._setup.layout.sum(flag).item())  # a host tensor
+            stopped = bool(self._setup.layout.all_reduce_data(flag).item())  # a host tensor
             if stopped and self.keeper.step != session.progress.step:
                 self.save(session)
         finally:
@@ -150,7 +150,7 @@ class SessionCheckpoints:
     def _first_rank_says(self, numbers: Sequence[float]) -> Sequence[float]:
         main = self._setup.facts.world.is_main
         values = torch.tensor(list(numbers), dtype=torch.float64)
-        found: list[float] = self._setup.layout.everywhere(values * float(main)).tolist()
+        found: list[float] = self._setup.layout.all_reduce_world(values * float(main)).tolist()
         return found
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.job import with_language_counts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, Proof, Technique
+from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique
 from hasten.parts.data import collate
 from hasten.parts.nn import attention
 from hasten.techniques import probes
@@ -31,7 +31,7 @@ class Packed(Technique):
     def apply(self, setup: Setup) -> None:
         setup.collate = with_language_counts(collate.packed)
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         known = attention.ARCHITECTURES
         if facts.model.architecture in known:
             return ()
@@ -40,23 +40,23 @@ class Packed(Technique):
             f"not for {facts.model.architecture}",
         )
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         examples = facts.examples
         if not examples.tokens:
             return Forecast()
         mean = examples.tokens / examples.count
         return Forecast(positions=mean / max(examples.longest, 1))  # at worst: every batch has a longest
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         positions, tokens = session.progress.positions, session.progress.tokens
         # COMPILE may fill a row up at its end; nothing else puts padding into a packed one.
         collator, passes = session.setup.collate, session.progress.micro_batches
         most = collator.bucket - 1 if isinstance(collator, Bucketed) else 0
         filler = most * passes * session.setup.layout.data_size
-        acted = positions > 0 and positions - tokens <= filler
+        effective = positions > 0 and positions - tokens <= filler
         evidence = f"{positions - tokens} of {positions} positions were padding"
         padded = probes.laid_out(session, session.setup.sampler, session.setup.job.collate)
         if padded is None:
-            return Proof(acted, evidence)
+            return EffectCheck(effective, evidence)
         there = padded.positions > padded.tokens  # or there was nothing to take out
-        return Proof(acted and there, f"{evidence}; padded rows have {padded.padding_share:.1%}")
+        return EffectCheck(effective and there, f"{evidence}; padded rows have {padded.padding_share:.1%}")

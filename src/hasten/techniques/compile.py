@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.job import Collate, Job, MicroBatch
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Proof, Technique, knob, setting
+from hasten.core.technique import Fidelity, EffectCheck, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.parts.kernels.build import COMPILERS
 from hasten.parts.nn.compile import CompiledBlocks, filled_rows
@@ -73,7 +73,7 @@ class Compiled(Technique):
         setup.compile = Compiling(blocks)
         setup.collate = Bucketed(setup.collate or setup.job.collate, self.bucket)
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         name = facts.model.architecture
         found = []
         if self.mode == "reduce-overhead" and not facts.on_gpu:
@@ -110,12 +110,12 @@ class Compiled(Technique):
             found.append(f"this {name} has one block, so there is nothing to share between blocks")
         return tuple(found)
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         found = session.setup.compile
         if isinstance(found, NotCompiled):
-            return Proof(False, found.reason)
+            return EffectCheck(False, found.reason)
         if not isinstance(found, Compiling):
-            return Proof(False, "every operator runs by itself")
+            return EffectCheck(False, "every operator runs by itself")
         blocks = found.blocks
         words = [
             f"{blocks.passes:,} passes of {blocks.parts} parts through graphs of {self.backend}",
@@ -126,7 +126,7 @@ class Compiled(Technique):
                 f"{blocks.eager_passes:,} passes ran as they are, their shapes beyond the first "
                 f"{self.shapes}: a larger bucket, or dynamic, would compile them"
             )
-        return Proof(blocks.passes > 0, "; ".join(words))
+        return EffectCheck(blocks.passes > 0, "; ".join(words))
 
 
 class NotCompiled:
@@ -168,7 +168,7 @@ class Bucketed:
         return replace(batch, inputs=inputs, counts=replace(batch.counts, positions=positions))
 
 
-def seconds_expected(job: Job, facts: Facts) -> float | None:
+def seconds_expected(job: Job, facts: JobContext) -> float | None:
     """How long the run takes without a compiler, as a rough guess; None where nothing is known."""
     tokens = _tokens_expected(job)
     if tokens is None or not facts.model.parameters:

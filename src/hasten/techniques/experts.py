@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Proof, Technique, knob
+from hasten.core.technique import Fidelity, EffectCheck, Technique, knob
 from hasten.errors import InputError
 from hasten.parts.kernels import registry
 from hasten.parts.nn import fused_experts, kernel_variants
@@ -65,7 +65,7 @@ class ExpertsImplementation(Technique):
         except ValueError as error:
             raise InputError(f"experts_implementation: {error}") from error
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         known = FUSED if self.kind == "fused" else ARCHITECTURES
         if facts.model.architecture not in known or not facts.model.experts:
             return (
@@ -79,16 +79,16 @@ class ExpertsImplementation(Technique):
         reason = fused_experts.why_not()
         return (reason,) if reason else registry.faults(facts.device, kernel_variants.ROUTED)
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         model = causal_lm(session.model)
         layers = fused_experts.fused(model)
         chosen = "fused" if layers else str(model.config._experts_implementation)
         seen = probes.operators(session) if session.setup.job.device == "cpu" else None
         if seen is None:
-            return Proof(chosen == self.kind, f"the model's experts are computed by {chosen} code")
+            return EffectCheck(chosen == self.kind, f"the model's experts are computed by {chosen} code")
         ran = next((kind for kind, sign in SIGNS.items() if probes.count(seen, sign)), "other")
         sign = SIGNS.get(ran, "operators that aren't known here")
-        return Proof(
+        return EffectCheck(
             chosen == ran == self.kind,
             f"the model's experts ran as {ran} in one pass over some examples, by "
             f"{probes.count(seen, sign)} calls of {sign}",

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.job import MicroBatch
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob, setting
 from hasten.parts.data.prefetch import ReadAhead, SmartPrefetcher
 
 
@@ -41,7 +41,7 @@ class Prefetched(Technique):
     def apply(self, setup: Setup) -> None:
         setup.feed = PrefetchedFeed(self)
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         # At least: token ids, labels and positions, int64, of one mean example in each waiting step.
         # How many examples a step has the facts don't say.
         examples = facts.examples
@@ -49,10 +49,10 @@ class Prefetched(Technique):
         waiting = 3 * 8 * mean * self.lookahead
         return Forecast(resident_bytes=min(waiting, self.memory_mb * 1e6) if facts.on_gpu else 0.0)
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         feed = session.setup.feed
         if not isinstance(feed, PrefetchedFeed) or feed.prefetcher is None:
-            return Proof(False, "no step was read ahead")
+            return EffectCheck(False, "no step was read ahead")
         seen = feed.prefetcher.statistics
         evidence = (
             f"{seen.ready} of {seen.batches} steps were ready before they were asked for, "
@@ -60,7 +60,7 @@ class Prefetched(Technique):
         )
         if seen.left_alone:
             evidence += "; not read ahead, since reading an example draws random numbers"
-        return Proof(seen.ready > 0, evidence)
+        return EffectCheck(seen.ready > 0, evidence)
 
 
 class PrefetchedFeed:

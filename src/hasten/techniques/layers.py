@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique
+from hasten.core.technique import Claim, Fidelity, Forecast, EffectCheck, Technique
 from hasten.machine.gain import Gain
 from hasten.parts.kernels import registry
 from hasten.parts.nn import fused_layers, kernel_variants
@@ -47,7 +47,7 @@ class FusedLayers(Technique):
 
         setup.layers = fuse
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         known = fused_layers.ARCHITECTURES
         if facts.model.architecture not in known:
             return (
@@ -57,14 +57,14 @@ class FusedLayers(Technique):
         reason = fused_layers.why_not(facts.device)
         return (reason,) if reason else registry.faults(facts.device, *KERNELS)
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         # A norm, a rotary embedding, a gate: one pass each over memory where there were four.
         return Forecast(bytes=0.6)
 
-    def gain(self, facts: Facts) -> Gain | None:
+    def gain(self, facts: JobContext) -> Gain | None:
         return kernel_variants.layers_gain(facts.device)
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         bound = fused_layers.fused(causal_lm(session.model))
         listed = ", ".join(f"{count} x {kind}" for kind, count in sorted(bound.items()))
         said = f"fused code runs {listed or 'nothing'}"
@@ -72,6 +72,6 @@ class FusedLayers(Technique):
         # kernels on a GPU aren't operators, so there the bound layers have to do.
         seen = probes.operators(session) if bound and session.setup.job.device == "cpu" else None
         if seen is None:
-            return Proof(bool(bound), said)
+            return EffectCheck(bool(bound), said)
         ran = probes.count(seen, *OPERATORS)
-        return Proof(ran > 0, f"{said}; {ran} of its kernels ran in one pass over some examples")
+        return EffectCheck(ran > 0, f"{said}; {ran} of its kernels ran in one pass over some examples")

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Switch, Technique, knob
+from hasten.core.technique import Claim, Fidelity, Forecast, EffectCheck, LiveSetting, Technique, knob
 from hasten.errors import InputError
 from hasten.parts.kernels import registry
 from hasten.parts.nn import kernel_variants
@@ -68,7 +68,7 @@ class LabelledTokenLoss(Technique):
 
         setup.loss = loss_of
 
-    def switches(self, session: Session) -> tuple[Switch, ...]:
+    def live_settings(self, session: Session) -> tuple[LiveSetting, ...]:
         """Chunks of fewer rows, and of twice as many where their logits fit twice over."""
         loss = session.loss_module
         if not isinstance(loss, LabelOnlyLoss) or not session.setup.layout.whole:
@@ -81,9 +81,9 @@ class LabelledTokenLoss(Technique):
             loss.chunk = chunk
 
         name = f"{self.name()}.chunk"
-        return (Switch(name, (*values, rows, *more), lambda: loss.chunk, change),)
+        return (LiveSetting(name, (*values, rows, *more), lambda: loss.chunk, change),)
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         if not facts.model.head_reason:
             return registry.faults(facts.device, kernel_variants.LOSSES)
         return (
@@ -91,13 +91,13 @@ class LabelledTokenLoss(Technique):
             f"{facts.model.head_reason}",
         )
 
-    def rows(self, facts: Facts) -> int:
+    def rows(self, facts: JobContext) -> int:
         """Rows of logits that exist at once on the job's device, at most."""
         gpus = facts.hardware.accelerators if facts.on_gpu else ()
         size = chunk_bytes(min((gpu.memory_bytes for gpu in gpus), default=0))
         return chunk_rows(self.chunk, max(facts.model.vocabulary, 1), size)
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         longest, share = facts.examples.longest, facts.examples.trained_share
         # bytes, one row of float32
         saved = 4 * facts.model.vocabulary * (longest - self.rows(facts))
@@ -106,7 +106,7 @@ class LabelledTokenLoss(Technique):
         head_share = head / (head + trunk)  # of the model's matrix work
         return Forecast(flops=1 - (1 - share) * head_share, resident_bytes=min(-saved, 0))
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         loss = session.loss_module
         rows = loss.largest_logits if isinstance(loss, LabelOnlyLoss) else 0
         positions = loss.largest_positions if isinstance(loss, LabelOnlyLoss) else 0
@@ -114,4 +114,4 @@ class LabelledTokenLoss(Technique):
         if session.setup.job.device == "cpu":  # elsewhere nobody counts, and they are computed too
             without = session.progress.positions - session.progress.trained_tokens
             evidence += f"; none for {without} positions without label"
-        return Proof(acted=0 < rows < positions, evidence=evidence)
+        return EffectCheck(effective=0 < rows < positions, evidence=evidence)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, Proof, Technique, setting
+from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, setting
 from hasten.errors import InputError
 from hasten.parts.nn import multi_token
 from hasten.parts.nn.multi_token import MultiToken
@@ -57,7 +57,7 @@ class MultiTokenPrediction(Technique):
 
         setup.objective = add
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         if facts.model.architecture in multi_token.ARCHITECTURES:
             return ()
         return (
@@ -65,7 +65,7 @@ class MultiTokenPrediction(Technique):
             + ", ".join(multi_token.ARCHITECTURES),
         )
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         model = facts.model
         head = model.vocabulary * model.hidden_size
         body = max(model.parameters - head * (1 if model.tied_head else 2), 1)
@@ -74,14 +74,14 @@ class MultiTokenPrediction(Technique):
         state = STATE_BYTES if self.weight else STATE_BYTES / 4
         return Forecast(flops=1 + run / (body + head), resident_bytes=state * self.depth * module)
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         ahead = getattr(session.loss_module, "ahead", None)
         if not isinstance(ahead, MultiToken):
-            return Proof(False, "no module predicts tokens further ahead")
+            return EffectCheck(False, "no module predicts tokens further ahead")
         size = sum(p.numel() for p in ahead.parameters())
         losses = [f"{float(loss) / max(int(count), 1):.3f}" for loss, count in ahead.last]
         told = f"; loss of a token ahead in the last pass {', '.join(losses)}" if losses else ""
-        return Proof(
+        return EffectCheck(
             ahead.passes > 0,
             f"{self.depth} module(s) of {size:,} weights, run in {ahead.passes} passes{told}",
         )

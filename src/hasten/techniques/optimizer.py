@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.job import NamedParameters, OptimizerFactory
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob
+from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob
 from hasten.errors import InputError
 from hasten.machine.gain import Gain
 from hasten.parts.kernels import registry
@@ -49,22 +49,22 @@ class FusedAdamW(Technique):
 
         setup.optimizer = _in_place_of_adamw(setup.optimizer, self.name(), build)
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         reason = fused_adamw.why_not(facts.device)
         return (reason,) if reason else registry.faults(facts.device, kernel_variants.UPDATES)
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         return Forecast(resident_bytes=-2.0 * facts.model.parameters)
 
-    def gain(self, facts: Facts) -> Gain | None:
+    def gain(self, facts: JobContext) -> Gain | None:
         """A loss alone: the update is a small part of a step, and its gain none of the step's."""
         found = kernel_variants.update_gain(facts.device)
         return found if found is not None and found.lost else None
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         optimizer = session.optimizer
         moved = len(optimizer.state) if isinstance(optimizer, FusedAdamWPart) else 0
-        return Proof(moved > 0, f"{moved} tensors moved by {type(optimizer).__name__}")
+        return EffectCheck(moved > 0, f"{moved} tensors moved by {type(optimizer).__name__}")
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,15 @@ class CompactAdamW(Technique):
 
         setup.optimizer = _in_place_of_adamw(setup.optimizer, self.name(), build)
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         saved = ADAMW_BYTES - BYTES[self.moments]
         return Forecast(resident_bytes=-saved * facts.model.parameters)
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         optimizer = session.optimizer
         kept, plain = state_bytes(optimizer)
-        acted = isinstance(optimizer, CompactAdamWPart) and 0 < kept < plain
-        return Proof(acted, _memory(kept, plain))
+        effective = isinstance(optimizer, CompactAdamWPart) and 0 < kept < plain
+        return EffectCheck(effective, _memory(kept, plain))
 
 
 @dataclass(frozen=True)
@@ -122,17 +122,17 @@ class Muon(Technique):
 
         setup.optimizer = _in_place_of_adamw(setup.optimizer, self.name(), build)
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         outer = facts.model.vocabulary * facts.model.hidden_size
         outer *= 1 if facts.model.tied_head else 2
         return Forecast(resident_bytes=-4.0 * max(facts.model.parameters - outer, 0))
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         optimizer = session.optimizer
         if not isinstance(optimizer, MuonAdamW):
-            return Proof(False, f"the optimizer is {type(optimizer).__name__}")
+            return EffectCheck(False, f"the optimizer is {type(optimizer).__name__}")
         turned = sum("momentum" in state for state in optimizer.state.values())
-        return Proof(
+        return EffectCheck(
             turned > 0,
             f"{turned} of {len(optimizer.state)} tensors by Muon; "
             + _memory(*state_bytes(optimizer)),

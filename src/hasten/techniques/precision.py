@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import GivenPrecision, Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.core.technique import Claim, Fidelity, Forecast, EffectCheck, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.machine.gain import Gain
 from hasten.parts.distributed.local_shards import LocalShards
@@ -43,7 +43,7 @@ def _capability(text: str) -> tuple[int, int]:
     return int(major), int(minor or 0)
 
 
-def _slow_bf16(facts: Facts) -> tuple[str, ...]:
+def _slow_bf16(facts: JobContext) -> tuple[str, ...]:
     old = [g for g in facts.hardware.accelerators if _capability(g.capability) < BF16_CAPABILITY]
     if facts.on_gpu and old:
         return (f"{old[0].name} has no bf16 units (compute capability below 8.0)",)
@@ -56,12 +56,12 @@ def _slow_bf16(facts: Facts) -> tuple[str, ...]:
     )
 
 
-def gain_here(facts: Facts) -> Gain | None:
+def gain_here(facts: JobContext) -> Gain | None:
     """What bf16 gains on this job's device, as measured; None without products in bf16."""
     return None if _slow_bf16(facts) else bf16_gain(facts.device)
 
 
-def why_no_gain(facts: Facts) -> str:
+def why_no_gain(facts: JobContext) -> str:
     """Why bf16 gains nothing on this job's processor; empty where it does, or nobody knows.
 
     Ranks each ask for themselves, and might not agree: there it isn't measured, nor on a GPU.
@@ -94,25 +94,25 @@ class BF16MasterWeights(Technique):
     def apply(self, setup: Setup) -> None:
         setup.precision = MasterWeights(torch.bfloat16)
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         slow = () if self.emulate else _slow_bf16(facts)
         why = why_no_gain(facts) if self.only_if_faster else ""
         return slow or ((why,) if why else ())
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         return Forecast(bytes=0.5, resident_bytes=2.0 * facts.model.parameters)
 
-    def gain(self, facts: Facts) -> Gain | None:
+    def gain(self, facts: JobContext) -> Gain | None:
         return gain_here(facts)
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         working = {p.dtype for p in session.module.parameters() if p.requires_grad}
         found = session.setup.precision
         if isinstance(found, LocalShards) and found.dtype is not None:
             working = {found.dtype}  # as the blocks are brought together; pieces are the masters
         masters = {p.dtype for p in found.parameters()}
-        return Proof(
-            acted=working == {torch.bfloat16} and masters == {torch.float32},
+        return EffectCheck(
+            effective=working == {torch.bfloat16} and masters == {torch.float32},
             evidence=f"weights {_names(working)}, masters {_names(masters)}",
         )
 
@@ -147,7 +147,7 @@ class Autocast(Technique):
         if self.dtype == "fp16":
             setup.loss_scale = LossScale(self.initial_scale, interval=self.growth_interval)
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         if self.emulate:
             return ()
         if self.dtype != "fp16":
@@ -160,13 +160,13 @@ class Autocast(Technique):
             "amx_fp16): choose dtype bf16",
         )
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         return Forecast(bytes=0.6)
 
-    def gain(self, facts: Facts) -> Gain | None:
+    def gain(self, facts: JobContext) -> Gain | None:
         return gain_here(facts) if self.dtype == "bf16" else None
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         found = _format(session)
         seen = found.seen if isinstance(found, AutocastRegion) else set()
         scale = session.setup.loss_scale
@@ -176,7 +176,7 @@ class Autocast(Technique):
             else ""
         )
         said = f"layers returned {_names(seen) or 'nothing yet'}{scaled}"
-        return Proof(FORMATS[self.dtype] in seen, said)
+        return EffectCheck(FORMATS[self.dtype] in seen, said)
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Float8(Technique):
             setup.job.device, torch.bfloat16, layers, keep_weights=self.keep_weights
         )
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         found = []
         old = [
             g for g in facts.hardware.accelerators if _capability(g.capability) < FLOAT8_CAPABILITY
@@ -230,22 +230,22 @@ class Float8(Technique):
             )
         return tuple(found)
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         kept = 2.0 * facts.model.parameters if self.keep_weights else 0.0
         return Forecast(bytes=1.0 if self.emulate else 0.4, resident_bytes=kept)
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         found = _format(session)
         layers = found.layers if isinstance(found, AutocastRegion) else None
         if layers is None:
-            return Proof(False, "no layer computes in float8")
+            return EffectCheck(False, "no layer computes in float8")
         how = "emulated" if layers.emulate else "in hardware"
         ran, names = len(layers.ran), len(layers.names)
         said = f"{ran} of {names} linear layers ran in float8 {layers.recipe}, {how}"
         if self.keep_weights:
             kept = "once a step" if layers.have_kept else "in each pass all the same"
             said += f", their weights rounded {kept}"
-        return Proof(ran == names, f"{said}; {len(layers.left)} left out for their sides")
+        return EffectCheck(ran == names, f"{said}; {len(layers.left)} left out for their sides")
 
 
 class AutocastRegion:

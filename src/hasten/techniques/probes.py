@@ -101,6 +101,6 @@ def laid_out(session: Session, sampler: Sampler | None, collate: Collate) -> Wor
     found = WorkCounts()
     for pieces in islice(sampler.local_steps(0, layout.data_rank, layout.data_size), steps):
         for piece in filter(None, pieces):
-            parts = setup.cut([setup.job.examples[i] for i in piece])  # as BATCH does
+            parts = setup.split_micro_batches([setup.job.examples[i] for i in piece])  # as BATCH does
             found = sum((collate(part).counts for part in parts if part), found)
     return found

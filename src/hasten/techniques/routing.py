@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.job import MicroBatch
 from hasten.core.session import Session
 from hasten.core.setup import Routing, Setup
 from hasten.core.slot import Slot
 from hasten.core.step import forward_of
-from hasten.core.technique import Fidelity, Proof, Technique, knob
+from hasten.core.technique import Fidelity, EffectCheck, Technique, knob
 from hasten.errors import InputError
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.router_balance import (
@@ -54,7 +54,7 @@ class BalancedRouting(Technique):
     def apply(self, setup: Setup) -> None:
         setup.routing = RouterBalancing(self.speed, self.sequence_loss, setup.routing)
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         architecture = facts.model.architecture
         if architecture not in (*BIASED, *UNBIASED) or not facts.model.experts:
             return (
@@ -68,13 +68,13 @@ class BalancedRouting(Technique):
             )
         return ()
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         routing = session.setup.routing
         balance = routing.balance if isinstance(routing, RouterBalancing) else None
         if balance is None or balance.last is None:
-            return Proof(False, "no load was counted")
+            return EffectCheck(False, "no load was counted")
         ratios = load_ratios(balance.last)
-        return Proof(
+        return EffectCheck(
             balance.updates > 0,
             f"busiest expert / mean load in the last step: {float(ratios.mean()):.2f} over "
             f"{len(ratios)} layers, {float(ratios.max()):.2f} in the worst; biases moved "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.job import ShuffledOrder
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob
+from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob
 from hasten.errors import InputError
 from hasten.parts.data.epoch_order import GroupedOrder, PackedOrder, quadratic_share
 from hasten.techniques import probes
@@ -59,20 +59,20 @@ class PackedEpoch(Technique):
             order.rows_per_step = max(round(found), 1)
         return order
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         if facts.examples.longest > self.row_tokens:
             return (_too_long(self.row_tokens, facts.examples.longest),)
         return _no_lengths("packing an epoch", facts)
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         order = session.setup.sampler
         if not isinstance(order, PackedOrder):
-            return Proof(False, "the examples were not packed over the epoch")
+            return EffectCheck(False, "the examples were not packed over the epoch")
         # Seen, not planned: a micro-batch that held one example had nothing packed into it.
         done, ranks = session.progress, session.setup.layout.data_size
         passes = max(done.micro_batches * ranks, 1)
         examples, tokens = done.examples / passes, done.tokens / passes
-        return Proof(
+        return EffectCheck(
             examples > 1,
             f"{examples:.1f} examples and {tokens:,.0f} tokens to a micro-batch in {done.step} "
             f"steps; rows of at most {order.efficiency.row_tokens} tokens",
@@ -107,27 +107,27 @@ class LengthGrouped(Technique):
                 seed=job.seed,
             )
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         return _no_lengths("grouping by length", facts)
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         examples = facts.examples
         if not examples.tokens:
             return Forecast()
         return Forecast(positions=examples.tokens / (examples.count * max(examples.longest, 1)))
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         order = session.setup.sampler
         if not isinstance(order, GroupedOrder):
-            return Proof(False, "the examples were not grouped by length")
+            return EffectCheck(False, "the examples were not grouped by length")
         setup = session.setup
         collate = setup.collate or setup.job.collate
         usual = ShuffledOrder(setup.job.lengths, setup.job.batch, setup.job.seed)
         grouped = probes.laid_out(session, order, collate)
         shuffled = probes.laid_out(session, usual, collate)
         if grouped is None or shuffled is None:
-            return Proof(False, "no step was made yet")
-        return Proof(
+            return EffectCheck(False, "no step was made yet")
+        return EffectCheck(
             grouped.padding_share < shuffled.padding_share,
             f"{grouped.padding_share:.1%} padding where the shuffled order has "
             f"{shuffled.padding_share:.1%}, in as many steps as were made, {probes.STEPS} at most",
@@ -141,7 +141,7 @@ def _too_long(row_tokens: int, longest: int) -> str:
     )
 
 
-def _no_lengths(what: str, facts: Facts) -> tuple[str, ...]:
+def _no_lengths(what: str, facts: JobContext) -> tuple[str, ...]:
     if facts.examples.longest > 0 or not facts.examples.count:
         return ()
     return (f"{what} needs the examples' lengths in tokens, and this job gives none",)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Proof, Technique, knob, setting
+from hasten.core.technique import Fidelity, EffectCheck, Technique, knob, setting
 from hasten.machine import environment, threads
 
 
@@ -63,13 +63,13 @@ class Threads(Technique):
 
         setup.optimizer = watched
 
-    def environ(self, facts: Facts) -> Mapping[str, str]:
+    def environment(self, facts: JobContext) -> Mapping[str, str]:
         return {
             "OMP_NUM_THREADS": str(self.threads(facts)),
             **threads.waiting(self.waiting),
         }
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         found = []
         name = facts.model.architecture
         if self.affinity and not threads.usable_cores():
@@ -95,7 +95,7 @@ class Threads(Technique):
             )
         return tuple(found)
 
-    def cores(self, facts: Facts) -> tuple[int, ...]:
+    def cores(self, facts: JobContext) -> tuple[int, ...]:
         """The cores of this rank; empty where the system has no masks."""
         usable = threads.usable_cores()
         if not usable:
@@ -105,7 +105,7 @@ class Threads(Technique):
             usable, facts.world.local_rank % ranks, ranks, threads.memory_nodes()
         )
 
-    def threads(self, facts: Facts) -> int:
+    def threads(self, facts: JobContext) -> int:
         """Threads of an operator on this rank."""
         if self.count is not None:
             return self.count
@@ -114,17 +114,17 @@ class Threads(Technique):
         logical = len(self.cores(facts)) or hardware.usable_cores // ranks
         return max(1, min(logical, hardware.physical_cores // ranks or 1))
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         host = session.setup.threads
         if not isinstance(host, HostThreads):
-            return Proof(False, f"{torch.get_num_threads()} threads, as torch chose")
+            return EffectCheck(False, f"{torch.get_num_threads()} threads, as torch chose")
         return host.proof()
 
 
 class HostThreads:
     """The settings, put into force when a run is assembled."""
 
-    def __init__(self, technique: Threads, facts: Facts) -> None:
+    def __init__(self, technique: Threads, facts: JobContext) -> None:
         self._technique, self._facts = technique, facts
         every = technique.collect_every
         self.collector = threads.QuietCollector(every) if every else None
@@ -139,14 +139,14 @@ class HostThreads:
             threads.keep_to(self._cores)
         threads.use_threads(self._count, technique.interop)
 
-    def proof(self) -> Proof:
+    def proof(self) -> EffectCheck:
         """How the process runs now, asked of torch, the kernel and the collector."""
         count, mask = torch.get_num_threads(), threads.usable_cores()
         start = threads.started_with()
         words = [f"{count} threads, {torch.get_num_interop_threads()} between operators"]
-        acted = count == self._count
+        effective = count == self._count
         if self._technique.affinity:
-            acted = acted and mask == self._cores
+            effective = effective and mask == self._cores
             words.append(f"cores {', '.join(map(str, mask))}")
         wanted = threads.waiting(self._technique.waiting)
         stands = all(start.get(name) == value for name, value in wanted.items())
@@ -157,9 +157,9 @@ class HostThreads:
             else "how idle threads wait was settled before this process knew its plan"
         )
         if self.collector is not None and self.collector.updates:
-            acted = acted and not gc.isenabled()
+            effective = effective and not gc.isenabled()
             words.append(
                 f"garbage looked for {self.collector.collections} times in "
                 f"{self.collector.updates} updates"
             )
-        return Proof(acted, ", ".join(words))
+        return EffectCheck(effective, ", ".join(words))

@@ -15,7 +15,7 @@ import torch
 from hasten.core.health import append_line
 from hasten.core.session import Session
 from hasten.core.slot import Slot
-from hasten.core.technique import Switch
+from hasten.core.technique import LiveSetting
 from hasten.core.timing import StepMetrics
 from hasten.errors import InputError
 from hasten.measure.significance import LEAST_FLOOR
@@ -53,7 +53,7 @@ Note = Callable[[dict[str, Any]], None]
 class Candidate:
     """A value that may be better than the one that stands, and what its tries gave."""
 
-    switch: Switch
+    switch: LiveSetting
     value: Any
     ratios: list[float] = field(default_factory=list)  # logarithms, against the standing value
 
@@ -106,7 +106,7 @@ class LiveTuning:
     """
 
     def __init__(self, session: Session, seed: int, note: Note) -> None:
-        if session.setup.agreement.apart:
+        if session.setup.rank_sync.diverged:
             raise InputError(
                 "live_tuning: ranks of this plan train apart and can't agree on a setting between "
                 "two steps; leave live_tuning out, or the technique that lets them"
@@ -165,7 +165,7 @@ class LiveTuning:
         """The neighbours of every switch's value; of a resumed run, of the value it had kept."""
         found: list[Candidate] = []
         for technique in self._session.setup.plan:
-            for switch in technique.switches(self._session):
+            for switch in technique.live_settings(self._session):
                 self._plan[switch.name] = switch.now()
                 if self._standing.get(switch.name) not in switch.values:
                     self._standing[switch.name] = switch.now()
@@ -195,7 +195,7 @@ class LiveTuning:
         now.steps = now.tokens = 0
         now.seconds, now.waiting = 0.0, max(waiting, self._give(switch, value))
 
-    def _give(self, switch: Switch, value: Any) -> int:
+    def _give(self, switch: LiveSetting, value: Any) -> int:
         """Set a value; how many steps are to be left out then, on the rank that needs most."""
         if switch.now() == value:
             return 0
@@ -203,7 +203,7 @@ class LiveTuning:
         delays = torch.zeros(world.size, dtype=torch.float64)
         delays[world.rank] = switch.delay()
         switch.set(value)
-        slowest = int(self._session.setup.layout.everywhere(delays).max().item())
+        slowest = int(self._session.setup.layout.all_reduce_world(delays).max().item())
         return slowest + 1  # the first step with it pays for the change
 
     def _end_block(self, now: _Try, step: int) -> None:
@@ -212,7 +212,7 @@ class LiveTuning:
             self._begin_block(now)
             return
         mine = torch.tensor([math.log(now.rates[True] / now.rates[False])], dtype=torch.float64)
-        total = self._session.setup.agreement.sum(mine).item()
+        total = self._session.setup.rank_sync.sum(mine).item()
         now.candidate.ratios.append(total / self._session.setup.facts.world.size)
         self._judge(now.candidate, step)
         switch = now.candidate.switch
@@ -234,7 +234,7 @@ class LiveTuning:
         self._note(_line(candidate, before, step, why))
 
 
-def _at(switch: Switch, place: int) -> list[Candidate]:
+def _at(switch: LiveSetting, place: int) -> list[Candidate]:
     return [Candidate(switch, switch.values[place])] if 0 <= place < len(switch.values) else []
 
 
@@ -285,10 +285,10 @@ def adjust(session: Session, recipe: Recipe, output: Path, tell: Tell) -> None:
             append_line(output / ADJUSTMENTS, line)
             tell(sentence(line))
 
-    session.setup.adjusting = LiveTuning(session, recipe.seed, note)
+    session.setup.live_tuner = LiveTuning(session, recipe.seed, note)
 
 
 def adjusted(session: Session) -> dict[str, Any]:
     """Settings that were changed while training, by ``technique.setting``."""
-    found = session.setup.adjusting
+    found = session.setup.live_tuner
     return found.changed if isinstance(found, LiveTuning) else {}

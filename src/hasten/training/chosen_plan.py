@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.plan import name_of
 from hasten.core.timing import StepMetrics
 from hasten.machine import host
@@ -60,7 +60,7 @@ def with_chosen_plan(
         return recipe, None
     if recipe.resume != "never" and (kept := _of_the_run(recipe)) is not None:
         audience.tell(f"plan: auto: going on with the plan of {recipe.output}")
-        return _settled(recipe, kept), None
+        return _with_plan(recipe, kept), None
     choice = choose(recipe, audience, fresh=fresh)
     if prove and choice.source == "measured":
         choice = _proven(recipe, choice, audience)
@@ -68,10 +68,10 @@ def with_chosen_plan(
     folder = Path(recipe.output)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / CHOICE, json.dumps(choice.to_dict(), indent=1))
-    return _settled(recipe, choice.entries), choice
+    return _with_plan(recipe, choice.entries), choice
 
 
-def same_on_all_ranks(recipe: Recipe, known: Facts, tell: Callable[[str], None]) -> Recipe:
+def same_on_all_ranks(recipe: Recipe, known: JobContext, tell: Callable[[str], None]) -> Recipe:
     """The recipe with the first rank's choice, in ranks that a launcher has started and that meet.
 
     Raises:
@@ -83,10 +83,10 @@ def same_on_all_ranks(recipe: Recipe, known: Facts, tell: Callable[[str], None])
         tell(choice.sentence)
         told = [choice.entries]
     dist.broadcast_object_list(told, src=0)
-    return _settled(recipe, told[0])
+    return _with_plan(recipe, told[0])
 
 
-def _settled(recipe: Recipe, entries: list[Any]) -> Recipe:
+def _with_plan(recipe: Recipe, entries: list[Any]) -> Recipe:
     return recipe.model_copy(update={"plan": entries, "auto_plan": None})
 
 
@@ -105,7 +105,7 @@ def _of_the_run(recipe: Recipe) -> list[Any] | None:
 
 def _proven(recipe: Recipe, choice: Choice, audience: Audience) -> Choice:
     """The choice without techniques whose proof of equal quality failed."""
-    settled = _settled(recipe, choice.entries)
+    settled = _with_plan(recipe, choice.entries)
     prepared = prepare_run(settled, lambda text: None, ranks=settled.nproc)
     known, plan, data = prepared.known, prepared.plan, prepared.data
     if settled.nproc > 1:

@@ -33,7 +33,7 @@ RESULTS = (*STEP_LINES, *FAULT_LINES, *WATCHED, "summary.json", "rejected.jsonl"
 MODELS = ("model", "adapter", "model_average", "adapter_average", "merged")
 
 
-def clear_the_way(output: Path, keep_checkpoints: bool) -> str:
+def archive_previous_run(output: Path, keep_checkpoints: bool) -> str:
     """Move an earlier run's results to ``previous/N``; its prepared data stays.
 
     Returns:
@@ -156,7 +156,7 @@ def save_all(
     unsaved: list[str] = []
     for suffix in session.versions():
         unsaved += save_weights(session, data, output / f"{form(session)}{suffix}", formats)
-    if session.leaving:  # samples take long on a large model
+    if session.preempted:  # samples take long on a large model
         return [], unsaved
     with session.setup.layout.gather(session.model):
         if session.setup.facts.world.is_main:

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from hasten.core.loop import Watch
+from hasten.core.loop import EvaluationSchedule
 from hasten.core.session import Session
 from hasten.machine import environment, host
 from hasten.machine.files import write_atomic
@@ -183,7 +183,7 @@ def _processor_temperature() -> float | None:
 
 
 @contextmanager
-def recorded(watch: Watch, session: Session, recipe: Recipe, output: Path) -> Iterator[Watch]:
+def recorded(watch: EvaluationSchedule, session: Session, recipe: Recipe, output: Path) -> Iterator[EvaluationSchedule]:
     """Around a run's steps, on every rank: the watch with the recording of the run in it."""
     known = session.setup.facts
     recording = Recording(

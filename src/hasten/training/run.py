@@ -32,10 +32,10 @@ from hasten.core.loop import (
     Evaluation,
     Outcome,
     ShutdownNotice,
-    Watch,
-    ask_to_leave,
+    EvaluationSchedule,
+    request_stop,
     fit,
-    patient,
+    defer_signals,
 )
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
@@ -72,7 +72,7 @@ from hasten.training.chosen_plan import SpeedWatch, same_on_all_ranks, with_chos
 from hasten.training.first_pass import proven
 from hasten.training.folder import (
     LineFiles,
-    clear_the_way,
+    archive_previous_run,
     form,
     keep_lines_until,
     save_all,
@@ -122,7 +122,7 @@ def train(
         live.append(session)
         on_start(session)
 
-    with reporting_errors(), patient(lambda: next(iter(live), None)), ExitStack() as held:
+    with reporting_errors(), defer_signals(lambda: next(iter(live), None)), ExitStack() as held:
         return _prepare_and_train(
             asked, held, import_seconds, tell, on_tokens, (start, on_step, on_evaluation)
         )
@@ -174,7 +174,7 @@ def _open_folder(recipe: Recipe, data: PreparedData, tell: Tell) -> None:
     """Make room for this run, and leave there what it was asked for and what it left out."""
     output = Path(recipe.output)
     if attempt_number() == 1:  # a later attempt goes on in the same files
-        if unfinished := clear_the_way(output, keep_checkpoints=recipe.resume != "never"):
+        if unfinished := archive_previous_run(output, keep_checkpoints=recipe.resume != "never"):
             tell(unfinished)
         (output / "recipe.yaml").write_text(recipe.to_yaml())
     if data.note.rejected:
@@ -193,7 +193,7 @@ def set_step_checks(session: Session, recipe: Recipe, output: Path) -> None:
     )
     check_comparable(session, recipe.check_replicas)
     if recipe.loss_spike is not None:
-        session.setup.spikes = SpikeWatch(recipe.loss_spike, output / "spikes.jsonl")
+        session.setup.spike_policy = SpikeWatch(recipe.loss_spike, output / "spikes.jsonl")
         check_policy(session)
 
 
@@ -202,7 +202,7 @@ def watch_notices(session: Session, recipe: Recipe) -> AbstractContextManager[An
     if not session.setup.facts.world.is_main or not (recipe.leave_file or recipe.leave_command):
         return nullcontext()
     file = Path(recipe.leave_file) if recipe.leave_file else None
-    leave = partial(ask_to_leave, session, haste=True)
+    leave = partial(request_stop, session, haste=True)
     return ShutdownNotice(leave, file, recipe.leave_command or ())
 
 
@@ -269,7 +269,7 @@ def _train(
         outcome = fit(session, watch)
     heartbeat.beat(session.progress.step, over=True)
     used = energy.found() if energy is not None else {}
-    proofs = {t.name(): asdict(t.probe(session)) for t in plan}
+    proofs = {t.name(): asdict(t.check_effect(session)) for t in plan}
     session.finish()
     samples, unsaved = save_all(session, prepared.data, run.output, run.formats)
     return _leave(run, session, outcome, (proofs, used, samples), unsaved) if main else {}
@@ -277,11 +277,11 @@ def _train(
 
 def _watch(
     run: _Run, session: Session, heartbeat: Heartbeat, on_step: OnStep, on_evaluation: OnEvaluation
-) -> Watch:
+) -> EvaluationSchedule:
     """Every rank shows its heartbeat; the first writes the lines and keeps the best model."""
     recipe = run.prepared.recipe
     heartbeat.beat(session.progress.step)
-    watch = Watch(
+    watch = EvaluationSchedule(
         every_steps=share_of(recipe.eval_every, session.setup.job.schedule.total_steps),
         patience=recipe.patience,
         earlier=evaluations_before(session, run.output / EVALUATED) if attempt_number() > 1 else (),
@@ -328,7 +328,7 @@ def _leave(
         "saved": str(output / form(session)),
         "unsaved": unsaved,
         "plan": session.setup.plan.to_list(),
-        "acted": proofs,
+        "effective": proofs,
         "adjusted": adjusted(session),
         "samples": [asdict(s) for s in samples],
         "cost": cost_of(

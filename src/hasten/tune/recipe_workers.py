@@ -55,7 +55,7 @@ class RecipeWorkers:
 
     def _environ(self, plan: Plan) -> Mapping[str, str]:
         """Remembered by the techniques that it depends on: studies ask for many plans."""
-        wishing = frozenset(t for t in plan if type(t).environ is not Technique.environ)
+        wishing = frozenset(t for t in plan if type(t).environment is not Technique.environment)
         if wishing not in self._environs:
             recipe, known = self._given.recipe, self._given.known
             self._environs[wishing] = environment(plan, known, recipe.transport)

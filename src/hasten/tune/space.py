@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.plan import Plan
-from hasten.core.setup import obstacles
+from hasten.core.setup import unsupported_reasons
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Knob, Technique
 from hasten.errors import InputError
@@ -157,7 +157,7 @@ class Space:
 # Nothing here knows a technique: the catalogue, and bounds that follow from the job, are handed in.
 # A slot is a dimension with ``none`` and the names that could fill it on this job; a knob is a
 # dimension that matters where its technique was chosen. Techniques of the recipe keep what isn't a
-# knob. What a technique's ``obstacles`` or its own checks object to is refused before it is tried.
+# knob. What a technique's ``unsupported_reasons`` or its own checks object to is refused before it is tried.
 
 NONE = "none"
 MOST_VALUES = 6  # of a range
@@ -178,7 +178,7 @@ class PlanSpace:
     space: Space
     kinds: Mapping[str, Technique]  # by name, as they are without a knob turned
     kept: tuple[Technique, ...]  # of slots that aren't tuned
-    facts: Facts
+    facts: JobContext
     plan: Callable[[Point], Plan]  # of a point; the errors are its techniques'
 
     def gain(self, point: Point) -> float:
@@ -219,7 +219,7 @@ class PlanSpace:
 def plan_space(  # noqa: C901  # a clause for each kind of choice
     catalogue: Sequence[type[Technique]],
     base: Plan,
-    facts: Facts,
+    facts: JobContext,
     bounds: Bounds | None = None,
     lossy: bool = False,
     only: Collection[str] = (),
@@ -267,7 +267,7 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
 
     @functools.cache
     def hindered(technique: Technique) -> list[str]:
-        return obstacles(Plan([technique]), facts)
+        return unsupported_reasons(Plan([technique]), facts)
 
     def refuse(point: Point) -> str | None:
         """Why a plan can't be tried here; None if it can."""
@@ -284,7 +284,7 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
     return PlanSpace(replace(raw, refuse=refuse), kinds, kept, facts, plan)
 
 
-def expected(plan: Plan, facts: Facts) -> float:
+def expected(plan: Plan, facts: JobContext) -> float:
     """How much faster a plan is expected to be than none, as a logarithm.
 
     What a technique's kernels were measured to gain on this machine comes first. A forecast is of
@@ -313,7 +313,7 @@ def _offered(
     slot: Slot,
     catalogue: Sequence[type[Technique]],
     own: Technique | None,
-    facts: Facts,
+    facts: JobContext,
     lossy: bool,
     more: Sequence[Technique],
 ) -> dict[str, Technique]:
@@ -324,11 +324,11 @@ def _offered(
             continue
         instance = own if own is not None and isinstance(own, kind) else kind()
         allowed = instance is own or lossy or instance.fidelity is not Fidelity.LOSSY
-        if allowed and not instance.obstacles(facts):
+        if allowed and not instance.unsupported_reasons(facts):
             found[kind.name()] = instance
     for one in more:
         allowed = lossy or one.fidelity is not Fidelity.LOSSY
-        if one.slot is slot and allowed and one != own and not one.obstacles(facts):
+        if one.slot is slot and allowed and one != own and not one.unsupported_reasons(facts):
             found[str(one)] = one
     return found
 

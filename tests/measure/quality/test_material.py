@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.core.facts import ModelFacts
+from hasten.core.context import ModelFacts
 from hasten.core.job import GlobalBatch
 from hasten.core.plan import Plan
 from hasten.errors import InputError

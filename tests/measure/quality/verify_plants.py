@@ -16,7 +16,7 @@ from hasten.core.plan import Plan
 from hasten.core.session import Session
 from hasten.core.setup import NoCompression, Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Proof, Technique
+from hasten.core.technique import Fidelity, EffectCheck, Technique
 from hasten.machine.environment import World
 from hasten.measure.quality.bench import CheckContext
 from hasten.measure.quality.runner import CheckRequest
@@ -29,14 +29,14 @@ from tiny import job_facts, language_job, tiny_model
 
 
 class Planted(Technique):
-    """What all plants share: they say that they acted."""
+    """What all plants share: they say that they effective."""
 
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.ROUNDING
 
-    def probe(self, session: Session) -> Proof:
-        return Proof(True, "planted")
+    def check_effect(self, session: Session) -> EffectCheck:
+        return EffectCheck(True, "planted")
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class MeanOfMeans(Planted):
     slot = Slot.BATCH
 
     def apply(self, setup: Setup) -> None:
-        setup.cut = lambda examples: [list(examples[:1]), list(examples[1:])]
-        usual = setup.attempt
+        setup.split_micro_batches = lambda examples: [list(examples[:1]), list(examples[1:])]
+        usual = setup.run_passes
 
         def attempt(engine: Any, batch: Any) -> Any:
             whole = batch.counts.trained_tokens / len(batch.micro_batches)
@@ -77,7 +77,7 @@ class MeanOfMeans(Planted):
             finally:
                 del engine._pass
 
-        setup.attempt = attempt
+        setup.run_passes = attempt
 
 
 @dataclass(frozen=True)

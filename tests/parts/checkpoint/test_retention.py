@@ -11,7 +11,7 @@ import torch
 
 from hasten.parts import checkpoint
 from hasten.parts.checkpoint import MANIFEST, STATE
-from hasten.parts.checkpoint.format import bytes_in, set_aside
+from hasten.parts.checkpoint.format import bytes_in, archive
 from hasten.parts.checkpoint.saver import Saver
 
 
@@ -84,7 +84,7 @@ def test_a_strangers_folder_with_a_name_of_ours_is_not_deleted(tmp_path: Path) -
 
 
 def test_what_comes_after_a_step_is_set_aside_and_its_steps_are_free(tmp_path: Path) -> None:
-    moved = set_aside(saved(tmp_path, 1, 2, 3), 1)
+    moved = archive(saved(tmp_path, 1, 2, 3), 1)
     assert len(moved) == 2
     saved(tmp_path, 2)
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-00000001", "step-00000002"]
@@ -99,7 +99,7 @@ def test_the_bytes_of_a_folder_are_those_of_its_checkpoints(tmp_path: Path) -> N
 
 def test_of_checkpoints_set_aside_as_many_are_kept_as_of_the_others(tmp_path: Path) -> None:
     for _ in range(4):  # goes back to step 1 again and again
-        set_aside(saved(tmp_path, 1, 2), 1)
+        archive(saved(tmp_path, 1, 2), 1)
     foreign = tmp_path / ".aside-step-00000002-mine"
     empty = tmp_path / ".aside-step-00000002-1"  # by name ours, and without a manifest
     foreign.mkdir()

@@ -115,6 +115,6 @@ def test_a_disk_that_keeps_up_is_not_mentioned(
         saver = Saver(tmp_path, compression=False)
         for step in (1, 2, 3):
             saver.save(step, {"w": torch.ones(100)}, {})
-            saver.settle()
+            saver.wait_for_writer()
         saver.close()
     assert saver.alarms == []

@@ -154,7 +154,7 @@ def _attached(method: str, world: World) -> dict[str, Any]:
         bystander.step()  # another model's optimizer counts for nothing
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    c.settle()
+    c.synchronize()
     c.check(model.parameters())
     state = c.state_dict()
     again = GradientCompressor(sparsity_method=method, communication_backend="gloo", every=4)

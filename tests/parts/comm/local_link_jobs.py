@@ -31,7 +31,7 @@ def steps(count: int, pause: float, seconds: float) -> None:
             stream.after_step()
             time.sleep(pause)
             Path(os.environ["HASTEN_RENDEZVOUS"] + f".step-{step}").touch()
-        stream.settle()
+        stream.synchronize()
         found["sum"] = float(weights[0].double().sum())
     except DriftError as error:
         found["error"] = str(error)

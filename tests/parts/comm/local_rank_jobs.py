@@ -73,7 +73,7 @@ def tokens_of(rank: int, step: int) -> int:
 
 
 def trained(world: World, build: Callable[[list[Tensor]], Any]) -> dict[str, Any]:
-    """Weights after some steps on this rank, before and after the ranks have settled."""
+    """Weights after some steps on this rank, before and after the ranks have synchronized."""
     weights = [torch.zeros(s) for s in SHAPES]
     part = build(weights)
     with CollectiveBytes() as counted:
@@ -84,13 +84,13 @@ def trained(world: World, build: Callable[[list[Tensor]], Any]) -> dict[str, Any
             part.after_step(tokens_of(world.rank, step))
         sent = sum(counted.to.values())
         unsettled = _flat(weights).tolist()
-        settled = part.settle()
-        again = part.settle()
+        synchronized = part.synchronize()
+        again = part.synchronize()
     return {
         "unsettled": unsettled,
-        "settled": _flat(weights).tolist(),
+        "synchronized": _flat(weights).tolist(),
         "anchor": part.drift.anchor.tolist(),
-        "did": [settled, again],
+        "did": [synchronized, again],
         "exchanges": part.exchanges,
         "sent": sent,
         "predicted": part.predicted_bytes * part.exchanges,
@@ -147,7 +147,7 @@ def formats(world: World) -> list[Any]:
         for _ in range(12):
             weights[0].add_(torch.randn(64, 256))
             part.after_step()
-        part.settle()
+        part.synchronize()
         again = Stream([weights[0].clone()], given if not isinstance(given, int) else None)
         again.load_state_dict(part.state_dict())
         found.append([part.codec.name, part.fragments, again.codec.name, again.fragments])

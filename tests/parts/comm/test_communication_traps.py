@@ -145,7 +145,7 @@ def test_memory_is_a_parameters_own_however_buckets_are_laid_out(
             if counts:
                 split = zip(pieces, parts_of(left, pieces), strict=True)
                 expected |= {piece.name: part.clone() for piece, part in split}
-        memory.settle(counts)
+        memory.commit(counts)
     again = ErrorMemory()
     again.load(memory.state())
     for pieces in given_layouts[-1]:

@@ -70,7 +70,7 @@ class Simulation:
         for rank in range(WORLD):
             self.weights[rank][low:high] += moved - said[rank]
 
-    def settle(self, edges: list[tuple[int, int]]) -> Tensor:
+    def synchronize(self, edges: list[tuple[int, int]]) -> Tensor:
         kind, self.kind, self.move = self.kind, None, lambda mean: mean
         for part, (low, high) in enumerate(edges):
             if not sum(self.since[part]):
@@ -132,11 +132,11 @@ def test_ranks_are_where_a_float64_simulation_has_them(found: list[Any], name: s
     ranks = simulate()
     for rank in range(WORLD):
         close(found[rank][name]["unsettled"], ranks.weights[rank])
-    if ranks.flight:  # what is on its way is taken in before all settle
+    if ranks.flight:  # what is on its way is taken in before all synchronize
         ranks.hear(*ranks.flight)
-    mean = ranks.settle(EDGES[fragments])
+    mean = ranks.synchronize(EDGES[fragments])
     for rank in range(WORLD):
-        close(found[rank][name]["settled"], mean)
+        close(found[rank][name]["synchronized"], mean)
 
 
 def close(found: list[float], expected: Tensor) -> None:
@@ -149,7 +149,7 @@ def close(found: list[float], expected: Tensor) -> None:
 def test_after_settling_all_ranks_have_the_same_bits(found: list[Any]) -> None:
     for name in found[0]:
         for rank in found[1:]:
-            assert rank[name]["settled"] == found[0][name]["settled"], name
+            assert rank[name]["synchronized"] == found[0][name]["synchronized"], name
             assert rank[name]["anchor"] == found[0][name]["anchor"], name
         assert found[0][name]["did"] == [True, False], name
 
@@ -168,7 +168,7 @@ def test_averaging_after_every_step_is_the_step_of_averaged_gradients(found: lis
             torch.zeros(NUMBERS),
         )
         weights = weights - RATE * mean
-    close(found[0]["every step"]["settled"], weights)
+    close(found[0]["every step"]["synchronized"], weights)
 
 
 def test_what_travels_is_what_was_predicted(found: list[Any]) -> None:
@@ -299,7 +299,7 @@ def test_one_rank_alone_keeps_its_weights() -> None:
     before = weight.clone()
     for part in (LocalSteps([weight], 1, codec=COARSE), Stream([weight], COARSE)):
         assert [part.after_step(stop=i == 1) for i in range(3)] == [False] * 3
-        assert [part.stop, part.settle(), part.exchanges] == [True, False, 0]
+        assert [part.stop, part.synchronize(), part.exchanges] == [True, False, 0]
     assert torch.equal(weight, before)
 
 
@@ -309,7 +309,7 @@ def test_state_comes_back_and_another_outer_step_is_refused() -> None:
     one.velocity.normal_()
     for _ in range(4):
         one.after_step()
-    one.settle()
+    one.synchronize()
     two = LocalSteps([torch.zeros(50)], 3, "nesterov")
     two.load_state_dict(one.state_dict())
     assert two.steps == 4

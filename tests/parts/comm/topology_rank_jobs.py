@@ -154,12 +154,12 @@ def by_codec(world: World) -> dict[str, Any]:
             total += collective.all_reduce(
                 values(world.rank, 3000), "mean", memory=memory, name="g"
             ).double()
-            memory.settle(True)
+            memory.commit(True)
         late = float((total / 20 - exact).norm() / exact.norm())
         poisoned = values(world.rank, 3000)
         poisoned[7] = torch.nan if world.rank == 1 else 0.0
         spoilt = collective.all_reduce(poisoned, "mean", memory=memory, name="g")
-        memory.settle(False)
+        memory.commit(False)
         healthy = collective.all_reduce(values(world.rank, 3000), "mean", memory=memory, name="g")
         found[name] = {
             "error": error,

@@ -170,7 +170,7 @@ def test_without_a_compiler_the_reason_is_one_sentence(without_compiler: None) -
 
 
 def test_without_a_compiler_fused_layers_say_so(without_compiler: None) -> None:
-    (sentence,) = FusedLayers().obstacles(job_facts(language_job()))
+    (sentence,) = FusedLayers().unsupported_reasons(job_facts(language_job()))
     assert "no C++ compiler was found" in sentence
     with pytest.raises(ValueError, match="no C\\+\\+ compiler"):
         fuse_layers(tiny_model())

@@ -111,10 +111,10 @@ def test_a_job_on_a_gpu_hears_it_as_an_obstacle(monkeypatch: pytest.MonkeyPatch)
     on_gpu = replace(job_facts(language_job()), device="cuda:0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (reason,) = FusedLayers().obstacles(on_gpu)
+    (reason,) = FusedLayers().unsupported_reasons(on_gpu)
     assert "Triton" in reason
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert FusedLayers().obstacles(on_gpu) == ()
+    assert FusedLayers().unsupported_reasons(on_gpu) == ()
 
 
 def test_an_old_gpu_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.timing import BACKWARD, FORWARD, OPTIMIZER, Clock, StepMetrics, step_total
 from hasten.errors import InputError
@@ -35,7 +35,7 @@ ELSEWHERE = ("c10d", "_c10d_functional", "prim")  # messages between ranks; ques
 
 
 def comparison_of(
-    session: Session, known: Facts, tell: Callable[[str], None]
+    session: Session, known: JobContext, tell: Callable[[str], None]
 ) -> SimulationComparison | None:
     """For a training on one GPU that is known; compiled code hides its operators."""
     compiled = any(t.name() == "compiled" for t in session.setup.plan)

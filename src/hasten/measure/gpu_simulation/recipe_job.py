@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import Setup, prepare
@@ -200,7 +200,7 @@ class SizedRecipe:
         return PreparedData(cast(Any, SimulatedTokenizer(rows)), cast(Any, examples), (), note)
 
     @cached_property
-    def facts(self) -> Facts:
+    def facts(self) -> JobContext:
         return facts_of(self.recipe, self.data)
 
     def setup(self) -> Setup:
@@ -215,7 +215,7 @@ class SizedRecipe:
         assert setup.sampler is not None  # the job has examples
         layout = setup.layout
         pieces = next(setup.sampler.local_steps(0, layout.data_rank, layout.data_size))
-        return sum(len(setup.cut([setup.job.examples[i] for i in piece])) for piece in pieces)
+        return sum(len(setup.split_micro_batches([setup.job.examples[i] for i in piece])) for piece in pieces)
 
     def session(self) -> Session:
         session = assemble(self.setup())

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.job import GlobalBatch, Job, ShuffledOrder, Stop
 from hasten.core.plan import Plan
 from hasten.errors import InputError
@@ -56,7 +56,7 @@ class CheckContext:
 
     job_of: Callable[[Plan, int | None, int | None], Job]
     read: Callable[[list[Any]], Plan]
-    known: Facts
+    known: JobContext
     folder: Path
     ranks: int = 1
 
@@ -91,7 +91,7 @@ class CheckContext:
 
 
 def limits_of(
-    known: Facts, memory: float | None = None, work: float | None = None, ranks: int = 1
+    known: JobContext, memory: float | None = None, work: float | None = None, ranks: int = 1
 ) -> CheckBudget:
     """What half of the memory and some seconds allow; ranks share a processor's memory.
 
@@ -196,7 +196,7 @@ def _cut(example: TokenizedExample, tokens: int) -> TokenizedExample:
     )
 
 
-def _memory(known: Facts) -> float:
+def _memory(known: JobContext) -> float:
     sizes = [gpu.memory_bytes for gpu in known.hardware.accelerators] if known.on_gpu else []
     return float(min([known.hardware.memory_limit_bytes, *sizes]))
 

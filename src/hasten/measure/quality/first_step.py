@@ -1,4 +1,4 @@
-"""Proof on the first step: techniques compute what the host would, or they are taken away.
+"""EffectCheck on the first step: techniques compute what the host would, or they are taken away.
 
 Before the first update each micro-batch of the first optimizer step runs twice, as the host runs it
 and with the techniques, with the same random state and without dropout:

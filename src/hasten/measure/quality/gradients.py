@@ -69,14 +69,14 @@ class GradientRecorder(torch.optim.SGD):
         found = self.seen
         if isinstance(layout, SplitsState):
             pairs = zip(found.items(), self.held, strict=True)
-            found = {name: layout.whole_of(p, gradient) for (name, gradient), p in pairs}
+            found = {name: layout.full_tensor(p, gradient) for (name, gradient), p in pairs}
         elif not isinstance(layout, SplitsWeights):
             raise InputError(
                 "this layout has no way to bring its ranks' gradients together for a comparison"
             )
         if isinstance(layout, SplitsWeights):
             copies = layout.copies
-            found = layout.brought({n: t for n, t in found.items() if n not in copies})
+            found = layout.gather_to_rank0({n: t for n, t in found.items() if n not in copies})
         return found
 
 
@@ -119,8 +119,8 @@ def gradient(
     job = replace(bench.small(plan), optimizer=GradientRecorder, max_grad_norm=None)
     setup = prepare(job, plan, bench.known, bench.folder)
     if cut != "planned":
-        setup.cut = in_one_piece if cut == "whole" else lambda examples: [[r] for r in examples]
-        setup.attempt = run_once
+        setup.split_micro_batches = in_one_piece if cut == "whole" else lambda examples: [[r] for r in examples]
+        setup.run_passes = run_once
     if padded:
         setup.collate = job.collate
     session = assemble(setup)
@@ -255,7 +255,7 @@ def _step(session: Session, gradients: Named | None, number: int) -> Named:
     setup, parameters = session.setup, dict(trainable(session.module))
     loss_sum = torch.zeros(())  # of gradients that are given, nothing is known
     if gradients is None:
-        loss_sum, _ = setup.attempt(session.engine, next(batches(session)))
+        loss_sum, _ = setup.run_passes(session.engine, next(batches(session)))
         gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
     for name, parameter in parameters.items():
         parameter.grad = gradients[name].clone() if name in gradients else None

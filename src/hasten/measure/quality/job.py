@@ -24,8 +24,8 @@ def losses(bench: CheckContext, plan: Plan, steps: int) -> dict[str, Any]:
     job = replace(bench.job_of(plan, None, None), stop=Stop(steps=steps))
     session = assemble(prepare(job, plan, bench.known, bench.folder / f"variant-{plan.key}"))
     found = [m.loss.hex() for m in itertools.islice(training(session), steps)]
-    acted = [{"technique": t.name(), **asdict(t.probe(session))} for t in plan]
-    return {"losses": found, "weights": _digest(session), "acted": acted}
+    effective = [{"technique": t.name(), **asdict(t.check_effect(session))} for t in plan]
+    return {"losses": found, "weights": _digest(session), "effective": effective}
 
 
 def train(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def train(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> dict[str, 
     for metrics in training(session):
         done, largest = session.progress.tokens, max(largest, metrics.tokens)
         near = done < tokens <= done + 1.5 * largest  # perhaps the last step that ends before
-        if near and not session.setup.agreement.apart:  # those wouldn't all look at once
+        if near and not session.setup.rank_sync.diverged:  # those wouldn't all look at once
             before = evaluate(session)
     last = evaluate(session)
     loss, own = _at(tokens, before, last)

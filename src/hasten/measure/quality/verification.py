@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.errors import InputError
@@ -104,7 +104,7 @@ Rows = dict[str, list[dict[str, Any]]]
 
 def verified(
     recipe: Recipe,
-    known: Facts,
+    known: JobContext,
     plan: Plan,
     data_key: str,
     design: VerificationDesign,
@@ -158,7 +158,7 @@ def _kept(path: Path) -> Rows | None:
     return found
 
 
-def _key(recipe: Recipe, known: Facts, plan: Plan, data_key: str, design: VerificationDesign) -> str:
+def _key(recipe: Recipe, known: JobContext, plan: Plan, data_key: str, design: VerificationDesign) -> str:
     """Of everything that a proof depends on."""
     return key_of(
         {
@@ -173,7 +173,7 @@ def _key(recipe: Recipe, known: Facts, plan: Plan, data_key: str, design: Verifi
     )
 
 
-def tokens_of(recipe: Recipe, known: Facts) -> int:
+def tokens_of(recipe: Recipe, known: JobContext) -> int:
     """Tokens of some steps of the recipe, or of all where it has fewer."""
     batch, examples = batch_of(recipe), known.examples
     of_step = batch.tokens or (batch.examples or 1) * examples.tokens / max(examples.count, 1)

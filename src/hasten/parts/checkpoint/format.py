@@ -373,7 +373,7 @@ def quarantine(path: Path, reason: str) -> Path | None:
     return place
 
 
-def set_aside(folder: Path, step: int) -> list[Path]:
+def archive(folder: Path, step: int) -> list[Path]:
     """Rename checkpoints after ``step`` to ``.aside-*``: a run goes back and takes another way."""
     moved = []
     for path in checkpoints(folder):

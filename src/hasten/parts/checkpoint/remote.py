@@ -92,7 +92,7 @@ class Mirror:
                 with contextlib.suppress(OSError, NotImplementedError):
                     self._files.rmdir(place)  # where folders are things of their own
 
-    def set_aside(self, step: int) -> list[str]:
+    def archive(self, step: int) -> list[str]:
         """Take the manifests of checkpoints after ``step`` from their places; their names."""
         found = [name for name in self.names() if int(name.removeprefix("step-")) > step]
         for name in found:

@@ -39,7 +39,7 @@ from hasten.parts.checkpoint.format import (
     bytes_in,
     on_host,
     read_manifest,
-    set_aside,
+    archive,
 )
 from hasten.parts.checkpoint.remote import Mirror, is_address
 from hasten.parts.checkpoint.verify import load, load_latest
@@ -271,7 +271,7 @@ class Saver:
         if not self.busy:
             self._alarm_if(self._slowness.words())
 
-    def settle(self) -> None:
+    def wait_for_writer(self) -> None:
         """Until nothing is under way; its error is seen."""
         self._writer.wait()
         self.look()
@@ -279,7 +279,7 @@ class Saver:
     def close(self) -> None:
         """Until the last save is on the disk; the folder is free for others then."""
         try:
-            self.settle()
+            self.wait_for_writer()
         finally:
             if self._lock is not None:
                 self._lock.close()
@@ -300,10 +300,10 @@ class Saver:
             self._reach(lambda mirror: mirror.bring(path.name, self.folder))
         return *load(path), path
 
-    def go_back_to(self, step: int) -> None:
+    def discard_after(self, step: int) -> None:
         """Checkpoints after ``step`` are of a way not taken: they are set aside."""
-        names = [path.name for path in set_aside(self.folder, step)]
-        self._reach(lambda mirror: names.extend(mirror.set_aside(step)))
+        names = [path.name for path in archive(self.folder, step)]
+        self._reach(lambda mirror: names.extend(mirror.archive(step)))
         for name in names:
             self.alarm(f"{name} is of steps after {step} and was set aside")
 

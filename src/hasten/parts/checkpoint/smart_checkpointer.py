@@ -304,7 +304,7 @@ class SmartCheckpointer:
             raise ValueError(
                 f"nothing is protected, so nothing was saved and nothing can come back; {PROTECT}"
             )
-        self.saver.settle()
+        self.saver.wait_for_writer()
         self.open()
         found = self.load_state(Path(path) if path is not None else None)
         if found is not None:
@@ -345,7 +345,7 @@ class SmartCheckpointer:
             DamagedCheckpointError: it isn't as it was written.
             ValueError: there is none.
         """
-        self.saver.settle()
+        self.saver.wait_for_writer()
         there = self.list()
         if path is None and not there:
             raise ValueError(f"{self.saver.folder} holds no checkpoint")
@@ -368,8 +368,8 @@ class SmartCheckpointer:
         """
         if self._way is not None:
             try:
-                self.saver.settle()
-                self.saver.go_back_to(self._way)
+                self.saver.wait_for_writer()
+                self.saver.discard_after(self._way)
             except OSError as error:
                 self.saver.alarm(
                     f"nothing is saved, as checkpoints after step {self._way} can't be set aside: "

@@ -163,16 +163,16 @@ class BucketExchange:
         return self._spoiled
 
     def begin(self) -> None:
-        self.settle()
+        self.synchronize()
         self.steps += 1
         self._spoiled = self.confirmed = False
         self.buckets = []
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """What the last step left counts, or is forgotten; may be called again."""
         counted = self.confirmed if self.asks else not self.spoiled
-        self._memory.settle(counted)
-        self.way.settle(counted)
+        self._memory.commit(counted)
+        self.way.commit(counted)
 
     def send(
         self, buffer: Tensor, pieces: Pieces, ranks: Ranks, way: AveragingMethod
@@ -257,7 +257,7 @@ class BucketExchange:
         return self._dense if small or self.quiet else compressing
 
     def state(self) -> dict[str, Any]:
-        self.settle()
+        self.synchronize()
         return {
             "method": self._settings.method,
             "steps": self.steps,

@@ -366,7 +366,7 @@ class WorkQueue:
 
     def put(self, run: Callable[[], Tensor]) -> CollectiveWork:
         """Begin one. An error of an earlier work that nobody waited for is raised first."""
-        self._settle([future for future in self._begun if future.done()])
+        self._synchronize([future for future in self._begun if future.done()])
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "collectives", initializer=_same_device())
         future = self._pool.submit(run)
@@ -375,9 +375,9 @@ class WorkQueue:
 
     def wait_all(self) -> None:
         """Until all are done; an error that nobody has had is raised."""
-        self._settle(list(self._begun))
+        self._synchronize(list(self._begun))
 
-    def _settle(self, futures: list[Future[Tensor]]) -> None:
+    def _synchronize(self, futures: list[Future[Tensor]]) -> None:
         wait(futures)
         self._begun = [future for future in self._begun if future not in futures]
         unseen = [future for future in futures if future not in self._seen]

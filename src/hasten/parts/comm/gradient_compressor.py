@@ -29,7 +29,7 @@ from hasten.parts.comm import buckets as gradients
 from hasten.parts.comm.buckets import BucketExchange, RankMeeting
 from hasten.parts.comm.exchange import Ranks, CommunicationError
 from hasten.parts.comm.groups import OrderedThread, at_once, bucket_hook
-from hasten.parts.comm.local_sgd import ApartWeights
+from hasten.parts.comm.local_sgd import LocalTraining
 from hasten.parts.comm.methods import (
     WHOLE,
     BucketPart,
@@ -66,8 +66,8 @@ class LocalCompression:
         self.calls += 1
         pieces = (BucketPart(name, tuple(tensor.shape)),)
         if self._memory.is_pending(name):  # the same name again, without an average between
-            self._memory.settle(True)
-            self._way.settle(True)
+            self._memory.commit(True)
+            self._way.commit(True)
         flat = tensor.detach().flatten().float()
         kept = self._memory.bucket(pieces, flat.device) if self._way.feedback else None
         decoded, left = self._way.local(flat, kept, pieces)
@@ -77,7 +77,7 @@ class LocalCompression:
             self._memory.leave_bucket(pieces, left)
         return decoded.view(tensor.shape).to(tensor.dtype)
 
-    def settle(self, counted: bool) -> None:
+    def commit(self, counted: bool) -> None:
         """Gradients have been averaged.
 
         Raises:
@@ -90,8 +90,8 @@ class LocalCompression:
             )
         self._complete = self._complete or bool(self._unnamed)
         self.calls = self._unnamed = 0
-        self._memory.settle(counted)
-        self._way.settle(counted)
+        self._memory.commit(counted)
+        self._way.commit(counted)
 
     def state(self) -> dict[str, Any]:
         shapes = [list(shape) for shape in self._shapes] if self._complete else []
@@ -169,7 +169,7 @@ class GradientCompressor:
         self.timeout_seconds = timeout_seconds
         self._travel = BucketExchange(self._settings)
         self._locally = LocalCompression(self._settings)
-        self._whole: ApartWeights | None = None  # diloco, stream
+        self._whole: LocalTraining | None = None  # diloco, stream
         self._meeting = RankMeeting(self._settings, timeout_seconds, self.communication_backend)
         self._in_order: OrderedThread | None = None
         self._largest = 0  # numbers of the largest tensor that ``compress`` had in this step
@@ -271,7 +271,7 @@ class GradientCompressor:
         self._travel.begin()
         if self._meeting.ranks is not None:
             self._exchange(gradients.buckets_of(parameters, alone), self._meeting.ranks, alone)
-        self._locally.settle(not self._travel.spoiled)
+        self._locally.commit(not self._travel.spoiled)
         self._tell_of_small_ones()
 
     def _tell_of_small_ones(self) -> None:
@@ -309,10 +309,10 @@ class GradientCompressor:
         done = "compresses" if self.compresses else "sends in full so far"
         return f"{self._settings.method}: {done}; {self.steps} steps, {self.sent_bytes:,} bytes"
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Ranks that train apart (diloco, stream) get one model; all call it, before saving."""
         if self._whole is not None:
-            self._whole.settle()
+            self._whole.synchronize()
 
     def confirm(self) -> None:
         """The weights are about to move by the gradients of this step."""

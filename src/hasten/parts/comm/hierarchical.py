@@ -96,7 +96,7 @@ class RoutedBuckets:
     def step(self) -> None:
         """The step was taken: what was left out of it is owed."""
         if self._memory is not None:
-            self._memory.settle(True)
+            self._memory.commit(True)
 
     def forget(self) -> None:
         """Nothing is owed any more: no codec will be used again."""
@@ -139,7 +139,7 @@ class RoutedBuckets:
         self._now, self._began, self._done = StepTraffic(), now, now
         self.steps += 1
         if self._memory is not None:
-            self._memory.settle(False)  # of a step that was skipped; step() has taken the others
+            self._memory.commit(False)  # of a step that was skipped; step() has taken the others
             self._memory.scale = self._scale()
 
     def _straight(self, buffer: Tensor, asked: float, last: bool) -> torch.futures.Future[Tensor]:

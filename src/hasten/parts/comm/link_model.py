@@ -290,15 +290,15 @@ def _at_once(hosts: Hosts, width: int, size: int, device: str) -> float:
 
 def _send(tensor: Tensor, peer: int, device: str) -> None:
     dist.send(tensor.to(device), peer)
-    _settle(device)
+    _synchronize(device)
 
 
 def _receive(tensor: Tensor, peer: int, device: str) -> None:
     dist.recv(tensor, peer)
-    _settle(device)
+    _synchronize(device)
 
 
-def _settle(device: str) -> None:
+def _synchronize(device: str) -> None:
     """A measurement has to wait for the device; on a processor send and recv wait themselves."""
     if not device.startswith("cpu"):
         torch.accelerator.synchronize(device)

@@ -12,7 +12,7 @@ bits are from Streaming DiLoCo (arXiv:2501.18512). Optimizer state is each rank'
     for batch in batches:
         loss(model, batch).backward(); optimizer.step(); optimizer.zero_grad()
         local.after_step()
-    local.settle()   # before saving or evaluating: one model
+    local.synchronize()   # before saving or evaluating: one model
 """
 
 from __future__ import annotations
@@ -379,7 +379,7 @@ def _finite(values: Tensor) -> bool:
 OUTER = ("mean", "nesterov")
 
 
-class ApartWeights(ABC):
+class LocalTraining(ABC):
     """Weights of ranks that train apart, and what has travelled so far.
 
     ``stop`` is set, on all ranks after the same step, once one has asked for it.
@@ -413,7 +413,7 @@ class ApartWeights(ABC):
             return False
         return self._exchange(stop)
 
-    def settle(self) -> bool:
+    def synchronize(self) -> bool:
         """All ranks' weights become their float32 mean; whether anything was to be done."""
         if not self._dirty:
             return False
@@ -445,7 +445,7 @@ class ApartWeights(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """After ``settle``: what goes on from there, the same on every rank."""
+        """After ``synchronize``: what goes on from there, the same on every rank."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -456,7 +456,7 @@ class ApartWeights(ABC):
         """
 
 
-class LocalSteps(ApartWeights):
+class LocalSteps(LocalTraining):
     """Averages weights over ranks every ``every`` steps; ``codec`` None sends float32.
 
     Raises:

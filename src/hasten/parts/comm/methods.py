@@ -58,7 +58,7 @@ def parts_of(flat: Tensor, pieces: Pieces) -> list[Tensor]:
 class ErrorMemory:
     """Float32 tensors by name, from step to step: what messages left out, and what goes with it.
 
-    What a step leaves is pending until ``settle``, and read before what is kept. ``scale`` is what
+    What a step leaves is pending until ``synchronize``, and read before what is kept. ``scale`` is what
     the gradients given to ``encode`` are multiplied by; memory is in the unit of the true gradient.
     """
 
@@ -78,7 +78,7 @@ class ErrorMemory:
         """What the step under way leaves out; ``values`` becomes the memory's."""
         self._pending[name] = values
 
-    def settle(self, counted: bool) -> None:
+    def commit(self, counted: bool) -> None:
         """The step is over; if it didn't count, memory stays what it was before."""
         if counted:
             self._kept |= self._pending
@@ -177,7 +177,7 @@ class AveragingMethod(Protocol):
     def sent_bytes(self, pieces: Pieces, world: int) -> int:
         """What a rank sends for this bucket, exactly, in collectives that work in a ring."""
 
-    def settle(self, counted: bool) -> None:
+    def commit(self, counted: bool) -> None:
         """A step is over; what it taught is forgotten if it didn't count."""
 
     def state(self) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class AveragingMethod(Protocol):
 class NoExtraMemory:
     """A way's memory where it has none beside the residual."""
 
-    def settle(self, counted: bool) -> None:
+    def commit(self, counted: bool) -> None:
         return None
 
     def state(self) -> dict[str, Any]:
@@ -259,8 +259,8 @@ class TopKMean:
     def sent_bytes(self, pieces: Pieces, world: int) -> int:
         return gathered_bytes(self.codec.message_bytes(total_numbers(pieces)), world)
 
-    def settle(self, counted: bool) -> None:
-        self._velocity.settle(counted)
+    def commit(self, counted: bool) -> None:
+        self._velocity.commit(counted)
 
     def state(self) -> dict[str, Any]:
         return {"velocity": self._velocity.state()} if self.momentum else {}
@@ -457,8 +457,8 @@ class PowerSGDMean:
         )
         return sum(reduced_bytes(size, world) for size in sizes)
 
-    def settle(self, counted: bool) -> None:
-        self._right.settle(counted)
+    def commit(self, counted: bool) -> None:
+        self._right.commit(counted)
 
     def state(self) -> dict[str, Any]:
         return {"right": self._right.state()}

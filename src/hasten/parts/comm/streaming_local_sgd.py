@@ -16,7 +16,7 @@ often.
     for batch in batches:
         loss(model, batch).backward(); optimizer.step(); optimizer.zero_grad()
         stream.after_step()
-    stream.settle()   # before saving or evaluating: one model
+    stream.synchronize()   # before saving or evaluating: one model
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from hasten.parts.comm.codecs import codec as codec_of
 from hasten.parts.comm.groups import FullDuplexWork, all_gather
-from hasten.parts.comm.local_sgd import NUMBERS, TIMEOUT, ApartWeights, Drift
+from hasten.parts.comm.local_sgd import NUMBERS, TIMEOUT, LocalTraining, Drift
 
 if TYPE_CHECKING:
     from hasten.parts.comm.codecs import Codec
@@ -62,7 +62,7 @@ class _MessageInFlight:
     back: list[float]  # when the others' messages were there, once they are
 
 
-class Stream(ApartWeights):
+class Stream(LocalTraining):
     """Sends one fragment per step in the background.
 
     ``fragments`` None: as many as the link asks for; ``codec`` None then: int4, or signs where that

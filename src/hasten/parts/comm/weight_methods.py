@@ -3,7 +3,7 @@
     compressor = GradientCompressor(sparsity_method="diloco")
     compressor.attach(model)       # the module itself; no DistributedDataParallel, nothing else
     ...                            # the usual loop, as if there were one rank
-    compressor.settle()            # before saving or evaluating: one model
+    compressor.synchronize()            # before saving or evaluating: one model
 
 diloco and stream send weights in the place of gradients (:mod:`hasten.parts.comm.local_sgd`,
 :mod:`hasten.parts.comm.streaming_local_sgd`). Both have to know when weights have moved: torch
@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hasten.parts.comm.codecs import codec
-from hasten.parts.comm.local_sgd import ApartWeights, LocalSteps, same_start
+from hasten.parts.comm.local_sgd import LocalTraining, LocalSteps, same_start
 from hasten.parts.comm.methods import CompressionSettings
 from hasten.parts.comm.streaming_local_sgd import Stream
 
@@ -38,7 +38,7 @@ def start_method(
     model: nn.Module,
     settings: CompressionSettings,
     seconds: float,
-) -> ApartWeights:
+) -> LocalTraining:
     """What does the method's work on this model, told of its updates from now on.
 
     Raises:
@@ -54,7 +54,7 @@ def start_method(
     if dist.is_available() and dist.is_initialized():
         same_start(model)
     limit = datetime.timedelta(seconds=seconds)
-    part: ApartWeights
+    part: LocalTraining
     if settings.method == "diloco":
         part = LocalSteps(trained, settings.every, codec=codec("int4"), timeout=limit)
     else:

@@ -118,12 +118,12 @@ class ShardedGradients:
         """A backward pass begins; ``last``: of its step. Every rank calls it."""
         if self._over:
             self.steps += 1
-            self._memory.settle(False)  # of a step that wasn't confirmed
+            self._memory.commit(False)  # of a step that wasn't confirmed
         self._over = last
 
     def confirm(self) -> None:
         """The weights are about to move by the gradients of this step."""
-        self._memory.settle(True)
+        self._memory.commit(True)
 
     def check(self, parameters: Iterable[Tensor]) -> None:
         """Ranks hold different pieces, so there is nothing to compare."""

@@ -235,7 +235,7 @@ def _engine_hooks(model: nn.Module) -> list[tuple[Any, list[int]]]:
 
 
 @torch.no_grad()
-def whole_of(value: Tensor, parameter: DTensor, first: bool) -> Tensor:
+def full_tensor(value: Tensor, parameter: DTensor, first: bool) -> Tensor:
     """The whole of ``value``, a DTensor or the piece of one that is laid out like ``parameter``.
 
     Every rank of the mesh calls it; those that aren't ``first`` get an empty tensor, and no rank
@@ -264,7 +264,7 @@ def whole_of(value: Tensor, parameter: DTensor, first: bool) -> Tensor:
 
 
 @torch.no_grad()
-def part_of(whole: Tensor, parameter: DTensor) -> DTensor:
+def local_shard(whole: Tensor, parameter: DTensor) -> DTensor:
     """This rank's piece of a whole tensor of the parameter's shape, with its place."""
     mesh, home = parameter.device_mesh, parameter.to_local().device
     dealt: DTensor = distribute_tensor(

@@ -105,7 +105,7 @@ def _recognised(model: nn.Module, inner: Any) -> HeadForm:
 def balance_of_choices(
     router_logits: tuple[Tensor, ...], top_k: int, real: Tensor | None = None
 ) -> Tensor:
-    """The routers' loss of a micro-batch (Switch Transformer, arXiv:2101.03961, eq. 4 to 6).
+    """The routers' loss of a micro-batch (LiveSetting Transformer, arXiv:2101.03961, eq. 4 to 6).
 
     ``E x sum_e f_e P_e`` over the E experts: f_e is the number of choices that fell on expert e per
     token, P_e the mean of its probability, both over the tokens of all layers together.

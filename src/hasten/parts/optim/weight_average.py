@@ -44,13 +44,13 @@ class WeightAverage:
     @property
     def means(self) -> list[Tensor]:
         """The means, float32 on the host; none before the first update."""
-        self._settle()
+        self._average_weights()
         return self._means
 
     @torch.no_grad()
     def after_update(self, parameters: Sequence[Tensor]) -> None:
         """Take the weights in as they are now."""
-        self._settle()  # done long ago: the device has since moved these weights
+        self._average_weights()  # done long ago: the device has since moved these weights
         self._check(parameters)
         self.updates += 1
         devices = _devices(parameters)
@@ -69,7 +69,7 @@ class WeightAverage:
             self._arrivals.append(torch.Event(device))
             self._arrivals[-1].record()
 
-    def _settle(self) -> None:
+    def _average_weights(self) -> None:
         """Let copies that are under way arrive, and take them in."""
         if self._arrivals:
             for event in self._arrivals:

@@ -135,7 +135,7 @@ def read(path: Path, ranks: int = 1) -> ImportedRecipe:
     refuse_other_training(path, given)
     form = _format(path, given)
     draft: RecipeDraft = form.draft_of(RecipeDraft(given, form.NAME, path.parent), ranks)
-    sharding.settled(draft)
+    sharding.resolve_sharding(draft)
     _check_columns(draft)
     _beside_deepspeed(draft, ranks)
     return _finished(draft.tool, draft, ranks)

@@ -35,7 +35,7 @@ from hasten.recipe.importers.training import (
     activation_checkpointing,
     examples_kept,
     schedule,
-    settle,
+    resolve_batch,
     share_or_count,
 )
 
@@ -70,7 +70,7 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
             draft.note("batch_size", "mapped", "examples or rows of a step on a rank")
         if given.get("warmup_ratio") is None and given.get("warmup_steps") is None:
             default_warmup(draft)
-        settle(draft)
+        resolve_batch(draft)
         if given.get("learning_rate") is None:
             rate = default_of("learning_rate")
             draft.row("learning_rate", None, "unmapped", f"axolotl requires it; {rate} here")

@@ -28,7 +28,7 @@ from hasten.recipe.importers.training import (
     batch,
     packed_rows,
     pure,
-    settle,
+    resolve_batch,
     share_or_count,
 )
 
@@ -97,7 +97,7 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         packing(draft)
         passes = ("gradient_accumulation_steps", 1)
         batch(draft, ("per_device_train_batch_size", 8), passes, ranks)
-        settle(draft)
+        resolve_batch(draft)
         if draft.values["finetuning_type"] == "lora":
             lora(draft)
         else:

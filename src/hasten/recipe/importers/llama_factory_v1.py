@@ -29,7 +29,7 @@ from hasten.recipe.importers.training import (
     packed_rows,
     examples_kept,
     schedule,
-    settle,
+    resolve_batch,
 )
 from hasten.recipe.yaml_reader import read_yaml_file
 
@@ -70,7 +70,7 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         batch(draft, ("micro_batch_size", 1), ("passes", passes), max(ranks // size, 1))
         if total:
             draft.note("global_batch_size", "mapped", "examples of a step over all ranks")
-        settle(draft)
+        resolve_batch(draft)
         draft.values.setdefault("finetuning_type", "full")
         if draft.given.get("optim_config") is None:  # torch's AdamW without arguments
             draft.values["weight_decay"], draft.why["weight_decay"] = 0.01, "torch.optim.AdamW"

@@ -28,7 +28,7 @@ from hasten.recipe.importers.training import (
     half,
     packed_rows,
     examples_kept,
-    settle,
+    resolve_batch,
     share_or_count,
     steps,
     warmup,
@@ -105,7 +105,7 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         minimum, rate = given.get("min_lr"), draft.values.get("learning_rate")
         if minimum and rate:
             draft.say("min_lr", "min_lr_ratio", float(minimum) / float(rate))
-        settle(draft)
+        resolve_batch(draft)
         if given.get("max_length") is None:
             words = "left out, so the model's own limit holds there; cutoff_len is 2048 here"
             draft.note("max_length", "unmapped", words)

@@ -84,7 +84,7 @@ def config(is_on: Callable[[Mapping[str, Any]], bool]) -> Callable[[RecipeDraft,
     return handle
 
 
-def settled(draft: RecipeDraft) -> None:
+def resolve_sharding(draft: RecipeDraft) -> None:
     """Once all keys were read: settings of fsdp2 stand in the plan, in the place of the layout."""
     if "fsdp2" in draft.techniques and draft.values.get("layout") == "fsdp2":
         del draft.values["layout"]

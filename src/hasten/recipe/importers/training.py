@@ -301,7 +301,7 @@ def evaluations(draft: RecipeDraft, key: str, count: float) -> None:
         draft.say(key, "eval_every", round(1 / count, 6))
 
 
-def settle(draft: RecipeDraft) -> None:
+def resolve_batch(draft: RecipeDraft) -> None:
     """What keys mean together, once all of them are read."""
     if "max_steps" in draft.values:  # as in Trainer
         draft.withdraw("epochs", "max_steps ends the training, as in that tool")

@@ -27,7 +27,7 @@ from hasten.recipe.importers.training import (
     batch,
     packed_rows,
     examples_kept,
-    settle,
+    resolve_batch,
 )
 
 NAME = "TrainingArguments"
@@ -77,7 +77,7 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
             blocks(draft)
         passes = ("gradient_accumulation_steps", 1)
         batch(draft, ("per_device_train_batch_size", 8), passes, ranks)
-        settle(draft)
+        resolve_batch(draft)
         lora(draft)
 
     defaults = TRL_DEFAULTS if trl else DEFAULTS

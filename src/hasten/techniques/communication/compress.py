@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.technique import Fidelity, Forecast, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.parts.comm.gradient_compressor import GradientCompressor
@@ -39,7 +39,7 @@ class Half(CompressesGradients):
     def method(self) -> dict[str, Any]:
         return {"sparsity_method": "half" if self.dtype == "fp16" else "bf16"}
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         return Forecast(comm_bytes=0.5)
 
 
@@ -63,7 +63,7 @@ class Quantised(CompressesGradients):
     def method(self) -> dict[str, Any]:
         return {"sparsity_method": f"int{self.bits}"}
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         share = (self.bits / 8 + 2 / 256) / 4  # codes, and a bf16 scale for each 256
         return Forecast(comm_bytes=share, resident_bytes=memory(facts))
 
@@ -87,7 +87,7 @@ class TopK(CompressesGradients):
             "momentum": self.momentum,
         }
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         # Three bytes for what is kept, from every rank to every other.
         share = 3 * self.ratio * facts.world.size / RING_BYTES
         return Forecast(comm_bytes=share, resident_bytes=memory(facts))
@@ -108,7 +108,7 @@ class PowerSGD(CompressesGradients):
     def method(self) -> dict[str, Any]:
         return {"sparsity_method": "powersgd", "rank": self.rank}
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         # Of a square matrix of the model's width: 2 factors of 2 bytes against 4.
         share = min(1.0, self.rank / max(facts.model.hidden_size, 1))
         return Forecast(comm_bytes=share, resident_bytes=memory(facts))

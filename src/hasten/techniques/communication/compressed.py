@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup, Communication
 from hasten.core.slot import Slot
-from hasten.core.technique import Claim, Fidelity, Proof, Technique
+from hasten.core.technique import Claim, Fidelity, EffectCheck, Technique
 from hasten.errors import InputError
 from hasten.parts.comm.exchange import CommunicationError
 from hasten.parts.comm.gradient_compressor import GradientCompressor
@@ -110,13 +110,13 @@ def _reason(layout: str, sizes: MeshSizes, communication: Communication, setting
     return why_not()
 
 
-def proof_of(exchange: Exchange, session: Session, note: str) -> Proof:
+def proof_of(exchange: Exchange, session: Session, note: str) -> EffectCheck:
     """Whether gradients were compressed, and in how many bytes."""
     between = "to other copies in a step" if isinstance(exchange, CopiedShards) else "in a pass"
     sent = exchange.predicted()
-    acted = exchange.compresses and session.progress.step > 0 and exchange.sent_bytes > 0
-    return Proof(
-        acted,
+    effective = exchange.compresses and session.progress.step > 0 and exchange.sent_bytes > 0
+    return EffectCheck(
+        effective,
         f"{exchange.steps} steps, {exchange.sent_bytes:,} bytes sent by this rank, {sent:,} "
         f"{between} past the dense start{note}",
     )
@@ -161,13 +161,13 @@ class CompressesGradients(Technique):
         given = {**self._given(), "dense_steps": start}
         setup.communication = Compressed(setup, self.name(), given, settings["check_every"])
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         return no_torch_distributed()
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         communication = session.setup.communication
         if not isinstance(communication, Compressed) or communication.kind != self.name():
-            return Proof(False, "gradients were not compressed: one rank, or another communication")
+            return EffectCheck(False, "gradients were not compressed: one rank, or another communication")
         return communication.proof(session)
 
     def _given(self) -> dict[str, Any]:
@@ -253,7 +253,7 @@ class Compressed:
         except ValueError as error:
             raise InputError(f"{self.kind}: {error}; resume with the plan that wrote it") from error
 
-    def proof(self, session: Session) -> Proof:
+    def proof(self, session: Session) -> EffectCheck:
         """Whether gradients were compressed, and in how many bytes."""
         merged = f"; memory is the mean of {self.merged_from} ranks'" if self.merged_from else ""
         if self.lost_from:
@@ -264,11 +264,11 @@ class Compressed:
         trained = [p for p in session.loss_module.parameters() if p.requires_grad]
         sent = compressor.predicted(trained) if compressor.steps else 0
         if compressor.hosts == 1:
-            return Proof(False, "nothing was compressed: scope is hosts, and all ranks share one")
+            return EffectCheck(False, "nothing was compressed: scope is hosts, and all ranks share one")
         what = (
             f"{sent:,} {'by its host to others ' if compressor.hosts else ''}in a compressed step"
         )
-        return Proof(
+        return EffectCheck(
             compressor.compresses and (compressor.sent_bytes > 0 or compressor.hosts > 1),
             f"{compressor.steps} steps, {compressor.sent_bytes:,} bytes sent by this rank, "
             f"{what}{merged}",
@@ -297,7 +297,7 @@ def dense_steps(setup: Setup, share: float) -> int:
     return UNKNOWN_START if steps is None else math.ceil(share * steps)
 
 
-def memory(facts: Facts) -> float:
+def memory(facts: JobContext) -> float:
     """Error feedback in float32, twice while a step lasts."""
     return 8.0 * facts.model.parameters if facts.world.size > 1 else 0.0
 

@@ -11,24 +11,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.job import WorkCounts
-from hasten.core.layout import Traffic
+from hasten.core.layout import CommTiming
 from hasten.core.session import Session
 from hasten.core.setup import Setup, Communication
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.parts.comm import local_sgd, streaming_local_sgd
 from hasten.parts.comm.codecs import codec
-from hasten.parts.comm.local_sgd import ApartWeights, Buffers, same_start
+from hasten.parts.comm.local_sgd import LocalTraining, Buffers, same_start
 from hasten.techniques.communication.traffic import WeightTraffic, no_torch_distributed
 
 AUTO = "auto"
 ON_LINK = "in what format differences travel"
 DDP_BYTES = 8.0  # of gradients that a ring of many ranks sends per weight: 2 x float32
 Parameters = Sequence[Tensor]
-Build = Callable[[Parameters], ApartWeights]
+Build = Callable[[Parameters], LocalTraining]
 
 
 class TrainsApart(Technique):
@@ -37,16 +37,16 @@ class TrainsApart(Technique):
     slot = Slot.COMMUNICATION
     fidelity = Fidelity.LOSSY
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         return no_torch_distributed()
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         communication = session.setup.communication
         part = communication.part if isinstance(communication, Apart) and communication.kind == self.name() else None
         if part is None:
-            return Proof(False, "ranks did not train apart")
+            return EffectCheck(False, "ranks did not train apart")
         pieces, kind = len(part.drift.edges), "float32" if part.codec is None else part.codec.name
-        return Proof(
+        return EffectCheck(
             part.exchanges > 0,
             f"{part.exchanges} exchanges among {part.drift.size} ranks, {part.message_bytes:,} "
             f"bytes each, {pieces} fragment(s) in {kind}; waited {part.waited_seconds:.2f} s for "
@@ -76,9 +76,9 @@ class LocalSteps(TrainsApart):
                 parameters, self.every, self.outer, codec(self.codec), timeout=limit
             )
 
-        train_apart(setup, self, build)
+        enable_local_steps(setup, self, build)
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         copies = 2 if self.outer == "nesterov" else 1
         return _forecast(facts, self.codec, self.every, copies)
 
@@ -116,9 +116,9 @@ class Stream(TrainsApart):
             found = None if self.codec == AUTO else codec(self.codec)
             return streaming_local_sgd.Stream(parameters, found, self._count, timeout=limit)
 
-        train_apart(setup, self, build)
+        enable_local_steps(setup, self, build)
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         name = streaming_local_sgd.USUAL if self.codec == AUTO else self.codec
         return _forecast(facts, name, self._count or 2, copies=1)
 
@@ -126,11 +126,11 @@ class Stream(TrainsApart):
 class Apart(Communication):
     """A run's communication, and its agreement: a step goes by what this rank knows."""
 
-    apart = True
+    diverged = True
 
     def __init__(self, setup: Setup, kind: str, build: Build) -> None:
         self.setup, self.kind, self._build = setup, kind, build
-        self.part: ApartWeights | None = None
+        self.part: LocalTraining | None = None
         self._module = nn.Module()
         self._buffers: Buffers | None = None
         self._traffic: WeightTraffic | None = None
@@ -156,20 +156,20 @@ class Apart(Communication):
     def sum(self, values: Tensor) -> Tensor:
         return values * self.setup.layout.size
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         if self.part is None or self._buffers is None:
             return  # no step was begun: all are as they started
-        if self.part.settle():
+        if self.part.synchronize():
             self.setup.precision.publish()
             self._buffers.average()
         if self._traffic is not None:
             self._traffic.begin()  # what was waited for now is no step's
 
-    def traffic(self) -> Traffic | None:
+    def traffic(self) -> CommTiming | None:
         """What the step's exchange took; None before the first."""
         return None if self._traffic is None else self._traffic.traffic()
 
-    def others(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    def gather_states(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         """Tensor by tensor, so that a rank beside the first holds no more than its own."""
         size, first = self.setup.layout.size, self.setup.facts.world.rank == 0
         found: list[dict[str, Tensor]] = [{} for _ in range(size - 1)] if first else []
@@ -194,7 +194,7 @@ class Apart(Communication):
         except ValueError as error:
             raise InputError(f"{self.kind}: {error}; resume with the plan that wrote it") from error
 
-    def _running(self) -> ApartWeights:
+    def _running(self) -> LocalTraining:
         """The part, built when all ranks begin their first step, after weights were restored."""
         if self.part is None:
             self.part = self._build(self.setup.precision.parameters())
@@ -207,7 +207,7 @@ class Apart(Communication):
             self.setup.precision.publish()
 
 
-def train_apart(setup: Setup, technique: Technique, build: Build) -> None:
+def enable_local_steps(setup: Setup, technique: Technique, build: Build) -> None:
     """Make a part the communication method of a run on several ranks; on one rank nothing is to be done.
 
     Raises:
@@ -234,7 +234,7 @@ def _check_timeout(seconds: int) -> None:
         raise ValueError(f"timeout_seconds is {seconds}; a rank waits for at least 1 second")
 
 
-def _forecast(facts: Facts, name: str, rarer: int, copies: int) -> Forecast:
+def _forecast(facts: JobContext, name: str, rarer: int, copies: int) -> Forecast:
     """Every rank's message goes to every other, once in ``rarer`` steps; float32 in DDP's ring."""
     numbers = max(facts.model.parameters, 1)
     per_weight = codec(name).message_bytes(numbers) / numbers

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup, Communication
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.collective_plan import CODECS, Route
@@ -63,19 +63,19 @@ class Hierarchical(Technique):
             buckets = RoutedBuckets(collective, route, self.feedback, scale)
             setup.communication = RoutedCommunication(self.name(), buckets, self.check_every)
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         return no_torch_distributed() if facts.world.size > 1 else ()
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         """Of what a host with one rank sends; with more ranks less than a flat ring does."""
         if facts.world.size == 1:
             return Forecast()
         return Forecast(comm_bytes=codec(self.between).message_bytes(NUMBERS) / (4 * NUMBERS))
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         communication = session.setup.communication
         if not isinstance(communication, RoutedCommunication):
-            return Proof(False, "one rank: nothing travels")
+            return EffectCheck(False, "one rank: nothing travels")
         buckets, last = communication.buckets, communication.buckets.last
         sent = buckets.collective.bytes_sent / max(buckets.steps, 1)
         text = (
@@ -83,7 +83,7 @@ class Hierarchical(Technique):
             f"from this rank to other hosts; last step: {last.exposed:.3g} s of traffic exposed, "
             f"{last.hidden:.3g} s hidden"
         )
-        return Proof(buckets.routed > 0, text)
+        return EffectCheck(buckets.routed > 0, text)
 
 
 class RoutedCommunication(Communication):

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.layout import Traffic
+from hasten.core.layout import CommTiming
 from hasten.core.setup import NoCompression, Communication
 from hasten.core.timing import OPTIMIZER
 from hasten.parts.distributed.ddp import ring_bytes, under_way, watch_reducer
@@ -33,14 +33,14 @@ class ReplicaTraffic:
         self._dense = ring_bytes(module) if isinstance(communication, NoCompression) else None
         self._known = watch_reducer(module)
 
-    def traffic(self) -> Traffic | None:
+    def traffic(self) -> CommTiming | None:
         """Of the step that has just run; None where the reducer's clock can't be asked."""
         found = under_way(self._module) if self._known else None
         late, self.late, sent = self.late, False, self._sent()
         if found is None:
             return None
         hidden = 0.0 if late else found.hidden
-        return Traffic(found.exposed + found.hidden - hidden, hidden, sent)
+        return CommTiming(found.exposed + found.hidden - hidden, hidden, sent)
 
     def _sent(self) -> int | None:
         if not isinstance(self._communication, CountsBytes):
@@ -70,11 +70,11 @@ class WeightTraffic:
         self._waited = self._part.waited_seconds
         self._hidden, self._sent = self._part.hidden_seconds, self._part.sent_bytes
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> CommTiming:
         part, hidden = self._part, None
         if part.hidden_seconds is not None and self._hidden is not None:
             hidden = part.hidden_seconds - self._hidden
-        found = Traffic(
+        found = CommTiming(
             part.waited_seconds - self._waited, hidden, part.sent_bytes - self._sent, OPTIMIZER
         )
         self.begin()

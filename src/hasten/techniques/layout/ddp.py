@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.facts import Facts
-from hasten.core.layout import MeasuresExchange, Traffic, total_norm
+from hasten.core.context import JobContext
+from hasten.core.layout import MeasuresExchange, CommTiming, total_norm
 from hasten.core.session import Session
-from hasten.core.setup import Agreement, Setup, Communication
+from hasten.core.setup import RankSync, Setup, Communication
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Proof, Technique, knob
+from hasten.core.technique import Fidelity, EffectCheck, Technique, knob
 from hasten.machine.environment import World
 from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.groups import sum_over_ranks
@@ -51,20 +51,20 @@ class DDP(Technique):
         if world.size > 1:
             setup.layout = Replicas(world, self.bucket_cap_mb, setup.job.device)
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         if facts.world.size > 1 and not dist.is_available():
             return ("this torch was built without torch.distributed",)
         return ()
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         replicated = isinstance(session.module, DistributedDataParallel)
         size, steps = session.setup.layout.size, session.progress.step
-        if session.setup.agreement.apart:
-            return Proof(size > 1 and steps > 0, f"{size} rank(s) that train apart, {steps} steps")
+        if session.setup.rank_sync.diverged:
+            return EffectCheck(size > 1 and steps > 0, f"{size} rank(s) that train apart, {steps} steps")
         layout = session.setup.layout
         buckets = layout.buckets if isinstance(layout, Replicas) else ""
         # What torch counts of the reducer misses gradients that travel late (adaptive_batch).
-        return Proof(
+        return EffectCheck(
             replicated and steps > 0,
             f"{size} rank(s), {'' if replicated else 'not '}replicated, {steps} steps{buckets}",
         )
@@ -84,15 +84,15 @@ class Replicas:
         self._watched: ReplicaTraffic | None = None
         self._communication: Communication | None = None
 
-    def split(self, module: nn.Module) -> nn.Module:
+    def apply_pipeline(self, module: nn.Module) -> nn.Module:
         return module
 
-    def within(self, module: nn.Module) -> nn.Module:
+    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
         return module
 
-    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
+    def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         self._communication = communication
-        if isinstance(communication, Agreement) and communication.apart:  # gradients stay where they are
+        if isinstance(communication, RankSync) and communication.diverged:  # gradients stay where they are
             communication.attach(module)
             return module
         gpu = None if self._device == "cpu" else [torch.device(self._device)]
@@ -114,7 +114,7 @@ class Replicas:
         self._watched = ReplicaTraffic(wrapped, communication)
         return wrapped
 
-    def traffic(self) -> Traffic | None:
+    def traffic(self) -> CommTiming | None:
         """What the step's gradients, or the weights in their place, took on their way."""
         holder = self._watched or self._communication
         return holder.traffic() if isinstance(holder, MeasuresExchange) else None
@@ -134,11 +134,11 @@ class Replicas:
         if self._watched is not None:
             self._watched.late = True
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce_data(self, values: Tensor) -> Tensor:
         return sum_over_ranks(values)
 
-    def everywhere(self, values: Tensor) -> Tensor:
-        return self.sum(values)
+    def all_reduce_world(self, values: Tensor) -> Tensor:
+        return self.all_reduce_data(values)
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         return total_norm(parameters)

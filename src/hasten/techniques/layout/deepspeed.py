@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.job import MicroBatch
 from hasten.core.session import Session
 from hasten.core.setup import Setup, Communication
 from hasten.core.slot import Slot
 from hasten.core.step import EngineParts, StepNumbers, all_finite, forward_of
-from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob, setting
 from hasten.core.timing import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
 from hasten.errors import InputError
 from hasten.machine import environment
@@ -137,11 +137,11 @@ class DeepSpeed(Technique):
             bf16=self.dtype == "bf16",
         )
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         reason = why_not(not facts.on_gpu, _extensions(facts))
         return (f"{reason} (to train this {facts.model.architecture} under it)",) if reason else ()
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         ranks, stage = facts.world.size, self._stage()
         dealt = {1: 8.0, 2: 12.0, 3: 16.0}[stage]  # bytes of state per weight
         gone = dealt * facts.model.parameters * (1 - 1 / ranks)
@@ -157,19 +157,19 @@ class DeepSpeed(Technique):
             return self.stage
         return int(zero.get("stage") or self.stage)
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         engine, steps = session.engine, session.progress.step
         if not isinstance(engine, ZeroEngine):
-            return Proof(False, "one rank holds everything")
+            return EffectCheck(False, "one rank holds everything")
         held = engine.zero.held()
-        return Proof(
+        return EffectCheck(
             steps > 0 and session.setup.layout.size > 1,
             f"ZeRO-{engine.zero.stage} on {session.setup.layout.size} ranks; the optimizer of this "
             f"one moves {held:,} weights; {steps} steps",
         )
 
 
-def _extensions(facts: Facts) -> Path:
+def _extensions(facts: JobContext) -> Path:
     """Where DeepSpeed's operators are compiled: a folder of their own for each torch."""
     given = environment.variable(EXTENSIONS)
     name = f"torch-{facts.versions.get('torch', torch.__version__)}"
@@ -187,23 +187,23 @@ class Zero:
         self.data_rank = world.rank
         self.zero: ZeroTrainer | None = None  # once the engine is built
 
-    def split(self, module: nn.Module) -> nn.Module:
+    def apply_pipeline(self, module: nn.Module) -> nn.Module:
         return module
 
-    def within(self, module: nn.Module) -> nn.Module:
+    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
         return module
 
-    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
+    def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         return module
 
     def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce_data(self, values: Tensor) -> Tensor:
         return sum_over_ranks(values)
 
-    def everywhere(self, values: Tensor) -> Tensor:
-        return self.sum(values)
+    def all_reduce_world(self, values: Tensor) -> Tensor:
+        return self.all_reduce_data(values)
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         assert self.zero is not None  # the engine asks it itself
@@ -246,7 +246,7 @@ class ZeroEngine:
     def norm(self, loss_sum: Tensor) -> StepNumbers:
         value, loss = self.zero.norm(), loss_sum.item()
         self.setup.clock.mark(OPTIMIZER)
-        finite = all_finite(self.setup.agreement, value, loss)
+        finite = all_finite(self.setup.rank_sync, value, loss)
         self.setup.clock.mark(COMMUNICATION)
         return StepNumbers(value, loss, finite)
 
@@ -255,7 +255,7 @@ class ZeroEngine:
             group["lr"] = peak * rate_factor
         self.zero.update()
         if self.setup.routing is not None:
-            self.setup.routing.after_update(self.setup.agreement.sum)
+            self.setup.routing.after_update(self.setup.rank_sync.sum)
             self.setup.routing.discard()
 
     def discard(self) -> None:

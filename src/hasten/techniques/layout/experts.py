@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.layout import total_norm
 from hasten.core.session import Session
-from hasten.core.setup import Agreement, NoCompression, Setup, Communication
+from hasten.core.setup import RankSync, NoCompression, Setup, Communication
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.models.memory import ADAMW_FLOAT32, routed_weights
@@ -74,10 +74,10 @@ class ExpertParallel(Technique):
         world, ranks = setup.facts.world, self._ranks(setup.facts)
         setup.layout = ExpertsInDDP(world, ranks, self.bucket_cap_mb, setup.job.device)
 
-    def _ranks(self, facts: Facts) -> int:
+    def _ranks(self, facts: JobContext) -> int:
         return self.size or facts.world.size
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         model, ranks, world = facts.model, self._ranks(facts), facts.world.size
         if model.architecture not in ARCHITECTURES or not model.experts:
             return (
@@ -97,16 +97,16 @@ class ExpertParallel(Technique):
             )
         return ()
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         return forecast(facts, self._ranks(facts))
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         layout = session.setup.layout
         shared = layout.shared if isinstance(layout, ExpertsInDDP) else None
-        return Proof(False, "every rank holds all experts") if shared is None else proof(shared)
+        return EffectCheck(False, "every rank holds all experts") if shared is None else proof(shared)
 
 
-def routed(facts: Facts) -> float:
+def routed(facts: JobContext) -> float:
     """About how many of the model's weights belong to routed experts."""
     model = facts.model
     if not model.experts:
@@ -115,7 +115,7 @@ def routed(facts: Facts) -> float:
     return routed_weights(model.parameters, *sizes, model.tied_head)
 
 
-def forecast(facts: Facts, ranks: int, shards: int = 1) -> Forecast:
+def forecast(facts: JobContext, ranks: int, shards: int = 1) -> Forecast:
     """State of experts on so many ranks, the rest in so many pieces."""
     if facts.world.size == 1:
         return Forecast()
@@ -125,11 +125,11 @@ def forecast(facts: Facts, ranks: int, shards: int = 1) -> Forecast:
     return Forecast(resident_bytes=-gone)
 
 
-def proof(shared: SharedExperts, more: str = "") -> Proof:
+def proof(shared: SharedExperts, more: str = "") -> EffectCheck:
     """What became of the experts, and how far tokens went."""
     layers, sent = list(shared.layers.values()), shared.traffic
     gone = sent.rows / ((sent.rows + sent.kept) or 1)
-    return Proof(
+    return EffectCheck(
         sent.rows > 0,
         f"{layers[0].here} of {layers[0].total} experts of each of {len(layers)} layers on a "
         f"rank; {sent.rows} rows ({gone:.0%}) went to other ranks, {sent.bytes / 1e6:.2f} MB "
@@ -151,17 +151,17 @@ class ExpertsInDDP:
         self._replicas: Any = None
         self._gradients: ExpertGradients | None = None
 
-    def split(self, module: nn.Module) -> nn.Module:
+    def apply_pipeline(self, module: nn.Module) -> nn.Module:
         return module
 
-    def within(self, module: nn.Module) -> nn.Module:
+    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
         self.shared, self._replicas = shared_out(
             "expert_parallel", module, self._ranks, self._device
         )
         return module
 
-    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
-        if isinstance(communication, Agreement) and communication.apart:
+    def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
+        if isinstance(communication, RankSync) and communication.diverged:
             raise InputError(
                 "expert_parallel: tokens travel between ranks in every pass, so ranks can't train "
                 "apart; choose a communication method that compresses gradients, or none"
@@ -186,11 +186,11 @@ class ExpertsInDDP:
         finally:
             self._gradients.reduces = True
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce_data(self, values: Tensor) -> Tensor:
         return sum_over_ranks(values)
 
-    def everywhere(self, values: Tensor) -> Tensor:
-        return self.sum(values)
+    def all_reduce_world(self, values: Tensor) -> Tensor:
+        return self.all_reduce_data(values)
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Each expert once: its copies in other groups have the same gradient."""
@@ -200,11 +200,11 @@ class ExpertsInDDP:
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
         return self._held().gathered()
 
-    def whole_of(self, weight: Tensor, value: Tensor) -> Tensor:
-        return whole_of(weight, value)
+    def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
+        return full_tensor(weight, value)
 
-    def part_of(self, weight: Tensor, whole: Tensor) -> Tensor:
-        return part_of(weight, whole)
+    def local_shard(self, weight: Tensor, whole: Tensor) -> Tensor:
+        return local_shard(weight, whole)
 
     def _held(self) -> SharedExperts:
         if self.shared is None:
@@ -233,7 +233,7 @@ def norm_with_experts(rest: Tensor, parameters: Sequence[Tensor], shared: Shared
     return (square + rest.double().square()).sqrt().to(rest.dtype)
 
 
-def whole_of(weight: Tensor, value: Tensor) -> Tensor:
+def full_tensor(weight: Tensor, value: Tensor) -> Tensor:
     """What belongs to a weight, of all experts where it holds some; all ranks call it.
 
     Raises:
@@ -251,7 +251,7 @@ def whole_of(weight: Tensor, value: Tensor) -> Tensor:
     return value if whole is None else whole.cpu()  # a device holds one at a time
 
 
-def part_of(weight: Tensor, whole: Tensor) -> Tensor:
+def local_shard(weight: Tensor, whole: Tensor) -> Tensor:
     """This rank's experts' part of what belongs to a weight of all."""
     if not holds_part(weight):
         return whole
@@ -308,14 +308,14 @@ class ExpertsInFSDP:
     def mesh(self) -> DeviceMesh:
         return self.sizes.build(torch.device(self._device).type)
 
-    def split(self, module: nn.Module) -> nn.Module:
+    def apply_pipeline(self, module: nn.Module) -> nn.Module:
         return module
 
-    def within(self, module: nn.Module) -> nn.Module:
+    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
         self.shared, self._replicas = shared_out("hybrid", module, self._ranks, self._device)
         return module
 
-    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
+    def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         if not isinstance(communication, NoCompression):
             raise InputError(
                 "plan: experts beside shards move their gradients in torch's own reduce-scatter, "
@@ -342,16 +342,16 @@ class ExpertsInFSDP:
         finally:
             self._gradients.reduces = True
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce_data(self, values: Tensor) -> Tensor:
         return sum_over_ranks(values)
 
-    def everywhere(self, values: Tensor) -> Tensor:
-        return self.sum(values)
+    def all_reduce_world(self, values: Tensor) -> Tensor:
+        return self.all_reduce_data(values)
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Each piece once, and each expert once: its copies have the same gradient."""
         rest = [p for p in parameters if not holds_part(p)]
-        found = self.weights.norm(rest, self.size, self.everywhere)
+        found = self.weights.norm(rest, self.size, self.all_reduce_world)
         return norm_with_experts(found, parameters, self._held())
 
     @contextmanager
@@ -362,15 +362,15 @@ class ExpertsInFSDP:
         ):
             yield whole
 
-    def whole_of(self, weight: Tensor, value: Tensor) -> Tensor:
+    def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
         if holds_part(weight):
-            return whole_of(weight, value)
-        return layout_dealt.whole_of("hybrid", self.weights, weight, value, not self.data_rank)
+            return full_tensor(weight, value)
+        return layout_dealt.full_tensor("hybrid", self.weights, weight, value, not self.data_rank)
 
-    def part_of(self, weight: Tensor, whole: Tensor) -> Tensor:
+    def local_shard(self, weight: Tensor, whole: Tensor) -> Tensor:
         if holds_part(weight):
-            return part_of(weight, whole)
-        return layout_dealt.part_of(self.weights, weight, whole)
+            return local_shard(weight, whole)
+        return layout_dealt.local_shard(self.weights, weight, whole)
 
     def _held(self) -> SharedExperts:
         assert self.shared is not None  # within() comes first

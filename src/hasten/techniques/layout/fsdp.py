@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob, setting
 from hasten.models.memory import ADAMW_FLOAT32
 from hasten.parts.distributed.fsdp import Sharding, groups, is_sharded
 from hasten.parts.distributed.mesh import MeshSizes
@@ -50,7 +50,7 @@ class FSDP2(Technique):
         how = LayoutOptions(self.name(), sharding, self.whole_gradients, once=self.build_once)
         lay_out(setup, MeshSizes(dp=self.replicas, shard=max(world // self.replicas, 1)), how)
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         found = list(no_ranks(facts))
         if facts.world.size % self.replicas:
             found.append(
@@ -63,7 +63,7 @@ class FSDP2(Technique):
             )
         return tuple(found)
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         """Communication is an all-gather more for each pass: 3/2 of an all-reduce, or 1.
 
         What is offloaded isn't on the device at all.
@@ -75,13 +75,13 @@ class FSDP2(Technique):
         gone = ADAMW_FLOAT32 * facts.model.parameters * (1 - here)
         return Forecast(comm_bytes=1.5 if self.reshard else 1.0, resident_bytes=-gone)
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         layout, steps = session.setup.layout, session.progress.step
         if not isinstance(layout, MeshLayout) or not is_sharded(session.module):
-            return Proof(False, "one rank holds everything")
+            return EffectCheck(False, "one rank holds everything")
         held = sum(p.numel() for p in layout.weights.parameters())
         whole = sum(p.numel() for p in session.module.parameters() if p.requires_grad)
-        return Proof(
+        return EffectCheck(
             steps > 0 and (held < whole or layout.sizes.shard == 1),
             f"{layout.sizes.dp} x {layout.sizes.shard} rank(s), {groups(session.module)} groups; "
             f"this rank holds {held:,} of {whole:,} trained weights; {steps} steps",

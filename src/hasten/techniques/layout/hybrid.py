@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob, setting
 from hasten.parts.distributed.fsdp import Sharding
 from hasten.parts.distributed.mesh import MeshSizes
 from hasten.techniques.layout import experts
@@ -89,7 +89,7 @@ class Hybrid(Technique):
         pieces = self.sequence, self.parallel_loss
         cut(setup, sizes, self.name(), pieces, sharding, self.whole_gradients)
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         size, world = self._sizes().size * self.pp, facts.world.size
         if size != world:
             axes = [f"{n} {getattr(self, n)}" for n in ("dp", "shard", "tp", "pp")]
@@ -98,10 +98,10 @@ class Hybrid(Technique):
                 "or nproc",
             )
         other = self._other()
-        found = other.obstacles(facts) if other else no_ranks(facts)
+        found = other.unsupported_reasons(facts) if other else no_ranks(facts)
         return (*found, *no_plan(facts, self.tp))
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         other, sizes = self._other(), self._sizes()
         if self.pp > 1 and sizes.shard * sizes.tp > 1:
             return forecast(facts, replace(sizes, shard=sizes.shard * self.pp))
@@ -109,9 +109,9 @@ class Hybrid(Technique):
             return experts.forecast(facts, self.ep, self.shard)
         return other.forecast(facts) if other else forecast(facts, sizes)
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         other, layout = self._other(), session.setup.layout
         if isinstance(layout, ExpertsInFSDP) and layout.shared is not None:
             held = sum(p.numel() for p in layout.weights.parameters())
             return experts.proof(layout.shared, f"; this rank holds {held:,} weights")
-        return other.probe(session) if other else proof(session)
+        return other.check_effect(session) if other else proof(session)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hasten.core.facts import Facts
-from hasten.core.layout import Traffic
+from hasten.core.context import JobContext
+from hasten.core.layout import CommTiming
 from hasten.core.setup import GivenPrecision, NoCompression, Setup, Communication, on_device
 from hasten.core.slot import Slot
 from hasten.errors import InputError
@@ -32,7 +32,7 @@ from hasten.techniques.communication.compressed import Compressed, Exchange, exc
 # State of weights that are dealt out as DTensors: made whole, and dealt out again.
 
 
-def whole_of(name: str, weights: LocalShards, weight: Tensor, value: Tensor, keeps: bool) -> Tensor:
+def full_tensor(name: str, weights: LocalShards, weight: Tensor, value: Tensor, keeps: bool) -> Tensor:
     """What belongs to a weight, whole where ``keeps``; all ranks of its mesh call it.
 
     Raises:
@@ -42,7 +42,7 @@ def whole_of(name: str, weights: LocalShards, weight: Tensor, value: Tensor, kee
     if not isinstance(parameter, DTensor) or not value.ndim:  # a number of steps
         return value
     try:
-        return local_shards.whole_of(value, parameter, keeps)
+        return local_shards.full_tensor(value, parameter, keeps)
     except ValueError as error:
         raise InputError(
             f"{name}: this optimizer keeps its state in another shape than weights have ({error}); "
@@ -50,12 +50,12 @@ def whole_of(name: str, weights: LocalShards, weight: Tensor, value: Tensor, kee
         ) from error
 
 
-def part_of(weights: LocalShards, weight: Tensor, whole: Tensor) -> Tensor:
+def local_shard(weights: LocalShards, weight: Tensor, whole: Tensor) -> Tensor:
     """This rank's piece of what belongs to a weight."""
     parameter = weights.parameter_of(weight)
     if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
         return whole
-    part = local_shards.part_of(whole, parameter)
+    part = local_shards.local_shard(whole, parameter)
     return part if parameter is weight else part.to_local()
 
 
@@ -118,10 +118,10 @@ class MeshLayout:
     def mesh(self) -> DeviceMesh:
         return self.sizes.build(torch.device(self._device).type)
 
-    def split(self, module: nn.Module) -> nn.Module:
+    def apply_pipeline(self, module: nn.Module) -> nn.Module:
         return module
 
-    def within(self, module: nn.Module) -> nn.Module:
+    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
         if self.how.cut is None or self.sizes.tp == 1:
             return module
         try:
@@ -129,7 +129,7 @@ class MeshLayout:
         except ValueError as error:
             raise InputError(f"{self.how.name}: {error}") from error
 
-    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
+    def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         self._module, sharding = module, self.how.sharding
         self._exchange = None if isinstance(communication, NoCompression) else self._entered(communication)
         if self.data_size > 1 or self.weights.dtype is not None:
@@ -168,30 +168,30 @@ class MeshLayout:
         send_gradients(module, last or not self.how.whole_gradients)
         return nullcontext()
 
-    def traffic(self) -> Traffic | None:
+    def traffic(self) -> CommTiming | None:
         """Bytes of a step's gradients where a communication method counts them; of seconds nothing is known."""
         if self._exchange is None:
             return None
         before, self._counted = self._counted, self._exchange.sent_bytes
-        return Traffic(None, sent_bytes=self._counted - before)
+        return CommTiming(None, sent_bytes=self._counted - before)
 
-    def sum(self, values: Tensor) -> Tensor:
-        return self.everywhere(values) / self.sizes.tp
+    def all_reduce_data(self, values: Tensor) -> Tensor:
+        return self.all_reduce_world(values) / self.sizes.tp
 
-    def everywhere(self, values: Tensor) -> Tensor:
+    def all_reduce_world(self, values: Tensor) -> Tensor:
         return sum_over_ranks(values)
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        return self.weights.norm(parameters, self.size, self.everywhere)
+        return self.weights.norm(parameters, self.size, self.all_reduce_world)
 
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
         return whole_on_first(self._module, model, self._first)
 
-    def whole_of(self, weight: Tensor, value: Tensor) -> Tensor:
-        return whole_of(self.how.name, self.weights, weight, value, self._first)
+    def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
+        return full_tensor(self.how.name, self.weights, weight, value, self._first)
 
-    def part_of(self, weight: Tensor, whole: Tensor) -> Tensor:
-        return part_of(self.weights, weight, whole)
+    def local_shard(self, weight: Tensor, whole: Tensor) -> Tensor:
+        return local_shard(self.weights, weight, whole)
 
 
 def lay_out(setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:
@@ -209,7 +209,7 @@ def lay_out(setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:
     setup.layout = MeshLayout(setup, sizes, how)
 
 
-def no_ranks(facts: Facts) -> tuple[str, ...]:
+def no_ranks(facts: JobContext) -> tuple[str, ...]:
     """Why a layout for several ranks can't work here at all."""
     if facts.world.size > 1 and not dist.is_available():
         return ("this torch was built without torch.distributed",)

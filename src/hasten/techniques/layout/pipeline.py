@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.job import MicroBatch, WorkCounts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.step import EngineParts, PlainEngine, forward_of
-from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.models.memory import ADAMW_FLOAT32
 from hasten.parts.data import collate
@@ -155,19 +155,19 @@ class Pipeline(Technique):
         setup.layout, setup.engine = layout, PipelineEngine
         if not self.micro_batch_size:
             return
-        before = setup.cut
+        before = setup.split_micro_batches
 
         def smaller(examples: Sequence[Any]) -> list[list[Any]]:
             pieces = before(examples)
             return [p for piece in pieces for p in collate.by_count(piece, self.micro_batch_size)]
 
-        setup.cut = smaller
+        setup.split_micro_batches = smaller
 
     def ranks(self, world_size: int) -> int:
         """Ranks of one pipeline in a world of a size."""
         return self.stages or world_size
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         ranks, layers = self.ranks(facts.world.size), facts.model.layers
         architecture, found = facts.model.architecture, []
         if architecture not in KNOWN:
@@ -195,21 +195,21 @@ class Pipeline(Technique):
             )
         return tuple(found)
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         """The rank's part of the weights; hidden states travel instead of gradients."""
         share = 1 - 1 / self.ranks(facts.world.size)
         return Forecast(resident_bytes=-ADAMW_FLOAT32 * facts.model.parameters * share)
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         engine = session.engine
         if not isinstance(engine, PipelineEngine):
-            return Proof(False, "one rank holds all layers")
+            return EffectCheck(False, "one rank holds all layers")
         layout = engine.layout
         layers, schedule = "+".join(map(str, layout.cut.sizes)), layout.settings.schedule
         held = sum(p.numel() for p in session.module.parameters())
         if isinstance(layout, StagesInPieces):
             held = sum(p.numel() for p in layout.weights.parameters())
-        return Proof(
+        return EffectCheck(
             engine.passes > 0 and session.progress.step > 0,
             f"{layout.data_size} pipeline(s) of {layers} layers, {schedule}; this rank holds "
             f"{held:,} weights; {engine.passes} micro-batches, {engine.filler} of them filler, in "

@@ -84,15 +84,15 @@ class Cut:
 
     @property
     def model(self) -> LanguageModel:
-        assert self._pruned is not None  # split() comes first
+        assert self._pruned is not None  # apply_pipeline() comes first
         return self._pruned.model
 
     @property
     def tied(self) -> TiedHead:
-        assert self._tied is not None  # split() comes first
+        assert self._tied is not None  # apply_pipeline() comes first
         return self._tied
 
-    def split(self, module: nn.Module) -> nn.Module:
+    def apply_pipeline(self, module: nn.Module) -> nn.Module:
         """Cut by cost, and let go what other ranks hold; evaluation goes through all stages."""
         check_company(self.setup, self.settings)
         try:
@@ -145,7 +145,7 @@ class Cut:
 
     def put_together(self) -> AbstractContextManager[bool]:
         """The whole model on the pipeline's first rank; every rank of it enters."""
-        assert self._pruned is not None  # split() comes first
+        assert self._pruned is not None  # apply_pipeline() comes first
         return put_together(self._pruned, self.group)
 
     def ordered(self) -> list[str]:
@@ -153,13 +153,13 @@ class Cut:
         assert self.setup.optimizer is not None  # prepare() put the job's there
         return order_of(self.setup.optimizer, self._trained)
 
-    def told(self, mine: Any) -> list[Any]:
+    def all_gather_object(self, mine: Any) -> list[Any]:
         """What each rank of the pipeline says."""
         found: list[Any] = [None] * self.settings.ranks
         dist.all_gather_object(found, mine, group=self.group)
         return found
 
-    def brought(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather_to_rank0(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Everybody's tensors on the first rank of the first pipeline."""
         return gather_state(mine, self.group) if self._first else dict(mine)
 
@@ -169,7 +169,7 @@ def check_company(setup: Setup, settings: PipelineSettings) -> None:
     said = {
         "compiled": isinstance(setup.compile, Compiling)
         and "since it compiles a whole model's blocks and a rank has some of them; leave it out",
-        "adaptive_batch": setup.attempt is not run_once
+        "adaptive_batch": setup.run_passes is not run_once
         and "no rank can run its passes again by itself; leave it out",
         "recompute": isinstance(setup.recompute, BlockRecompute)
         and _no_recompute(setup.recompute, settings),
@@ -210,11 +210,11 @@ class StageWeightsSplit:
     def ordered(self) -> list[str]:
         return self.cut.ordered()
 
-    def told(self, mine: Any) -> list[Any]:
-        return self.cut.told(mine)
+    def all_gather_object(self, mine: Any) -> list[Any]:
+        return self.cut.all_gather_object(mine)
 
-    def brought(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self.cut.brought(mine)
+    def gather_to_rank0(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.cut.gather_to_rank0(mine)
 
 
 # The layout.
@@ -252,13 +252,13 @@ class Stages(StageWeightsSplit):
         shape, names = (self.data_size, self.settings.ranks), ("dp", "pp")
         return init_device_mesh(self._device.type, shape, mesh_dim_names=names)
 
-    def split(self, module: nn.Module) -> nn.Module:
-        return self.cut.split(module)
+    def apply_pipeline(self, module: nn.Module) -> nn.Module:
+        return self.cut.apply_pipeline(module)
 
-    def within(self, module: nn.Module) -> nn.Module:
+    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
         return module
 
-    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
+    def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         check_communication(communication, self.data_size)
         if self.data_size > 1:
             group = self.mesh.get_group("dp")
@@ -278,14 +278,14 @@ class Stages(StageWeightsSplit):
         """The tied weight among the true weights: itself, or its master."""
         return next((p for p in parameters if is_end(p)), None)
 
-    def sum(self, values: Tensor) -> Tensor:
-        return self.everywhere(values) / self.settings.ranks
+    def all_reduce_data(self, values: Tensor) -> Tensor:
+        return self.all_reduce_world(values) / self.settings.ranks
 
     def of_layers(self, values: Tensor) -> Tensor:
         """The sum over data ranks of what each rank knows of its own layers, 0 of the others'."""
-        return self.everywhere(values)
+        return self.all_reduce_world(values)
 
-    def everywhere(self, values: Tensor) -> Tensor:
+    def all_reduce_world(self, values: Tensor) -> Tensor:
         return sum_over_ranks(values)
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
@@ -363,10 +363,10 @@ class StagesInPieces(StageWeightsSplit):
         names = ("dp", "shard", "pp", "tp")
         return init_device_mesh(self._device.type, shape, mesh_dim_names=names)
 
-    def split(self, module: nn.Module) -> nn.Module:
-        return self.cut.split(module)
+    def apply_pipeline(self, module: nn.Module) -> nn.Module:
+        return self.cut.apply_pipeline(module)
 
-    def within(self, module: nn.Module) -> nn.Module:
+    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
         if self.sizes.tp == 1:
             return module
         refuse_other_code(self.cut.setup, "hybrid")
@@ -382,7 +382,7 @@ class StagesInPieces(StageWeightsSplit):
             raise InputError(f"hybrid: {error}") from error
         return module
 
-    def across(self, module: nn.Module, communication: Communication) -> nn.Module:
+    def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         if not isinstance(communication, NoCompression):
             raise InputError(
                 "plan: stages in pieces move their gradients in torch's own reduce-scatter, which "
@@ -414,21 +414,21 @@ class StagesInPieces(StageWeightsSplit):
         owners = self.weights.parameter_of
         return next((p for p in parameters if owners(p) is end.weight), None)
 
-    def sum(self, values: Tensor) -> Tensor:
-        return self.everywhere(values) / (self.settings.ranks * self.sizes.tp)
+    def all_reduce_data(self, values: Tensor) -> Tensor:
+        return self.all_reduce_world(values) / (self.settings.ranks * self.sizes.tp)
 
     def of_layers(self, values: Tensor) -> Tensor:
         """The sum over data ranks of what each rank knows of its own layers, 0 of the others'."""
-        return self.everywhere(values) / self.sizes.tp
+        return self.all_reduce_world(values) / self.sizes.tp
 
-    def everywhere(self, values: Tensor) -> Tensor:
+    def all_reduce_world(self, values: Tensor) -> Tensor:
         return sum_over_ranks(values)
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Each piece counts once among the ranks of its stage; a tied head where it embeds."""
         twice = None if self.cut.tied.counts else self.carrier(parameters)
         counted = [p for p in parameters if p is not twice]
-        return self.weights.norm(counted, self.size // self.settings.ranks, self.everywhere)
+        return self.weights.norm(counted, self.size // self.settings.ranks, self.all_reduce_world)
 
     @contextmanager
     def gather(self, model: nn.Module) -> Iterator[bool]:
@@ -440,9 +440,9 @@ class StagesInPieces(StageWeightsSplit):
             with self.cut.put_together() as first:
                 yield first
 
-    def whole_of(self, weight: Tensor, value: Tensor) -> Tensor:
+    def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
         """Whole on one rank of the stage; ``gather_state`` takes it to the first."""
-        return layout_dealt.whole_of("hybrid", self.weights, weight, value, self._keeps)
+        return layout_dealt.full_tensor("hybrid", self.weights, weight, value, self._keeps)
 
-    def part_of(self, weight: Tensor, whole: Tensor) -> Tensor:
-        return layout_dealt.part_of(self.weights, weight, whole)
+    def local_shard(self, weight: Tensor, whole: Tensor) -> Tensor:
+        return layout_dealt.local_shard(self.weights, weight, whole)

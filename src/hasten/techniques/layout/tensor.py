@@ -8,11 +8,11 @@ from functools import partial
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hasten.core.facts import Facts
+from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.models.memory import ADAMW_FLOAT32
 from hasten.parts.distributed.fsdp import Sharding
@@ -52,7 +52,7 @@ class TensorParallel(Technique):
         size = self.size or setup.facts.world.size
         cut(setup, MeshSizes(tp=size), self.name(), (self.sequence, self.parallel_loss))
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
         size = self.size or facts.world.size
         found = [*no_ranks(facts), *no_plan(facts, size)]
         if self.size is not None and self.size != facts.world.size:
@@ -62,14 +62,14 @@ class TensorParallel(Technique):
             )
         return tuple(found)
 
-    def forecast(self, facts: Facts) -> Forecast:
+    def forecast(self, facts: JobContext) -> Forecast:
         return forecast(facts, MeshSizes(tp=self.size or facts.world.size))
 
-    def probe(self, session: Session) -> Proof:
+    def check_effect(self, session: Session) -> EffectCheck:
         return proof(session)
 
 
-def no_plan(facts: Facts, size: int) -> tuple[str, ...]:
+def no_plan(facts: JobContext, size: int) -> tuple[str, ...]:
     """Why this model's layers can't be cut so often."""
     if size == 1:
         return ()
@@ -137,7 +137,7 @@ def _split(module: nn.Module, mesh: DeviceMesh, sequence: bool, parallel_loss: b
     return module
 
 
-def forecast(facts: Facts, sizes: MeshSizes) -> Forecast:
+def forecast(facts: JobContext, sizes: MeshSizes) -> Forecast:
     """Pieces of layers hold what shards do, save for what stays whole: routed experts, and of small
     things norms, routers, latents."""
     pieces = sizes.shard * sizes.tp
@@ -149,11 +149,11 @@ def forecast(facts: Facts, sizes: MeshSizes) -> Forecast:
     return Forecast(flops=1 / sizes.tp, resident_bytes=-gone)
 
 
-def proof(session: Session) -> Proof:
+def proof(session: Session) -> EffectCheck:
     layout, steps = session.setup.layout, session.progress.step
     if not isinstance(layout, MeshLayout):
-        return Proof(False, "one rank holds everything")
+        return EffectCheck(False, "one rank holds everything")
     held = sum(p.numel() for p in layout.weights.parameters())
     whole = sum(p.numel() for p in session.module.parameters() if p.requires_grad)
     said = f"{layout.sizes}: this rank holds {held:,} of {whole:,} trained weights; {steps} steps"
-    return Proof(steps > 0 and (held < whole or layout.sizes.dp > 1), said)
+    return EffectCheck(steps > 0 and (held < whole or layout.sizes.dp > 1), said)

@@ -651,7 +651,7 @@ class Update:
         found = [p for p in stages.parameters() if p.requires_grad]
         if [*map(id, found)] != [*map(id, self._parameters)]:
             self._parameters, self._marks = found, []
-            self._settle(asked or _has_optimizer(found), group)
+            self._commit_update(asked or _has_optimizer(found), group)
         elif (
             self._marks and self._marks == _marks(found) and any(p.grad is not None for p in found)
         ):
@@ -682,7 +682,7 @@ class Update:
         if self.optimizer is not None and self._state is not None:
             self.optimizer.load_state_dict(dict(self._state))
 
-    def _settle(self, taken: bool, group: dist.ProcessGroup | None) -> None:
+    def _commit_update(self, taken: bool, group: dist.ProcessGroup | None) -> None:
         if group is not None:  # all ranks do the same
             told: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(told, taken, group=group)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hasten.core.job import GlobalBatch, Schedule, Stop
-from hasten.core.job_record import check_same_job, job_record
+from hasten.core.resume_check import check_same_job, resume_check
 from hasten.core.plan import Plan
 from hasten.core.setup import Setup, prepare
 from hasten.core.technique import Technique
@@ -33,7 +33,7 @@ def setup_of(*plan: Technique, **changes: Any) -> Setup:
 
 
 def record(*plan: Technique, **changes: Any) -> dict[str, Any]:
-    return job_record(setup_of(*plan, **changes))
+    return resume_check(setup_of(*plan, **changes))
 
 
 def test_a_record_is_json_and_is_the_same_after_a_trip_to_disk() -> None:
@@ -141,10 +141,10 @@ def test_a_wire_may_go_where_one_rank_is_left_and_the_number_of_ranks_is_told() 
     setup = setup_of()
     setup.plan = Plan([TopK()])
     setup.facts = replace(setup.facts, world=World(size=2))
-    two = job_record(setup)
+    two = resume_check(setup)
     found = check_same_job(two, record(), step=1)
     assert found[0] == "ranks was 2 and is 1 now"
     assert found[1].startswith("plan: topk was on")
     setup.plan = Plan()
     with pytest.raises(InputError, match="plan: topk was on"):
-        check_same_job(two, job_record(setup), step=1)
+        check_same_job(two, resume_check(setup), step=1)

@@ -46,7 +46,7 @@ class ExampleStats:
 
 
 @dataclass(frozen=True)
-class Facts:
+class JobContext:
     """Everything a technique may decide from."""
 
     hardware: Hardware
@@ -64,6 +64,6 @@ class Facts:
         return dataclasses.asdict(self)
 
 
-def seen_at_start() -> Facts:
-    """Facts before the job is known."""
-    return Facts(hardware(), default_device(), world(), versions=versions())
+def seen_at_start() -> JobContext:
+    """JobContext before the job is known."""
+    return JobContext(hardware(), default_device(), world(), versions=versions())

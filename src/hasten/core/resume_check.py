@@ -28,7 +28,7 @@ SCHEDULE = {  # key -> field of Schedule
 COMPARED_STEPS = 10_000  # of two schedules at most, evenly spread
 
 
-def job_record(setup: Setup) -> dict[str, Any]:
+def resume_check(setup: Setup) -> dict[str, Any]:
     """Flat, under the recipe's keys; ``job.terms`` brings what only the job's maker knows."""
     job, schedule = setup.job, asdict(setup.job.schedule)
     found = {
@@ -58,7 +58,7 @@ def changes_since(meta: Mapping[str, Any], setup: Setup) -> list[str]:
     Raises:
         InputError: it may not.
     """
-    return check_same_job(meta["job"], job_record(setup), meta["progress"]["step"])
+    return check_same_job(meta["job"], resume_check(setup), meta["progress"]["step"])
 
 
 def check_same_job(saved: Mapping[str, Any], here: Mapping[str, Any], step: int) -> list[str]:
