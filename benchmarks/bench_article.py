@@ -102,7 +102,7 @@ def _figures(subject: Any, base: Variant, variant: Variant, design: dict[str, An
         [base, variant],
         title=variant.name,
         command="benchmarks/bench_article.py",
-        hardware={**asdict(subject.known.hardware), "device": subject.known.device},
+        hardware={**asdict(subject.context.hardware), "device": subject.context.device},
         versions={},
         recipe=subject.recipe.model_dump(mode="json"),
         design=design | {"ranks": ranks},

@@ -86,7 +86,7 @@ def measured(
     path = folder / "data" / "variants.yaml"
     path.write_text(recipe.to_yaml())
     plans = {variant: Plan(techniques) for variant, techniques in VARIANTS.items()}
-    with WorkerPool(folder / "data", subject.known.device) as pool:
+    with WorkerPool(folder / "data", subject.context.device) as pool:
         at = experiment_context(pool, lambda name: recipe_worker(subject, path, plans[name]))
         variants = measure_variants(at, plans, design).variants
     return [_row(name, variant, variants[0]) for variant in variants]

@@ -75,7 +75,7 @@ def main() -> None:
             speed = Turn(steps[asked.steps // 3 :]).rate
             return [ready - began, time.monotonic() - done, speed]
 
-        device = subject.known.device
+        device = subject.context.device
         with (
             WorkerPool(folder / "spawned", device) as spawning,
             WorkerPool(folder / "forked", device, fork=True, recipe=path) as forking,

@@ -99,7 +99,7 @@ def head_reason_of(row: Row) -> str:
     return plain_head_reason(skeleton) or ""
 
 
-def facts_of(row: Row, device: str, lengths: list[int]) -> JobContext:
+def context_of(row: Row, device: str, lengths: list[int]) -> JobContext:
     """What techniques are asked about before they run."""
     shape = row.shape
     model = ModelFacts(
@@ -122,10 +122,10 @@ class HastenVariant:
 
     def __init__(self, row: Row, choice: Choice, device: str, examples: list[TokenizedExample]) -> None:
         lengths = [r.length for r in examples]
-        known = facts_of(row, device, lengths)
+        context = context_of(row, device, lengths)
         asked = Plan(choice.techniques(row.batch))
-        self.left_out = unsupported_reasons(asked, known)
-        able = [t for t in asked if not t.unsupported_reasons(known)]
+        self.left_out = unsupported_reasons(asked, context)
+        able = [t for t in asked if not t.unsupported_reasons(context)]
         self.plan = Plan(able)
         job = Job(
             model=lambda: model_on(row, device, choice.weights),
@@ -140,7 +140,7 @@ class HastenVariant:
             batch=GlobalBatch(examples=row.batch),
             device=device,
         )
-        self.session: Session = assemble(prepare(job, self.plan, known))
+        self.session: Session = assemble(prepare(job, self.plan, context))
         self.session.setup.clock = clock_on(device)
         self.flops: ModelFlops = model_flops(self.session.model)
         self._steps = training(self.session)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu import results
-from gpu.measure import OutOfTimeError, config_of, facts_of, measure
+from gpu.measure import OutOfTimeError, config_of, context_of, measure
 from gpu.results import Found, write
 from gpu.rows import KERNELS, NAMES, ROWS, TESTS, Row, row_named
 from hasten.errors import InputError
@@ -192,7 +192,7 @@ def kernels(device: str, rehearsal: bool) -> Found:
     there = gpu_check.kernels_on(device)
     if rehearsal:  # a simulated device gives no numbers
         return {"status": "complete", "said": f"{len(there)} kernels to try", "verdicts": []}
-    sizes = gpu_check.sizes_of(facts_of(ROWS[0], device, [1]).model)
+    sizes = gpu_check.sizes_of(context_of(ROWS[0], device, [1]).model)
     verdicts = registry.figures_of(there, device, sizes, fresh=True).proofs
     good = sum(not verdict.failed for verdict in verdicts.values())
     return {

@@ -132,11 +132,11 @@ def session(variant: Variant, load: Load, world: World) -> Session:
         lengths=[load.tokens] * len(examples),
         batch=GlobalBatch(examples=ranks * load.examples),
     )
-    known = _facts(variant, load, world, len(examples))
+    context = _facts(variant, load, world, len(examples))
     plan = Plan([variant.layout] if variant.layout is not None else [])
-    if reasons := unsupported_reasons(plan, known):
+    if reasons := unsupported_reasons(plan, context):
         raise InputError(reasons[0])
-    return assemble(prepare(job, plan, known))
+    return assemble(prepare(job, plan, context))
 
 
 def _facts(variant: Variant, load: Load, world: World, examples: int) -> JobContext:

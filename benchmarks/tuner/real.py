@@ -171,7 +171,7 @@ def _doubled(subject: ExperimentSubject, budget: float, told: Told) -> dict[str,
     size = 1
     while (left := budget - (time.monotonic() - began)) > 0:
         plan = _cut(subject, size)
-        with WorkerPool(path.parent, subject.known.device) as pool:
+        with WorkerPool(path.parent, subject.context.device) as pool:
             worker = pool.start(recipe_worker(subject, path, plan), f"doubling-{size}")
             speed, why = _profiled(worker, left)
         rows.append({"micro_batch": min(size, whole), "tokens_per_second": speed, "why": why})

@@ -30,7 +30,7 @@ from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
-from hasten.recipe.build import facts_of, job_of
+from hasten.recipe.build import context_of, job_of
 from hasten.recipe.prepared_data import prepare_data
 from hasten.recipe.schema import recipe_from
 from hasten.techniques import CATALOGUE
@@ -86,24 +86,24 @@ def main(out: Path) -> None:
             "grid",
         )
         data = prepare_data(recipe, Path(folder) / "data")
-        known = facts_of(recipe, data)
-        shape = replace(known.model, parameters=10**6, hidden_size=128, layers=2, vocabulary=1024)
-        known = replace(known, model=shape)
-        found = plan_space(CATALOGUE, Plan(), known, BOUNDS, only=TUNED)
+        context = context_of(recipe, data)
+        shape = replace(context.model, parameters=10**6, hidden_size=128, layers=2, vocabulary=1024)
+        context = replace(context, model=shape)
+        found = plan_space(CATALOGUE, Plan(), context, BOUNDS, only=TUNED)
         points = found.space.points()
         print(f"{len(points)} points", flush=True)
 
         def session(point: tuple[int, ...]) -> Session:
             plan = found.plan(point)
-            job = job_of(recipe, data, known, plan)
+            job = job_of(recipe, data, context, plan)
             model = partial(small_model, 0, len(data.tokenizer))
-            return assemble(prepare(replace(job, model=model), plan, known, Path(folder)))
+            return assemble(prepare(replace(job, model=model), plan, context, Path(folder)))
 
         for rows in measured(points, session, found.space.start):
             for row in rows:
                 row["expected"] = round(found.gain(tuple(row["point"])), 5)
                 row["settings"] = found.space.settings(tuple(row["point"]))
-            write(out, found.space.dimensions, rows, known, time.monotonic() - began)
+            write(out, found.space.dimensions, rows, context, time.monotonic() - began)
 
 
 def measured(points: list[Any], build: Any, start: Any) -> Iterator[list[dict[str, Any]]]:

@@ -33,7 +33,7 @@ from hasten.report.page import render_markdown
 from hasten.report.schema import read_report
 from hasten.training.chosen_plan import TrainingSpeed
 from measure.machines import Machine, MadeUpLoad, measured_on
-from tiny import job_facts, language_job
+from tiny import job_context, language_job
 
 FEWER = {"max_examples": 300, "eval_data": 8.0, "vocabulary": 800, "global_batch_size": 8}
 PLAN = list(module.TECHNIQUES)
@@ -156,11 +156,11 @@ def test_the_model_follows_the_machine(tmp_path: Path, gpu_bytes: float, model: 
 
 
 def subject_on(tmp_path: Path, sets: tuple[str, ...], gpu: bool = False) -> ExperimentSubject:
-    known = job_facts(language_job())
+    context = job_context(language_job())
     gpus = (Accelerator("H100", int(80e9), "9.0"),) if gpu else ()
-    hardware = replace(known.hardware, instruction_sets=sets, system="Linux 6.1", accelerators=gpus)
-    known = replace(known, hardware=hardware, device="cuda:0" if gpu else "cpu")
-    return ExperimentSubject(module.recipe_for(tmp_path, 0), known, Plan(), "key")
+    hardware = replace(context.hardware, instruction_sets=sets, system="Linux 6.1", accelerators=gpus)
+    context = replace(context, hardware=hardware, device="cuda:0" if gpu else "cpu")
+    return ExperimentSubject(module.recipe_for(tmp_path, 0), context, Plan(), "key")
 
 
 def test_seven_rows_of_one_technique_each_whatever_the_processor_can(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_seven_rows_of_one_technique_each_whatever_the_processor_can(tmp_path: P
         counts = [len(plan) for plan in plans.values()]
         assert counts == list(range(7)), subject.plan
         assert subject.recipe.plan == [t.name() for t in subject.plan]
-        assert all(not t.unsupported_reasons(subject.known) for t in subject.plan)
+        assert all(not t.unsupported_reasons(subject.context) for t in subject.plan)
         assert bool(told) == ("bf16_master_weights" not in subject.recipe.plan)
     assert "bf16_master_weights can't work here, so prefetched is measured instead: " in (
         _told(tmp_path)

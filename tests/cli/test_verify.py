@@ -20,7 +20,7 @@ from hasten.measure.quality import runner
 from hasten.measure.quality.verification import tokens_of
 from hasten.measure.recipe_experiment import prepared
 from hasten.progress import Display, SilentProgress
-from hasten.recipe.build import facts_of
+from hasten.recipe.build import context_of
 from hasten.recipe.schema import load_recipe
 from hasten.techniques.loss import LabelledTokenLoss
 from sample_data import small
@@ -122,12 +122,12 @@ def test_what_can_not_be_proven_is_said_at_once(
 
 def test_a_training_with_a_seed_is_no_longer_than_the_recipe(tmp_path: Path) -> None:
     known = load_recipe(Path(recipe(tmp_path)))
-    facts = facts_of(known)
+    context = context_of(known)
     examples = ExampleStats(count=100, tokens=5000, longest=90)
-    facts = replace(facts, examples=examples)
-    assert tokens_of(known, facts) == 3 * 8 * 50
+    context = replace(context, examples=examples)
+    assert tokens_of(known, context) == 3 * 8 * 50
     longer = known.model_copy(update={"max_steps": 10_000})
-    assert tokens_of(longer, facts) == 50 * 8 * 50
+    assert tokens_of(longer, context) == 50 * 8 * 50
 
 
 def test_eval_data_records_that_are_trained_on_are_counted(tmp_path: Path) -> None:

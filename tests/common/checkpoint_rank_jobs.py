@@ -22,7 +22,7 @@ from hasten.machine.environment import World
 from hasten.parts.checkpoint import SmartCheckpointer
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.ddp import DDP
-from tiny import job_facts, language_job, examples
+from tiny import job_context, language_job, examples
 
 
 def saved_and_resumed(world: World) -> dict[str, Any]:
@@ -107,6 +107,6 @@ def _sharded(world: World) -> str:
 def _session(world: World, folder: str) -> Session:
     job = language_job(with_dropout, data=examples(21), batch=4, stop=Stop(epochs=2))
     plan = Plan((Checkpoints(3), DDP()))
-    session = assemble(prepare(job, plan, job_facts(job, world=world), Path(folder)))
+    session = assemble(prepare(job, plan, job_context(job, world=world), Path(folder)))
     random.seed(world.rank)
     return session

@@ -20,7 +20,7 @@ from hasten.techniques.batch import GradientAccumulation, AdaptiveBatch
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.communication.compress import Half, PowerSGD, Quantised, TopK
-from tiny import job_facts, language_job, examples, run, tiny_model
+from tiny import job_context, language_job, examples, run, tiny_model
 
 COMMUNICATIONS: tuple[Technique, ...] = (
     Half(minimum=0, check_every=1),
@@ -35,8 +35,8 @@ def session(
     world: World, *techniques: Technique, architecture: str = "llama", steps: int = 8
 ) -> Session:
     job = language_job(lambda: tiny_model(architecture), data=examples(16), steps=steps)
-    facts = job_facts(job, architecture, world)
-    return assemble(prepare(job, Plan((DDP(), *techniques)), facts))
+    context = job_context(job, architecture, world)
+    return assemble(prepare(job, Plan((DDP(), *techniques)), context))
 
 
 def weights(found: Session) -> list[float]:

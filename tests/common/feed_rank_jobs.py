@@ -16,7 +16,7 @@ from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.layout.ddp import DDP
-from tiny import job_facts, language_job, examples, tiny_model
+from tiny import job_context, language_job, examples, tiny_model
 
 
 def both_ways(world: World) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def with_dropout() -> nn.Module:
 def _session(world: World, *techniques: Technique) -> Session:
     job = language_job(with_dropout, data=examples(21), batch=4, stop=Stop(epochs=2))
     plan = Plan((*techniques, DDP()))
-    return assemble(prepare(job, plan, job_facts(job, world=world)))
+    return assemble(prepare(job, plan, job_context(job, world=world)))
 
 
 def _run(session: Session) -> list[Any]:

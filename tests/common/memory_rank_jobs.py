@@ -21,7 +21,7 @@ from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.precision import BF16MasterWeights
-from tiny import job_facts, language_job, examples, tiny_config
+from tiny import job_context, language_job, examples, tiny_config
 
 WIDTH, LAYERS, VOCABULARY = 128, 3, 1000
 ON_RANKS: dict[str, tuple[Technique, ...]] = {
@@ -54,14 +54,14 @@ def both(
     chosen = 2 if "v3" in architecture else 0
     size = ModelSize(count, active, WIDTH, LAYERS, VOCABULARY, chosen)
     job = language_job(lambda: model(architecture), data=examples(16, longest=90), steps=1)
-    known = job_facts(job, architecture, world)
+    context = job_context(job, architecture, world)
     shape = replace(
-        known.model, parameters=count, hidden_size=WIDTH, layers=LAYERS, vocabulary=VOCABULARY
+        context.model, parameters=count, hidden_size=WIDTH, layers=LAYERS, vocabulary=VOCABULARY
     )
-    known = replace(known, model=shape)
-    session = assemble(prepare(job, Plan(techniques), known))
+    context = replace(context, model=shape)
+    session = assemble(prepare(job, Plan(techniques), context))
     list(training(session))
-    needs = needs_of(size, known, Plan(techniques), largest_micro_batch(session.setup))
+    needs = needs_of(size, context, Plan(techniques), largest_micro_batch(session.setup))
     found: dict[str, Any] = memory_of(session)
     state = found["weights"] + found["gradients"] + found["optimizer"]
     return {

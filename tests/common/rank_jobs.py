@@ -22,7 +22,7 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
-from tiny import job_facts, language_job, examples, tiny_model
+from tiny import job_context, language_job, examples, tiny_model
 
 CASES: dict[str, tuple[Technique, ...]] = {
     "plain": (),
@@ -46,7 +46,7 @@ def job(case: str) -> Job:
 def session_on(world: World, case: str) -> Session:
     techniques = CASES[case] + ((DDP(),) if world.size > 1 else ())
     made = job(case)
-    return assemble(prepare(made, Plan(techniques), job_facts(made, world=world)))
+    return assemble(prepare(made, Plan(techniques), job_context(made, world=world)))
 
 
 def train_all(world: World) -> dict[str, Any]:

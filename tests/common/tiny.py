@@ -149,7 +149,7 @@ def language_job(
     return Job(**{**settings, **changes})
 
 
-def job_facts(job: Job, architecture: str = "llama", world: World | None = None) -> JobContext:
+def job_context(job: Job, architecture: str = "llama", world: World | None = None) -> JobContext:
     lengths = [int(n) for n in job.lengths]
     return JobContext(
         hardware=host.hardware(),
@@ -163,16 +163,16 @@ def job_facts(job: Job, architecture: str = "llama", world: World | None = None)
     )
 
 
-def able(known: JobContext) -> JobContext:
+def able(context: JobContext) -> JobContext:
     """The same on a processor that has bf16 products, whatever this one has."""
     sets = ("avx2", "avx512f", "avx512_bf16")
-    return replace(known, hardware=replace(known.hardware, instruction_sets=sets))
+    return replace(context, hardware=replace(context.hardware, instruction_sets=sets))
 
 
 def session_of(
     job: Job, *techniques: Technique, architecture: str = "llama", folder: Any = None
 ) -> Session:
-    return assemble(prepare(job, Plan(techniques), job_facts(job, architecture), folder))
+    return assemble(prepare(job, Plan(techniques), job_context(job, architecture), folder))
 
 
 def run(session: Session) -> list[StepMetrics]:

@@ -24,7 +24,7 @@ from hasten.core.step import training
 from hasten.machine.environment import World
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.layout.ddp import DDP
-from tiny import job_facts, language_job, examples
+from tiny import job_context, language_job, examples
 
 STEPS = 6
 
@@ -44,7 +44,7 @@ class BreaksOn(nn.Module):
 
 def session_on(world: World, breaks: bool = False) -> Session:
     job = language_job(steps=STEPS, data=examples(40), loss=lambda m: BreaksOn(m, breaks))
-    return assemble(prepare(job, Plan([DDP()]), job_facts(job, world=world)))
+    return assemble(prepare(job, Plan([DDP()]), job_context(job, world=world)))
 
 
 def flip(session: Session) -> None:

@@ -25,7 +25,7 @@ from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.communication.compress import Half, PowerSGD, Quantised, TopK
 from hasten.techniques.communication.local import LocalSteps, Stream
 from hasten.techniques.communication.topology import Hierarchical
-from tiny import job_facts, language_job, examples, run, tiny_config, tiny_model
+from tiny import job_context, language_job, examples, run, tiny_config, tiny_model
 
 COMMUNICATIONS: dict[str, Technique] = {
     "half": Half(minimum=0, check_every=1),
@@ -99,8 +99,8 @@ def session(world: World, communication: Technique, case: Case, steps: int | Non
     job = language_job(
         lambda: case.model(case.architecture), data=examples(16), steps=steps or case.steps
     )
-    facts = job_facts(job, case.architecture, world)
-    return assemble(prepare(job, Plan((DDP(), communication, *case.beside)), facts))
+    context = job_context(job, case.architecture, world)
+    return assemble(prepare(job, Plan((DDP(), communication, *case.beside)), context))
 
 
 def seen(world: World, communication: Technique, case: Case) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from hasten.integrations.checkpoints import keep_communication, take_communicati
 from hasten.machine.environment import World
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.communication.compress import TopK
-from tiny import VOCABULARY, job_facts, language_job, examples
+from tiny import VOCABULARY, job_context, language_job, examples
 
 GOLDEN = Path(__file__).with_name("golden") / "host"
 STEPS = 3
@@ -42,7 +42,7 @@ def small_model() -> nn.Module:
 def session(world: World) -> Session:
     job = language_job(small_model, data=examples(16), steps=8)
     plan = Plan((DDP(), TopK(0.1, dense_share=0.0, minimum=1)))
-    return assemble(prepare(job, plan, job_facts(job, "llama", world)))
+    return assemble(prepare(job, plan, job_context(job, "llama", world)))
 
 
 def made(world: World) -> Any:

@@ -40,7 +40,7 @@ from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from tiny import (
     ARCHITECTURES,
     NEWER,
-    job_facts,
+    job_context,
     language_job,
     examples,
     run,
@@ -134,7 +134,7 @@ def job(architecture: str, dtype: Any = torch.float32, **changes: Any) -> Job:
 
 def leave_out_what_cannot_run_here(technique: Technique, architecture: str) -> None:
     """Experts where there are none, kernels on a machine without a compiler, V4's own attention."""
-    reasons = technique.unsupported_reasons(job_facts(job(architecture), architecture))
+    reasons = technique.unsupported_reasons(job_context(job(architecture), architecture))
     if architecture == "deepseek_v4" and isinstance(technique, LoRA) and technique != LoRA():
         pytest.skip("V4's grouped projection takes an adapter on its bare weight alone")
     away = type(technique) in HOME or architecture == "deepseek_v4"
@@ -192,17 +192,17 @@ def test_it_round_trips_and_compares(technique: Technique) -> None:
 def test_what_it_says_of_itself_has_the_agreed_form(technique: Technique) -> None:
     home = HOME.get(type(technique), "llama")
     leave_out_what_cannot_run_here(technique, home)
-    known = job_facts(job("llama"), home)
+    context = job_context(job("llama"), home)
     assert isinstance(technique.fidelity, Fidelity)
-    assert isinstance(technique.forecast(known), Forecast)
+    assert isinstance(technique.forecast(context), Forecast)
     assert all(isinstance(c, Claim) and c.source and c.ratio > 0 for c in technique.claims)
-    assert technique.unsupported_reasons(known) == ()
-    assert all(isinstance(v, str) for v in technique.environment(known).values())
+    assert technique.unsupported_reasons(context) == ()
+    assert all(isinstance(v, str) for v in technique.environment(context).values())
 
 
 @instances
 def test_what_stands_in_its_way_is_a_sentence(technique: Technique) -> None:
-    hardware = job_facts(job("llama")).hardware
+    hardware = job_context(job("llama")).hardware
     strange = JobContext(hardware, model=ModelFacts("resnet", 1000))
     for reason in set(technique.unsupported_reasons(strange)) - {rowwise.library().reason}:
         assert len(reason.split()) > 4

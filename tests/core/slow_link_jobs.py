@@ -19,12 +19,12 @@ from hasten.core.step import training
 from hasten.launch.ranks import process_group
 from hasten.machine.environment import World
 from hasten.techniques.layout.ddp import DDP
-from tiny import job_facts, language_job
+from tiny import job_context, language_job
 
 
 def session_on(world: World) -> Session:
     job = language_job(steps=LOOK + 1)
-    return assemble(prepare(job, Plan((DDP(),)), job_facts(job, world=world)))
+    return assemble(prepare(job, Plan((DDP(),)), job_context(job, world=world)))
 
 
 def train(world: World) -> None:

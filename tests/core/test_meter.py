@@ -22,7 +22,7 @@ from hasten.models.flops import config_flops, model_flops
 from hasten.parts.data.collate import packed, padded
 from hasten.techniques import CATALOGUE
 from hasten.techniques.batch import GradientAccumulation
-from tiny import job_facts, language_job, examples, session_of, tiny_config, tiny_model
+from tiny import job_context, language_job, examples, session_of, tiny_config, tiny_model
 
 EDITS = {Slot.ROUTING, Slot.ATTENTION, Slot.LAYERS, Slot.LOSS, Slot.RECOMPUTE, Slot.COMPILE}
 EDITS |= {Slot.PRECISION, Slot.LAYOUT}
@@ -85,7 +85,7 @@ def test_no_technique_that_replaces_modules_changes_what_the_model_owes(
     kind: type[Technique], architecture: str
 ) -> None:
     job = language_job(partial(tiny_model, architecture))
-    if kind().unsupported_reasons(job_facts(job, architecture)):
+    if kind().unsupported_reasons(job_context(job, architecture)):
         pytest.skip("it can't work here")
     session = session_of(job, kind(), architecture=architecture)
     assert model_flops(session.model) == config_flops(tiny_config(architecture))
@@ -101,7 +101,7 @@ class TwoEqualRanks(OneProcess):
 
 
 def test_pairs_are_summed_over_ranks_like_every_other_count() -> None:
-    setup = prepare(job := language_job(steps=1), Plan(), job_facts(job))
+    setup = prepare(job := language_job(steps=1), Plan(), job_context(job))
     one = next(batches(assemble(setup))).counts
     two = next(batches(assemble(replace(setup, layout=TwoEqualRanks())))).counts
     assert one.pairs > one.tokens

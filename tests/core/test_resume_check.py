@@ -22,14 +22,14 @@ from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.optimizer import Muon
 from hasten.techniques.sampler import LengthGrouped
 from hasten.techniques.communication.compress import TopK
-from tiny import job_facts, language_job
+from tiny import job_context, language_job
 
 COSINE, WSD = Schedule("cosine", 2, 10), Schedule("wsd", 2, 10)
 
 
 def setup_of(*plan: Technique, **changes: Any) -> Setup:
     job = replace(language_job(), **changes)
-    return prepare(job, Plan(plan), job_facts(job), Path("nowhere"))
+    return prepare(job, Plan(plan), job_context(job), Path("nowhere"))
 
 
 def record(*plan: Technique, **changes: Any) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def test_a_setting_that_its_card_lets_change_may() -> None:
 def test_a_wire_may_go_where_one_rank_is_left_and_the_number_of_ranks_is_told() -> None:
     setup = setup_of()
     setup.plan = Plan([TopK()])
-    setup.facts = replace(setup.facts, world=World(size=2))
+    setup.context = replace(setup.context, world=World(size=2))
     two = resume_check(setup)
     found = check_same_job(two, record(), step=1)
     assert found[0] == "ranks was 2 and is 1 now"

@@ -18,7 +18,7 @@ from hasten.core.step import NotFiniteError, batches, train_step, training
 from hasten.errors import InputError
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
-from tiny import job_facts, language_job, examples, run, session_of, tiny_model
+from tiny import job_context, language_job, examples, run, session_of, tiny_model
 
 
 def reference(data: Any, step: list[int]) -> tuple[float, dict[str, Tensor]]:
@@ -185,13 +185,13 @@ def test_several_ranks_without_a_layout_are_refused() -> None:
     from hasten.machine.environment import World
 
     job = language_job()
-    known = job_facts(job, world=World(0, 0, 2))
+    context = job_context(job, world=World(0, 0, 2))
     with pytest.raises(InputError, match="add a layout technique"):
-        prepare(job, Plan(), known)
+        prepare(job, Plan(), context)
 
 
 def test_the_step_can_be_driven_by_hand() -> None:
-    session = assemble(prepare(language_job(steps=2), Plan(), job_facts(language_job())))
+    session = assemble(prepare(language_job(steps=2), Plan(), job_context(language_job())))
     losses = [train_step(session, batch, 0.0).loss for batch in batches(session)]
     assert len(losses) == 2
     assert losses == [m.loss for m in run(session_of(language_job(steps=2)))]

@@ -159,7 +159,7 @@ class Three:
 def test_of_three_replicas_the_one_that_differs_is_named() -> None:
     session = session_of(language_job(steps=1))
     session.setup.layout = Three()  # type: ignore[assignment]
-    session.setup.facts = replace(session.setup.facts, world=World(0, 0, 3))
+    session.setup.context = replace(session.setup.context, world=World(0, 0, 3))
     session.progress.step = 8
     with pytest.raises(ReplicasDifferError, match=r"of rank 2 differ .*step 8, first in") as told:
         compare_replicas(session, compared_at=4)

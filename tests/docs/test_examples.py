@@ -15,7 +15,7 @@ from hasten.data.corpus import Corpus, SplitSide
 from hasten.measure.choose import choose_by_forecast
 from hasten.models.presets import PRESETS
 from hasten.parts.kernels import rowwise
-from hasten.recipe.build import facts_of, plan_of
+from hasten.recipe.build import context_of, plan_of
 from hasten.recipe.prepared_data import prepare_data
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.training import run as run_module
@@ -65,7 +65,7 @@ def short(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
         changes["dataset"] = str(sums(folder / "sums.jsonl"))
     recipe = Recipe(**{**recipe.model_dump(), **changes})
     if recipe.auto_plan is not None:  # a race takes longer than all that is tested here
-        chosen = choose_by_forecast(recipe, facts_of(recipe), "the training is short").entries
+        chosen = choose_by_forecast(recipe, context_of(recipe), "the training is short").entries
         recipe = recipe.model_copy(update={"plan": chosen, "auto_plan": None})
     return recipe
 
@@ -94,12 +94,12 @@ def test_an_example_has_no_obstacle_as_it_stands(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = short(path, tmp_path, monkeypatch)
-    known = facts_of(recipe, prepare_data(recipe, tmp_path / "data"))
-    plan = plan_of(recipe, known)
+    context = context_of(recipe, prepare_data(recipe, tmp_path / "data"))
+    plan = plan_of(recipe, context)
     if rowwise.library().library is None:
         pytest.skip(rowwise.library().reason)
     assert len(plan) == len(recipe.plan) > 0
-    assert unsupported_reasons(plan, known) == []
+    assert unsupported_reasons(plan, context) == []
 
 
 @each

@@ -54,7 +54,7 @@ from hasten.parts.checkpoint import STATE, checkpoints
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.ddp import DDP
 from hasten.training.folder import LineFiles, keep_lines_until
-from tiny import job_facts, language_job, examples, tiny_model
+from tiny import job_context, language_job, examples, tiny_model
 
 gc.freeze()  # what is loaded: ranks look for garbage in what is their own
 HANG_SECONDS = 1.0
@@ -108,7 +108,7 @@ def session_in(folder: Path, steps: int, pause: float) -> Session:
     assert job.batch == GlobalBatch(examples=8)
     world = environment.world()
     plan = Plan([Checkpoints(interval=3), *([DDP()] if world.size > 1 else [])])
-    return assemble(prepare(job, plan, job_facts(job, world=world), folder / "checkpoints"))
+    return assemble(prepare(job, plan, job_context(job, world=world), folder / "checkpoints"))
 
 
 def train(

@@ -20,7 +20,7 @@ import hasten
 from hasten.core.context import ModelFacts, ExampleStats
 from hasten.errors import InputError
 from hasten.integrations import lightning as lightning_host
-from hasten.integrations.adapt import facts_of
+from hasten.integrations.adapt import context_of
 from hasten.integrations.batches import row_sizes
 from hasten.integrations.speed_up import WATCHED_STEPS, SpeedNote
 from hasten.integrations.transformers import TrainerTechniques
@@ -114,7 +114,7 @@ def kept_race(trainer: Trainer, folder: Path, **changes: Any) -> None:
     model: Any = trainer.model
     lengths, trained = row_sizes(trainer.train_dataset)
     examples = ExampleStats(len(lengths), sum(lengths), max(lengths), sum(trained) / sum(lengths))
-    known = replace(facts_of(model, "cpu"), examples=examples)
+    context = replace(context_of(model, "cpu"), examples=examples)
     entries: list[Any] = ["packed", "document_attention", "bf16_master_weights", "prefetched"]
     rows = [
         ChoiceRow("without bf16_master_weights", "not taken", "slower", span(0.5)),
@@ -128,9 +128,9 @@ def kept_race(trainer: Trainer, folder: Path, **changes: Any) -> None:
         gain=span(6.0),
         tokens_per_second=1200.0,
     )
-    known = replace(known, **changes.pop("known", {}))
+    context = replace(context, **changes.pop("known", {}))
     path = folder / f"{len(list(folder.glob('*')))}.json"
-    _remember(path, choice, known, AutoPlan(**changes))
+    _remember(path, choice, context, AutoPlan(**changes))
 
 
 def span(median: float) -> dict[str, float | None]:

@@ -21,7 +21,7 @@ from hasten.techniques.batch import AdaptiveBatch
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.communication.compress import TopK
-from tiny import job_facts, language_job, tiny_model
+from tiny import job_context, language_job, tiny_model
 
 PLANS: dict[str, tuple[Technique, ...]] = {
     "plain": (),
@@ -33,7 +33,7 @@ PLANS: dict[str, tuple[Technique, ...]] = {
 def profiled(world: World) -> dict[str, Any]:
     """The profile of a replicated toy job, and what each rank wrote."""
     job = language_job(steps=50)
-    session = assemble(prepare(job, Plan((DDP(),)), job_facts(job, world=world)))
+    session = assemble(prepare(job, Plan((DDP(),)), job_context(job, world=world)))
     with tempfile.TemporaryDirectory() as place:
         found = measure(session, 1, 3, Path(place))
         found["written"] = sorted(path.name for path in Path(place).iterdir())
@@ -46,8 +46,8 @@ def efficiencies(world: World) -> dict[str, Any]:
     for name, plan in PLANS.items():
         architecture = "deepseek_v3" if name == "routed" else "llama"
         job = language_job(partial(tiny_model, architecture), steps=6)
-        known = job_facts(job, architecture, world=world)
-        session = assemble(prepare(job, Plan((*plan, DDP())), known))
+        context = job_context(job, architecture, world=world)
+        session = assemble(prepare(job, Plan((*plan, DDP())), context))
         run: Any = training(session)
         next(run)
         before = replace(session.progress)

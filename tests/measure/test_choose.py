@@ -18,7 +18,7 @@ from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, EffectCheck, LiveSetting, Technique
 from hasten.errors import InputError
-from hasten.integrations.adapt import facts_of
+from hasten.integrations.adapt import context_of
 from hasten.machine import locks
 from hasten.machine.host import Accelerator
 from hasten.measure import choose as module
@@ -251,10 +251,10 @@ def test_a_choice_is_found_by_the_model_itself_as_another_trainer_has_it(
     subject = prepared(recipe, SilentProgress())
     assert subject.data is not None
     model = build_model(recipe, subject.data)
-    (kept,) = kept_choices(facts_of(model, "cpu"), tmp_path)
+    (kept,) = kept_choices(context_of(model, "cpu"), tmp_path)
     assert kept.choice == first
-    assert kept.examples == subject.known.examples
-    assert kept_choices(facts_of(model, "cuda:0"), tmp_path) == []
+    assert kept.examples == subject.context.examples
+    assert kept_choices(context_of(model, "cuda:0"), tmp_path) == []
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"date": 1}', '{"date": "", "choice": {}}'])
@@ -356,7 +356,7 @@ def test_every_candidate_has_its_reason(sums: dict[str, Any], tmp_path: Path) ->
 
 def test_only_the_allowed_fidelity_is_a_candidate(sums: dict[str, Any]) -> None:
     recipe = recipe_from(dict(sums), "a test")
-    known = build.facts_of(recipe)
+    known = build.context_of(recipe)
     for fidelity, allowed in (
         ("exact", {Fidelity.EXACT}),
         ("rounding", {Fidelity.EXACT, Fidelity.ROUNDING}),

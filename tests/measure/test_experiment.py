@@ -25,7 +25,7 @@ from hasten.techniques import CATALOGUE
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from simulation import IMPORTS, JOB, log
-from tiny import job_facts, language_job
+from tiny import job_context, language_job
 
 DESIGN = Design(rounds=4, steps=1, warmup=1)
 SPEEDS = {"packed": 1.5, "document_attention": 1.0, "labelled_token_loss": 1.2}
@@ -220,8 +220,8 @@ def test_the_names_are_where_the_articles_and_the_house_have_them() -> None:
 
 
 def test_variants_start_with_the_recipe_s_transport_as_a_training_does() -> None:
-    known = job_facts(language_job())
-    found = recipe_experiment.environment(Plan(()), known, {"GLOO_SOCKET_IFNAME": "eth0"})
+    context = job_context(language_job())
+    found = recipe_experiment.environment(Plan(()), context, {"GLOO_SOCKET_IFNAME": "eth0"})
     assert found == {"GLOO_SOCKET_IFNAME": "eth0"}
 
 

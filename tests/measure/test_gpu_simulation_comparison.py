@@ -26,7 +26,7 @@ from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
-from tiny import job_facts, language_job, session_of
+from tiny import job_context, language_job, session_of
 
 DEVICE = simulated_device("h100")
 STEPS = 6
@@ -151,8 +151,8 @@ def test_one_known_gpu_and_eager_code_are_compared(
     found = session()
     found.setup.plan = Plan(plan)
     gpu = host.Accelerator(name, 80 * 2**30, "9.0")
-    known = job_facts(language_job())
-    known = replace(known, device="cuda:0", world=World(size=ranks))
-    known = replace(known, hardware=replace(known.hardware, accelerators=(gpu,)))
-    assert (comparison_of(found, known, print) is not None) == there
-    assert comparison_of(found, replace(known, device="cpu"), print) is None
+    context = job_context(language_job())
+    context = replace(context, device="cuda:0", world=World(size=ranks))
+    context = replace(context, hardware=replace(context.hardware, accelerators=(gpu,)))
+    assert (comparison_of(found, context, print) is not None) == there
+    assert comparison_of(found, replace(context, device="cpu"), print) is None

@@ -18,7 +18,7 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.routing import BalancedRouting
-from tiny import job_facts, language_job, examples, tiny_model
+from tiny import job_context, language_job, examples, tiny_model
 
 
 def _given(architecture: str, thawed: bool) -> nn.Module:
@@ -43,8 +43,8 @@ def train_newest(world: World) -> dict[str, list[float]]:
         given = partial(_given, architecture, thawed="packed" not in case)
         job = language_job(given, data=data, batch=4)
         more = (DDP(),) if world.size > 1 else ()
-        known = job_facts(job, architecture, world=world)
-        session = assemble(prepare(job, Plan((*plan, *more)), known))
+        context = job_context(job, architecture, world=world)
+        session = assemble(prepare(job, Plan((*plan, *more)), context))
         found[case] = [metrics.loss for metrics in training(session)]
         session.finish()
     return found

@@ -30,7 +30,7 @@ from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.routing import BalancedRouting
 from models.newest_rank_jobs import train_newest
 from ranks import on_ranks
-from tiny import NEWER, job_facts, language_job, examples, session_of, tiny_config, tiny_model
+from tiny import NEWER, job_context, language_job, examples, session_of, tiny_config, tiny_model
 
 TOKENS = torch.arange(3, 43).view(2, 20)
 BALANCED, AHEAD = BalancedRouting(speed=0.01), MultiTokenPrediction()
@@ -136,12 +136,12 @@ def test_a_query_sees_top_k_keys_of_its_own_document() -> None:
 
 @pytest.mark.parametrize("architecture", NEWER)
 def test_what_is_not_proven_for_it_says_so(architecture: str) -> None:
-    known = job_facts(language_job(), architecture)
+    context = job_context(language_job(), architecture)
     every = (Packed(), DocumentAttention(), FusedLayers())
     if architecture == "deepseek_v4":
-        assert all(architecture in technique.unsupported_reasons(known)[0] for technique in every)
+        assert all(architecture in technique.unsupported_reasons(context)[0] for technique in every)
     else:
-        assert not any(technique.unsupported_reasons(known) for technique in every)
+        assert not any(technique.unsupported_reasons(context) for technique in every)
 
 
 @pytest.mark.parametrize("architecture", NEWER)

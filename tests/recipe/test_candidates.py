@@ -16,7 +16,7 @@ from hasten.machine.host import Accelerator
 from hasten.parts.kernels import registry
 from hasten.parts.kernels.registry import Verdict
 from hasten.parts.nn import fused_layers, kernel_variants
-from hasten.recipe.build import facts_of
+from hasten.recipe.build import context_of
 from hasten.recipe.candidates import candidates, first_plan, fitted_to_memory
 from hasten.recipe.schema import Recipe
 from hasten.techniques import layers, precision
@@ -37,7 +37,7 @@ def recipe(**changes: Any) -> Recipe:
 
 
 def facts(mean: int, longest: int) -> JobContext:
-    known: JobContext = facts_of(recipe())
+    known: JobContext = context_of(recipe())
     return replace(known, examples=ExampleStats(1000, 1000 * mean, longest, 0.5))
 
 
@@ -68,15 +68,15 @@ def test_bf16_is_a_candidate_by_its_measurement_whatever_the_flags(
     monkeypatch: pytest.MonkeyPatch, gain: Gain, chosen: bool, words: str, flags: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(precision, "bf16_gain", lambda device: gain)
-    known = facts(60, 400)
-    known = replace(
-        known, hardware=replace(known.hardware, accelerators=(), instruction_sets=flags)
+    context = facts(60, 400)
+    context = replace(
+        context, hardware=replace(context.hardware, accelerators=(), instruction_sets=flags)
     )
-    found = candidates(recipe(), known, "rounding")
+    found = candidates(recipe(), context, "rounding")
     (bf16,) = [c for c in found if c.technique.name() == "bf16_master_weights"]
     assert bf16.refused is gain.lost  # what is left open may be raced, but isn't begun with
     assert words in bf16.why
-    assert ("bf16_master_weights" in names(first_plan(found, Plan(), known))) is chosen
+    assert ("bf16_master_weights" in names(first_plan(found, Plan(), context))) is chosen
 
 
 @pytest.mark.parametrize(
@@ -159,17 +159,17 @@ def test_on_a_pretended_gpu_a_kernel_that_fails_its_first_use_is_left_out(
         failed = Verdict(failed="no kernel image is available for execution on the device")
         return {each.key: failed if each.own else Verdict(0, 1) for each in registry.variants()}
 
-    known = facts(60, 400)
+    context = facts(60, 400)
     gpu = Accelerator("a GPU", 80 * 10**9, "9.0")
-    known = replace(known, device="cuda:0", hardware=replace(known.hardware, accelerators=(gpu,)))
+    context = replace(context, device="cuda:0", hardware=replace(context.hardware, accelerators=(gpu,)))
     monkeypatch.setattr(fused_layers, "why_not", lambda device: "")
     monkeypatch.setattr(registry, "is_here", lambda device: True)
     monkeypatch.setattr(registry, "proofs_here", proofs)
-    found = {c.technique.name(): c for c in candidates(recipe(), known, "rounding")}
+    found = {c.technique.name(): c for c in candidates(recipe(), context, "rounding")}
     assert set(asked) == {"cuda:0"}
     assert found["fused_layers"].refused
     assert "can't be used: it can't run here: no kernel image" in found["fused_layers"].why
-    assert "fused_layers" not in names(first_plan(list(found.values()), Plan(), known))
+    assert "fused_layers" not in names(first_plan(list(found.values()), Plan(), context))
 
 
 def test_of_a_device_that_is_not_here_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,11 +82,11 @@ def test_auto_is_the_datasheet_of_a_known_gpu_times_their_number(tmp_path: Path)
 
 
 @pytest.mark.parametrize("known", [ON_CPU, on_gpu("NVIDIA H100 NVL")], ids=["cpu", "unknown gpu"])
-def test_auto_without_a_known_device_counts_flops_and_no_mfu(tmp_path: Path, known: JobContext) -> None:
-    meter = meter_of(recipe(tmp_path), known, tiny_model())
+def test_auto_without_a_known_device_counts_flops_and_no_mfu(tmp_path: Path, context: JobContext) -> None:
+    meter = meter_of(recipe(tmp_path), context, tiny_model())
     assert meter.per_token
     assert not meter.ceiling
-    assert mfu_words(recipe(tmp_path), known) is None
+    assert mfu_words(recipe(tmp_path), context) is None
 
 
 def test_a_model_that_is_not_counted_has_no_meter(tmp_path: Path) -> None:

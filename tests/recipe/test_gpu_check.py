@@ -30,7 +30,7 @@ from hasten.techniques import layers
 from interpreted_triton import round_as_a_gpu
 from ranks import on_ranks
 from sample_data import small
-from tiny import job_facts, language_job
+from tiny import job_context, language_job
 
 KERNELS = {kernel.key: kernel for kernel in registry.gpu_kernels()}
 HERE = [name for name in KERNELS if not name.startswith("liger")]
@@ -244,7 +244,7 @@ def on_a_gpu(child: Child, monkeypatch: pytest.MonkeyPatch) -> JobContext:
         return usual(names, SMALL, "cpu")
 
     monkeypatch.setattr(registry, "_in_children", on_the_processor)
-    return replace(job_facts(language_job()), device="cuda:1")
+    return replace(job_context(language_job()), device="cuda:1")
 
 
 @needs_triton

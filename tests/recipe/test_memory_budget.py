@@ -25,7 +25,7 @@ from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from memory_rank_jobs import ON_RANKS, both
 from ranks import on_ranks
-from tiny import job_facts, language_job, examples
+from tiny import job_context, language_job, examples
 
 PLANS: tuple[tuple[Technique, ...], ...] = (
     (),
@@ -82,9 +82,9 @@ def nothing_resident(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def setup_of(plan: Plan | None = None) -> Setup:
     job = language_job(data=examples(8))
-    known = job_facts(job)
-    known = replace(known, model=replace(known.model, parameters=10**9))
-    return prepare(job, plan or Plan(), known)
+    context = job_context(job)
+    context = replace(context, model=replace(context.model, parameters=10**9))
+    return prepare(job, plan or Plan(), context)
 
 
 RECIPE = Recipe(model="deepseek-llm-tiny", dataset="stdlib", max_steps=1, from_scratch=True)
@@ -156,7 +156,7 @@ def test_other_errors_stay_what_they_are() -> None:
 
 
 def test_a_tiny_run_says_so(tmp_path: Path) -> None:
-    assert memory_check.room_of(job_facts(language_job())) > 1e8
+    assert memory_check.room_of(job_context(language_job())) > 1e8
 
 
 @given(st.integers(0, 10**12), st.floats(-10, 10), st.floats(0, 1), st.integers(1, 64))

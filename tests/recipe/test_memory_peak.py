@@ -38,7 +38,7 @@ from hasten.techniques.layers import FusedLayers
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from simulated_recipes import MASTERS, simulated_recipe
-from tiny import COMMON, job_facts, language_job, examples
+from tiny import COMMON, job_context, language_job, examples
 
 WIDTH, INNER, LAYERS, VOCABULARY = 128, 344, 4, 2000
 WITHIN = 0.2
@@ -79,10 +79,10 @@ def model() -> Any:
     return hf.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
-def shaped(known: JobContext, built: Any) -> JobContext:
+def shaped(context: JobContext, built: Any) -> JobContext:
     count = sum(p.numel() for p in built.parameters())
     shape = replace(
-        known.model,
+        context.model,
         parameters=count,
         hidden_size=WIDTH,
         layers=LAYERS,
@@ -90,7 +90,7 @@ def shaped(known: JobContext, built: Any) -> JobContext:
         key_value_heads=4,
         vocabulary=VOCABULARY,
     )
-    return replace(known, model=shape)
+    return replace(context, model=shape)
 
 
 PLANS: dict[str, tuple[Technique, ...]] = {
@@ -111,21 +111,21 @@ def test_live_tensors_of_a_step_are_what_was_forecast(
     monkeypatch.setattr(memory_check, "HEAP_SPARE", 1.0)
     techniques, built = PLANS[name], model()
     job = language_job(lambda: built, data=examples(8, longest=400), steps=2)
-    known = shaped(job_facts(job), built)
-    if any(t.unsupported_reasons(known) for t in techniques):
+    context = shaped(job_context(job), built)
+    if any(t.unsupported_reasons(context) for t in techniques):
         pytest.skip("a technique of this plan can't run here")
     active = model_flops(built).per_token / 6
-    size = ModelSize(known.model.parameters, active, WIDTH, LAYERS, VOCABULARY)
+    size = ModelSize(context.model.parameters, active, WIDTH, LAYERS, VOCABULARY)
     plan = Plan(techniques)
-    setup = prepare(job, plan, known)
-    needs = needs_of(size, known, plan, largest_micro_batch(setup), one_pass(setup))
+    setup = prepare(job, plan, context)
+    needs = needs_of(size, context, plan, largest_micro_batch(setup), one_pass(setup))
     steps = training(assemble(setup))
     next(steps)
     tracker = LiveTensors()
     with tracker:
         next(steps)
     # Weights and moments were there before; where a step has several passes gradients are inside.
-    found = tracker.peak + 12 * known.model.parameters
+    found = tracker.peak + 12 * context.model.parameters
     assert needs.total - needs.overhead == pytest.approx(found, rel=WITHIN)
 
 

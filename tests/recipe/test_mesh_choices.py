@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hasten.machine.environment import World
 from hasten.recipe.build import mixed_layouts
-from tiny import job_facts, language_job
+from tiny import job_context, language_job
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
@@ -33,7 +33,7 @@ def test_four_ranks_are_dealt_out_in_every_way() -> None:
 def test_every_mixture_takes_all_ranks_and_comes_once(ranks: int) -> None:
     found = mixed_layouts(ranks)
     assert len(set(found)) == len(found)
-    facts = dataclasses.replace(job_facts(language_job()), world=World(size=ranks))
+    facts = dataclasses.replace(job_context(language_job()), world=World(size=ranks))
     for layout in found:
         s = layout.settings()
         assert s["dp"] * s["shard"] * s["tp"] * s["pp"] == ranks

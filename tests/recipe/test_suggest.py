@@ -68,10 +68,10 @@ def test_lora_is_chosen_where_all_weights_do_not_fit(
     tmp_path: Path, parameters: int, lora: bool
 ) -> None:
     recipe = Recipe(model="deepseek-llm-tiny", dataset="stdlib", max_steps=1)
-    known: JobContext = module.facts_of(recipe)
-    hardware = replace(known.hardware, accelerators=(), memory_limit_bytes=64 * 10**9)
-    known = replace(known, hardware=hardware, model=replace(known.model, parameters=parameters))
-    assert module._lora(known, fresh=False)[0] is lora
+    context: JobContext = module.context_of(recipe)
+    hardware = replace(context.hardware, accelerators=(), memory_limit_bytes=64 * 10**9)
+    context = replace(context, hardware=hardware, model=replace(context.model, parameters=parameters))
+    assert module._lora(context, fresh=False)[0] is lora
 
 
 def test_an_existing_file_is_left_alone(tmp_path: Path) -> None:

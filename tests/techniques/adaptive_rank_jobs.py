@@ -23,7 +23,7 @@ from hasten.techniques.batch import GradientAccumulation, AdaptiveBatch
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import BF16MasterWeights
-from tiny import job_facts, language_job, examples, tiny_model
+from tiny import job_context, language_job, examples, tiny_model
 
 # Where memory runs out, and which of the two ranks have to redo a step.
 PLACES = {
@@ -115,7 +115,7 @@ def _session(world: World, place: str, *techniques: Technique) -> Session:
     if "prefetched" in place:
         techniques = (*techniques, Prefetched())
     plan = Plan((*techniques, DDP(bucket_cap_mb=1)))
-    return assemble(prepare(job, plan, job_facts(job, world=world)))
+    return assemble(prepare(job, plan, job_context(job, world=world)))
 
 
 def _described(session: Session) -> dict[str, Any]:

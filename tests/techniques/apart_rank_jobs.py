@@ -27,7 +27,7 @@ from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.communication.local import LocalSteps, Stream
-from tiny import job_facts, language_job, examples, tiny_model
+from tiny import job_context, language_job, examples, tiny_model
 
 APART = Stream(fragments=2)
 
@@ -41,8 +41,8 @@ def job(architecture: str = "llama", **changes: Any) -> Job:
 def session_on(
     world: World, made: Job, *plan: Technique, architecture: str = "llama", folder: Any = None
 ) -> Session:
-    known = job_facts(made, architecture, world)
-    return assemble(prepare(made, Plan((DDP(), *plan)), known, folder))
+    context = job_context(made, architecture, world)
+    return assemble(prepare(made, Plan((DDP(), *plan)), context, folder))
 
 
 def weights(session: Session) -> Tensor:

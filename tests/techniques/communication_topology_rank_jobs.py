@@ -25,7 +25,7 @@ from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast
 from hasten.techniques.communication.topology import Hierarchical
-from tiny import job_facts, language_job, examples, tiny_model
+from tiny import job_context, language_job, examples, tiny_model
 
 CODED = Route("hierarchical", between="int4")
 
@@ -144,7 +144,7 @@ def sessions(world: World) -> dict[str, Any]:
 def _session(world: World, *techniques: Technique, steps: int = 8, batch: int = 8) -> Session:
     job = language_job(tiny_model, data=examples(64), batch=batch, steps=steps)
     plan = Plan((*techniques, DDP(bucket_cap_mb=1)))
-    return assemble(prepare(job, plan, job_facts(job, world=world)))
+    return assemble(prepare(job, plan, job_context(job, world=world)))
 
 
 def resumed(world: World) -> dict[str, Any]:

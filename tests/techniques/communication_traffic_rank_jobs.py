@@ -23,7 +23,7 @@ from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.communication.compress import Quantised
 from hasten.techniques.communication.local import LocalSteps, Stream
 from hasten.techniques.communication.topology import Hierarchical
-from tiny import job_facts, language_job, examples, run, tiny_model
+from tiny import job_context, language_job, examples, run, tiny_model
 
 NAP, STEPS = 0.1, 6
 PLANS: dict[str, tuple[Technique, ...]] = {
@@ -68,7 +68,7 @@ class Late(nn.Module):
 def session_on(world: World, *techniques: Technique, loss: Any = WholeLogitsLoss) -> Session:
     job = language_job(tiny_model, data=examples(32), steps=STEPS, loss=loss)
     plan = Plan((DDP(bucket_cap_mb=1), *techniques))
-    session = assemble(prepare(job, plan, job_facts(job, world=world)))
+    session = assemble(prepare(job, plan, job_context(job, world=world)))
     session.setup.clock = HostClock()
     return session
 
@@ -85,7 +85,7 @@ def told(world: World) -> dict[str, Any]:
     found["unclocked"] = _unclocked(world)
     job = language_job(tiny_model, data=examples(32), steps=2)
     plan = Plan((DDP(bucket_cap_mb=0),))
-    measured = assemble(prepare(job, plan, job_facts(job, world=world)))
+    measured = assemble(prepare(job, plan, job_context(job, world=world)))
     run(measured)
     found["buckets"] = DDP(bucket_cap_mb=0).check_effect(measured).evidence
     return found

@@ -30,7 +30,7 @@ from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.communication.compress import Half
-from tiny import job_facts, language_job, examples, tiny_model
+from tiny import job_context, language_job, examples, tiny_model
 
 STEPS = 5
 NORM = 0.05  # below every step's norm, so that clipping acts
@@ -88,7 +88,7 @@ def session_on(world: World, case: Case, size: int) -> Session:
     )
     alone = tuple(t for t in case.plan if not isinstance(t, Half)) if world.size == 1 else case.plan
     layout = (ExpertParallel(size=size),) if world.size > 1 else ()
-    return assemble(prepare(job, Plan((*alone, *layout)), job_facts(job, case.architecture, world)))
+    return assemble(prepare(job, Plan((*alone, *layout)), job_context(job, case.architecture, world)))
 
 
 def trained(session: Session) -> dict[str, Any]:

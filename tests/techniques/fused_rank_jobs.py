@@ -15,7 +15,7 @@ from hasten.machine.environment import World
 from hasten.techniques.collate import Packed
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.layout.ddp import DDP
-from tiny import job_facts, language_job, examples, tiny_model
+from tiny import job_context, language_job, examples, tiny_model
 
 CASES = {"llama": torch.float32, "deepseek_v3": torch.float32, "qwen2": torch.bfloat16}
 
@@ -32,8 +32,8 @@ def train_fused(world: World) -> dict[str, Any]:
             lr=1e-3,
         )
         techniques = (Packed(), FusedLayers(), *((DDP(),) if world.size > 1 else ()))
-        facts = job_facts(job, architecture, world)
-        session = assemble(prepare(job, Plan(techniques), facts))
+        context = job_context(job, architecture, world)
+        session = assemble(prepare(job, Plan(techniques), context))
         losses = [m.loss for m in training(session)]
         found[architecture] = {"losses": losses, "effective": FusedLayers().check_effect(session).effective}
     return found

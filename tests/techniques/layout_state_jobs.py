@@ -24,7 +24,7 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW
 from hasten.techniques.precision import BF16MasterWeights
 from techniques.expert_checkpoint_jobs import ALL, FIRST, apart, shared_folder, trained
-from tiny import job_facts, language_job, examples, tiny_config, tiny_model
+from tiny import job_context, language_job, examples, tiny_config, tiny_model
 
 CASES: dict[str, tuple[str, tuple[Technique, ...], Technique]] = {
     "fsdp2": ("llama", (), FSDP2()),
@@ -64,8 +64,8 @@ def session_on(
     )
     kept = () if folder is None else (Checkpoints(interval=FIRST),)
     own = (layout,) if world.size > 1 else ()
-    known = job_facts(job, "llama" if architecture == "tied" else architecture, world)
-    session = assemble(prepare(job, Plan((*plan, *kept, *own)), known, folder))
+    context = job_context(job, "llama" if architecture == "tied" else architecture, world)
+    session = assemble(prepare(job, Plan((*plan, *kept, *own)), context, folder))
     if folder is not None:
         session.setup.checkpoint.resume(session)
     return session

@@ -29,7 +29,7 @@ from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.communication.compress import Half, Quantised
 from pipeline_rank_jobs import language_model
-from tiny import job_facts, language_job, examples
+from tiny import job_context, language_job, examples
 
 STEPS = 5
 Case = tuple[str, bool, tuple[Technique, ...], dict[str, Any]]  # model, tied, plan, of the pipeline
@@ -108,7 +108,7 @@ def session_on(world: World, case: str) -> Session:
     else:
         plan = tuple(t for t in plan if t.slot is not Slot.COMMUNICATION)
     made = job(case)
-    return assemble(prepare(made, Plan(plan), job_facts(made, architecture, world=world)))
+    return assemble(prepare(made, Plan(plan), job_context(made, architecture, world=world)))
 
 
 def result(session: Session) -> dict[str, Any]:

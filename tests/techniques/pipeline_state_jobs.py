@@ -29,7 +29,7 @@ from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.communication.compress import Quantised
 from pipeline_rank_jobs import language_model
 from techniques.expert_checkpoint_jobs import ALL, FIRST, apart, biases, shared_folder
-from tiny import job_facts, language_job, examples
+from tiny import job_context, language_job, examples
 
 Case = tuple[str, bool, tuple[Technique, ...], Technique]  # model, tied, plan, layout
 CASES: dict[str, Case] = {
@@ -67,8 +67,8 @@ def session_on(
     job = language_job(built, data=examples(24), batch=4, stop=Stop(steps=steps), lr=1e-3)
     kept = () if folder is None else (Checkpoints(interval=FIRST),)
     ranks = ((layout or own),) if world.size > 1 else ()
-    known = job_facts(job, architecture, world)
-    session = assemble(prepare(job, Plan((*plan, *kept, *ranks)), known, folder))
+    context = job_context(job, architecture, world)
+    session = assemble(prepare(job, Plan((*plan, *kept, *ranks)), context, folder))
     if folder is not None:
         session.setup.checkpoint.resume(session)
     return session

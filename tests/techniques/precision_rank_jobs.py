@@ -13,7 +13,7 @@ from hasten.core.step import training
 from hasten.machine.environment import World
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast
-from tiny import job_facts, language_job, examples
+from tiny import job_context, language_job, examples
 
 OVERFLOWS = (0, 1, 4)  # steps
 
@@ -26,7 +26,7 @@ def overflowing(world: World) -> dict[str, Any]:
 def _run(world: World, where: str) -> dict[str, Any]:
     job = language_job(data=examples(24), batch=4, steps=6)
     plan = Plan([Autocast(dtype="fp16", growth_interval=2), DDP()])
-    setup = prepare(job, plan, job_facts(job, world=world))
+    setup = prepare(job, plan, job_context(job, world=world))
     held: list[Session] = []
     mine = world.rank == world.size - 1
 

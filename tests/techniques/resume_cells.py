@@ -35,7 +35,7 @@ from hasten.techniques.feed import Prefetched
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
-from tiny import VOCABULARY, job_facts, language_job
+from tiny import VOCABULARY, job_context, language_job
 
 COUNT, EPOCHS, STEP_RECORDS, STEP_TOKENS = 16, 2, 4, 90
 NAMES, WORDS = range(3, 3 + COUNT), 30  # names, and the first token that is none
@@ -144,7 +144,7 @@ def session_of(cell: Cell, world: World, folder: Path, seen: list[int]) -> Sessi
             Checkpoints(AT, compression=False),
         )
     )
-    return assemble(prepare(job, plan, job_facts(job, world=world), folder))
+    return assemble(prepare(job, plan, job_context(job, world=world), folder))
 
 
 def _stream(data: Sequence[TokenizedExample], world: World, source: str) -> Any:

@@ -16,7 +16,7 @@ from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.routing import BalancedRouting
-from tiny import job_facts, language_job, examples, tiny_model
+from tiny import job_context, language_job, examples, tiny_model
 
 CASES: dict[str, tuple[Technique, ...]] = {
     "deepseek_v3": (BalancedRouting(speed=0.01, sequence_loss=0.05),),
@@ -36,8 +36,8 @@ def session_on(world: World, case: str) -> Session:
         lambda: tiny_model(architecture), data=examples(9), batch=4, stop=Stop(epochs=1), lr=1e-3
     )
     techniques = CASES[case] + ((DDP(),) if world.size > 1 else ())
-    known = job_facts(job, architecture, world)
-    return assemble(prepare(job, Plan(techniques), known))
+    context = job_context(job, architecture, world)
+    return assemble(prepare(job, Plan(techniques), context))
 
 
 def train_all(world: World) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.communication.compress import Half, PowerSGD, Quantised, TopK
 from hasten.techniques.communication.local import LocalSteps
-from tiny import job_facts, language_job, examples, run, tiny_model
+from tiny import job_context, language_job, examples, run, tiny_model
 
 HALF = Half(minimum=0, check_every=1)
 INT8 = Quantised(minimum=0, check_every=1)
@@ -42,7 +42,7 @@ def session(
 ) -> Session:
     job = language_job(lambda: tiny_model(architecture), data=examples(16), steps=steps)
     plan = Plan((layout or FSDP2(), *techniques))
-    return assemble(prepare(job, plan, job_facts(job, architecture, world)))
+    return assemble(prepare(job, plan, job_context(job, architecture, world)))
 
 
 def seen(found: Session, communication: Technique) -> dict[str, Any]:

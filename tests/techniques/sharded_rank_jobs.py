@@ -33,7 +33,7 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
-from tiny import job_facts, language_job, examples, tiny_config, tiny_model
+from tiny import job_context, language_job, examples, tiny_config, tiny_model
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Case:
     def session(self, world: World, **changes: Any) -> Session:
         techniques = self.others + ((self.layout,) if world.size > 1 else ())
         job = self.job(**changes)
-        facts = job_facts(job, self.architecture, world=world)
-        return assemble(prepare(job, Plan(techniques), facts, Path("unused")))
+        context = job_context(job, self.architecture, world=world)
+        return assemble(prepare(job, Plan(techniques), context, Path("unused")))
 
 
 def outcome(session: Session, folder: Path | None = None) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def outcome(session: Session, folder: Path | None = None) -> dict[str, Any]:
     session.finish()
     weights: dict[str, Any] = {}
     with session.setup.layout.gather(session.model) as whole:
-        if whole and session.setup.facts.world.is_main:
+        if whole and session.setup.context.world.is_main:
             model: Any = session.model
             found = dict(model.named_parameters())
             if folder is not None:

@@ -15,7 +15,7 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
-from tiny import ARCHITECTURES, job_facts, language_job, run, session_of, tiny_model
+from tiny import ARCHITECTURES, job_context, language_job, run, session_of, tiny_model
 
 OTHERS: dict[str, tuple[Technique, ...]] = {
     "packed": (Packed(), DocumentAttention(), LabelledTokenLoss(chunk=16)),
@@ -50,21 +50,21 @@ def test_the_probe_tells_bytes_and_disturbs_nothing() -> None:
 
 
 def test_on_a_processor_there_is_nothing_to_move_to_the_host() -> None:
-    known = job_facts(language_job())
-    assert "in host memory already" in ActivationCheckpointing(offload=True).unsupported_reasons(known)[0]
-    on_gpu = dataclasses.replace(known, device="cuda:0")
+    context = job_context(language_job())
+    assert "in host memory already" in ActivationCheckpointing(offload=True).unsupported_reasons(context)[0]
+    on_gpu = dataclasses.replace(context, device="cuda:0")
     assert ActivationCheckpointing(offload=True).unsupported_reasons(on_gpu) == ()
 
 
 def test_more_segments_than_blocks_are_an_obstacle() -> None:
-    known = job_facts(language_job())
-    assert "has 2 blocks" in ActivationCheckpointing(segments=3).unsupported_reasons(known)[0]
+    context = job_context(language_job())
+    assert "has 2 blocks" in ActivationCheckpointing(segments=3).unsupported_reasons(context)[0]
 
 
 def test_the_forecast_counts_the_forward_pass_again() -> None:
-    known = job_facts(language_job())
-    assert ActivationCheckpointing().forecast(known).flops == pytest.approx(4 / 3)
-    assert ActivationCheckpointing(segments=2).forecast(known).flops == pytest.approx(1 + 1 / 6)
+    context = job_context(language_job())
+    assert ActivationCheckpointing().forecast(context).flops == pytest.approx(4 / 3)
+    assert ActivationCheckpointing(segments=2).forecast(context).flops == pytest.approx(1 + 1 / 6)
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

@@ -11,7 +11,7 @@ from hasten.machine.environment import World
 from hasten.techniques.communication.local import LocalSteps, Stream
 from ranks import on_ranks
 from techniques.apart_rank_jobs import COMPANY
-from tiny import job_facts, language_job
+from tiny import job_context, language_job
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +97,10 @@ def test_impossible_settings_are_refused(kind: Any, settings: dict[str, Any], wo
 
 
 def test_the_forecast_is_of_bytes_on_the_wire_and_of_the_anchor() -> None:
-    known = job_facts(language_job())
+    context = job_context(language_job())
     for world in (2, 8):  # float32 is summed in a ring, as gradients are
-        several = job_facts(language_job(), world=World(0, 0, world))
+        several = job_context(language_job(), world=World(0, 0, world))
         found = LocalSteps(every=10, codec="none").forecast(several)
         assert found.comm_bytes == pytest.approx(0.1)
-    assert Stream(fragments=4).forecast(known).comm_bytes == pytest.approx(0.0159, rel=0.02)
-    assert Stream().forecast(known).resident_bytes == 4 * known.model.parameters
+    assert Stream(fragments=4).forecast(context).comm_bytes == pytest.approx(0.0159, rel=0.02)
+    assert Stream().forecast(context).resident_bytes == 4 * context.model.parameters

@@ -14,7 +14,7 @@ from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.hierarchical import RoutedBuckets
 from hasten.techniques.communication.topology import Hierarchical
 from ranks import on_ranks
-from tiny import job_facts, language_job, tiny_model
+from tiny import job_context, language_job, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +90,9 @@ def test_only_codecs_are_lossy() -> None:
 
 
 def test_a_codec_foretells_what_it_sends() -> None:
-    known = job_facts(language_job(tiny_model), world=World(0, 0, 2))
-    assert Hierarchical().forecast(known).comm_bytes == 1
-    assert Hierarchical(between="int4").forecast(known).comm_bytes == pytest.approx(0.127, abs=1e-3)
+    context = job_context(language_job(tiny_model), world=World(0, 0, 2))
+    assert Hierarchical().forecast(context).comm_bytes == 1
+    assert Hierarchical(between="int4").forecast(context).comm_bytes == pytest.approx(0.127, abs=1e-3)
 
 
 @pytest.mark.parametrize(

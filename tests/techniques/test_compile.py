@@ -21,7 +21,7 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.compile import COMPILE_SECONDS, Compiled, seconds_expected
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
-from tiny import job_facts, language_job, run, session_of
+from tiny import job_context, language_job, run, session_of
 
 TRACED = Compiled(bucket=64, share=1.0, backend="aot_eager")
 PACKED = (Packed(), DocumentAttention())
@@ -38,13 +38,13 @@ def test_a_short_run_is_left_as_it_is_and_the_probe_says_why() -> None:
 
 def test_a_long_run_is_expected_to_take_long() -> None:
     job = language_job()
-    known = job_facts(job)
-    short = seconds_expected(job, known)
-    long = seconds_expected(language_job(stop=Stop(tokens=10**9)), known)
+    context = job_context(job)
+    short = seconds_expected(job, context)
+    long = seconds_expected(language_job(stop=Stop(tokens=10**9)), context)
     assert short is not None
     assert long is not None
     assert short < 10 * COMPILE_SECONDS < long
-    assert seconds_expected(job, JobContext(known.hardware)) is None
+    assert seconds_expected(job, JobContext(context.hardware)) is None
 
 
 @pytest.mark.parametrize(
@@ -82,25 +82,25 @@ def test_a_cache_that_others_may_write_to_is_an_obstacle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    known = job_facts(language_job())
+    context = job_context(language_job())
     tmp_path.chmod(0o700)
-    assert not any("TORCHINDUCTOR_CACHE_DIR" in r for r in Compiled().unsupported_reasons(known))
+    assert not any("TORCHINDUCTOR_CACHE_DIR" in r for r in Compiled().unsupported_reasons(context))
     tmp_path.chmod(0o707)
-    assert any("TORCHINDUCTOR_CACHE_DIR" in r for r in Compiled().unsupported_reasons(known))
+    assert any("TORCHINDUCTOR_CACHE_DIR" in r for r in Compiled().unsupported_reasons(context))
 
 
 def test_a_path_with_a_space_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's command has no quotes: the linker looks for half of the path."""
     monkeypatch.setattr(torch, "__path__", ["/opt/my programs/torch"])
-    found = Compiled().unsupported_reasons(job_facts(language_job()))
+    found = Compiled().unsupported_reasons(job_context(language_job()))
     assert any("/opt/my programs/torch" in reason for reason in found)
 
 
 def test_what_is_missing_to_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = job_facts(language_job())
+    context = job_context(language_job())
     graphs = Compiled(mode="reduce-overhead")
-    assert "CUDA graphs" in graphs.unsupported_reasons(known)[0]
+    assert "CUDA graphs" in graphs.unsupported_reasons(context)[0]
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert "C++ compiler" in Compiled().unsupported_reasons(known)[0]
-    one = dataclasses.replace(known.model, layers=1)
-    assert any("one block" in r for r in TRACED.unsupported_reasons(dataclasses.replace(known, model=one)))
+    assert "C++ compiler" in Compiled().unsupported_reasons(context)[0]
+    one = dataclasses.replace(context.model, layers=1)
+    assert any("one block" in r for r in TRACED.unsupported_reasons(dataclasses.replace(context, model=one)))

@@ -15,7 +15,7 @@ from hasten.techniques.layers import FusedLayers
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from ranks import on_ranks
 from techniques.fused_rank_jobs import CASES, train_fused
-from tiny import job_facts, language_job, examples, run, session_of
+from tiny import job_context, language_job, examples, run, session_of
 
 pytestmark = [
     pytest.mark.skipif(not rowwise.library().library, reason=rowwise.library().reason),
@@ -45,7 +45,7 @@ def test_recomputed_blocks_give_the_same_losses(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["gpt2", "mixtral"])
 def test_an_architecture_that_is_not_proven_is_an_obstacle(architecture: str) -> None:
-    (reason,) = FusedLayers().unsupported_reasons(job_facts(language_job(), architecture))
+    (reason,) = FusedLayers().unsupported_reasons(job_context(language_job(), architecture))
     assert f"not proven for the architecture {architecture}" in reason
 
 

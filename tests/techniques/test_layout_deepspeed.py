@@ -26,7 +26,7 @@ from hasten.techniques.precision import Autocast
 from hasten.techniques.communication.compress import TopK
 from ranks import on_ranks
 from techniques.zero_rank_jobs import CASES, train_all
-from tiny import job_facts, language_job, examples
+from tiny import job_context, language_job, examples
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is an extra: hasten[deepspeed]"
@@ -102,7 +102,7 @@ def test_what_deep_speed_decides_itself_is_refused_with_a_reason(
 ) -> None:
     job = language_job(data=examples(4))
     with pytest.raises(InputError, match=words):
-        prepare(job, Plan([technique, DeepSpeed()]), job_facts(job, world=TWO), tmp_path)
+        prepare(job, Plan([technique, DeepSpeed()]), job_context(job, world=TWO), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_config_that_contradicts_is_refused(
     file.write_text(json.dumps(config))
     job = language_job(data=examples(4))
     with pytest.raises(InputError, match=words):
-        prepare(job, Plan([DeepSpeed(config=str(file))]), job_facts(job, world=TWO))
+        prepare(job, Plan([DeepSpeed(config=str(file))]), job_context(job, world=TWO))
 
 
 @pytest.mark.parametrize(
@@ -152,22 +152,22 @@ def test_the_format_is_the_config_s_or_else_the_technique_s(
 def test_what_is_dealt_out_is_foretold_by_the_config_s_stage(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
-    facts = job_facts(language_job(data=examples(4)), world=TWO)
-    by_config = DeepSpeed(config=str(file)).forecast(facts)
-    assert by_config == DeepSpeed(stage=3).forecast(facts)
-    assert by_config != DeepSpeed().forecast(facts)
-    assert DeepSpeed(config=str(tmp_path / "none")).forecast(facts) == DeepSpeed().forecast(facts)
+    context = job_context(language_job(data=examples(4)), world=TWO)
+    by_config = DeepSpeed(config=str(file)).forecast(context)
+    assert by_config == DeepSpeed(stage=3).forecast(context)
+    assert by_config != DeepSpeed().forecast(context)
+    assert DeepSpeed(config=str(tmp_path / "none")).forecast(context) == DeepSpeed().forecast(context)
 
 
 def test_it_stands_aside_on_one_rank() -> None:
     job = language_job(data=examples(4))
-    assert prepare(job, Plan([DeepSpeed()]), job_facts(job)).layout.size == 1
+    assert prepare(job, Plan([DeepSpeed()]), job_context(job)).layout.size == 1
 
 
 def test_a_missing_package_or_compiler_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    known = replace(job_facts(language_job(data=examples(4))))
+    known = replace(job_context(language_job(data=examples(4))))
     monkeypatch.setattr(deepspeed_engine.util, "find_spec", lambda name: None)
     assert "pip install 'deepspeed>=0.19,<0.20' ninja" in DeepSpeed().unsupported_reasons(known)[0]
     monkeypatch.setattr(deepspeed_engine.util, "find_spec", lambda name: object())

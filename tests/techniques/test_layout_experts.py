@@ -19,7 +19,7 @@ from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.communication.local import LocalSteps
 from ranks import on_ranks
 from techniques.expert_session_jobs import CASES
-from tiny import job_facts, language_job, run, session_of, tiny_model
+from tiny import job_context, language_job, run, session_of, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def facts_on(ranks: int, architecture: str = "deepseek_v3") -> JobContext:
-    return job_facts(language_job(), architecture, World(0, 0, ranks))
+    return job_context(language_job(), architecture, World(0, 0, ranks))
 
 
 def check(ranks: list[Any]) -> None:
@@ -84,9 +84,9 @@ def test_alone_it_changes_nothing_and_says_so() -> None:
     ],
 )
 def test_what_stands_in_its_way_is_one_sentence(
-    technique: Technique, facts: JobContext, words: str
+    technique: Technique, context: JobContext, words: str
 ) -> None:
-    (reason,) = technique.unsupported_reasons(facts)
+    (reason,) = technique.unsupported_reasons(context)
     assert reason.startswith(words)
 
 

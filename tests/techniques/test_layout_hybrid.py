@@ -19,7 +19,7 @@ from hasten.techniques.layout.tensor import TensorParallel
 from ranks import on_ranks
 from techniques.hybrid_rank_jobs import CASES, REFUSED, on_four
 from techniques.sharded_rank_jobs import Case, outcome
-from tiny import job_facts, language_job
+from tiny import job_context, language_job
 
 # Routers and DeepSeek V2's rotary embedding compute in float32 whatever the model's format is.
 CLOSE, CLOSE_EXPERTS = 1e-12, 1e-5
@@ -101,20 +101,20 @@ def test_experts_are_on_the_device_before_their_copies_are_made_alike(
 def test_what_cannot_work_is_said_in_one_sentence(
     technique: Technique, size: int, architecture: str, says: str
 ) -> None:
-    facts = job_facts(language_job(), architecture, World(size=size))
-    assert any(says in reason for reason in technique.unsupported_reasons(facts))
+    context = job_context(language_job(), architecture, World(size=size))
+    assert any(says in reason for reason in technique.unsupported_reasons(context))
 
 
 def test_a_product_takes_the_memory_of_a_piece_of_a_stage() -> None:
-    facts = job_facts(language_job(), world=World(size=4))
-    whole = 16 * facts.model.parameters
-    assert Hybrid(pp=2, shard=2).forecast(facts).resident_bytes == pytest.approx(-0.75 * whole)
-    assert Hybrid(pp=2, dp=2).forecast(facts).resident_bytes == pytest.approx(-0.5 * whole)
+    context = job_context(language_job(), world=World(size=4))
+    whole = 16 * context.model.parameters
+    assert Hybrid(pp=2, shard=2).forecast(context).resident_bytes == pytest.approx(-0.75 * whole)
+    assert Hybrid(pp=2, dp=2).forecast(context).resident_bytes == pytest.approx(-0.5 * whole)
 
 
 def test_experts_and_what_lies_beside_them_are_counted_each_by_its_own_cut() -> None:
     """Tensor parallelism cuts no routed expert, and shards beside experts hold no expert."""
-    known = job_facts(language_job(), "deepseek_v3", World(size=4))
+    known = job_context(language_job(), "deepseek_v3", World(size=4))
     facts = replace(known, model=replace(known.model, parameters=10**9))
     experts = routed(facts)
     rest = 10**9 - experts
@@ -129,4 +129,4 @@ def test_experts_and_what_lies_beside_them_are_counted_each_by_its_own_cut() -> 
     ):
         assert layout.forecast(facts).resident_bytes == pytest.approx(-16 * gone, rel=1e-9)
     assert ExpertParallel(size=2).forecast(replace(facts, world=World())).resident_bytes == 0
-    assert routed(job_facts(language_job())) == 0
+    assert routed(job_context(language_job())) == 0

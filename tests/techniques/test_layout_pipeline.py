@@ -28,7 +28,7 @@ from hasten.techniques.communication.compress import Half, Quantised
 from hasten.techniques.communication.local import LocalSteps
 from ranks import on_ranks
 from techniques.pipeline_session_jobs import ON_TWO, ROUGH, TWO_PIPELINES, loaded, train_all
-from tiny import job_facts, language_job, run, session_of
+from tiny import job_context, language_job, run, session_of
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +133,10 @@ def test_on_one_rank_it_is_one_process() -> None:
 def test_what_cannot_work_on_a_job_is_said_in_one_sentence(
     technique: Pipeline, size: int, architecture: str, said: str
 ) -> None:
-    facts = job_facts(language_job(), architecture, World(0, 0, size))
-    reasons = technique.unsupported_reasons(facts)
+    context = job_context(language_job(), architecture, World(0, 0, size))
+    reasons = technique.unsupported_reasons(context)
     assert any(said in reason for reason in reasons)
-    assert Pipeline(stages=2).unsupported_reasons(job_facts(language_job(), world=World(0, 0, 4))) == ()
+    assert Pipeline(stages=2).unsupported_reasons(job_context(language_job(), world=World(0, 0, 4))) == ()
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -173,14 +173,14 @@ def test_techniques_that_reach_into_passes_are_refused_by_name(
     other: Technique, settings: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     job = language_job()
-    setup = prepare(job, Plan([other]), job_facts(job), tmp_path)
+    setup = prepare(job, Plan([other]), job_context(job), tmp_path)
     with pytest.raises(InputError, match=f"{other.name()} doesn't work under pipeline.*{said}"):
         check_company(setup, PipelineSettings(**{"schedule": "1f1b", "ranks": 2, **settings}))
 
 
 def test_a_loss_that_holds_no_language_model_is_refused_with_advice() -> None:
     job, no_group = language_job(), cast(Any, None)
-    setup = prepare(job, Plan([]), job_facts(job))
+    setup = prepare(job, Plan([]), job_context(job))
     cut = Cut(setup, PipelineSettings("1f1b", 2), 0, True, no_group)
     with pytest.raises(InputError, match=r"Linear isn't a loss around .*take ddp or fsdp2"):
         cut.split(nn.Linear(2, 2))
@@ -188,7 +188,7 @@ def test_a_loss_that_holds_no_language_model_is_refused_with_advice() -> None:
 
 def communication_of(technique: Technique) -> Any:
     job = language_job()
-    return prepare(job, Plan([technique, DDP()]), job_facts(job, world=World(0, 0, 4))).communication
+    return prepare(job, Plan([technique, DDP()]), job_context(job, world=World(0, 0, 4))).communication
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_wire_that_cannot_carry_copies_of_stages_is_refused(
 
 def test_ranks_left_over_are_refused() -> None:
     job = language_job()
-    odd = prepare(job, Plan([]), job_facts(job))
-    odd.facts = job_facts(job, world=World(0, 0, 3))
+    odd = prepare(job, Plan([]), job_context(job))
+    odd.context = job_context(job, world=World(0, 0, 3))
     with pytest.raises(InputError, match="make nproc a multiple of stages"):
         Stages(odd, PipelineSettings("1f1b", 2))

@@ -21,7 +21,7 @@ from techniques.sharded_rank_jobs import (
     outcome,
     sharded,
 )
-from tiny import job_facts
+from tiny import job_context
 
 # Of float32 and less; elsewhere all is float64, save for what a router computes in float32.
 TOLERANCE = {"half a format": 2e-2, "recomputed, averaged": 2e-5, "adapters, own kernels": 2e-5}
@@ -85,18 +85,18 @@ def test_four_ranks_hold_a_quarter_and_two_copies_a_half(tmp_path: Path) -> None
 
 
 def test_ranks_that_cannot_be_dealt_into_copies_are_an_obstacle() -> None:
-    facts = job_facts(Case(FSDP2()).job(), world=World(size=3))
-    (reason,) = FSDP2(replicas=2).unsupported_reasons(facts)
+    context = job_context(Case(FSDP2()).job(), world=World(size=3))
+    (reason,) = FSDP2(replicas=2).unsupported_reasons(context)
     assert "3 ranks can't be dealt into 2 copies" in reason
-    assert "leave offload out" in FSDP2(offload=True).unsupported_reasons(facts)[0]
+    assert "leave offload out" in FSDP2(offload=True).unsupported_reasons(context)[0]
     with pytest.raises(ValueError, match="at least 1"):
         FSDP2(replicas=0)
 
 
 def test_what_is_offloaded_takes_nothing_of_the_device() -> None:
-    facts = job_facts(Case(FSDP2()).job(), world=World(size=2))
-    whole = 16 * facts.model.parameters
-    on_gpu = replace(facts, device="cuda")
+    context = job_context(Case(FSDP2()).job(), world=World(size=2))
+    whole = 16 * context.model.parameters
+    on_gpu = replace(context, device="cuda")
     assert FSDP2().forecast(on_gpu).resident_bytes == -whole / 2
     assert FSDP2(offload=True).forecast(on_gpu).resident_bytes == -whole
 
@@ -104,7 +104,7 @@ def test_what_is_offloaded_takes_nothing_of_the_device() -> None:
 def test_one_rank_needs_no_pieces() -> None:
     session = Case(FSDP2()).session(World())
     assert not FSDP2().check_effect(session).effective
-    assert FSDP2().forecast(session.setup.facts).comm_bytes == 1.0
+    assert FSDP2().forecast(session.setup.context).comm_bytes == 1.0
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from techniques.tensor_rank_jobs import (
     reference,
     uneven,
 )
-from tiny import job_facts
+from tiny import job_context
 
 # Routers and DeepSeek V2's rotary embedding compute in float32 whatever the model's format is.
 CLOSE, CLOSE_EXPERTS, CLOSE_SINGLE = 1e-12, 1e-5, 1e-4
@@ -118,7 +118,7 @@ def test_what_cannot_be_cut_is_refused_on_every_rank(two: list[Any]) -> None:
 
 
 def known(world: int, heads: int = 4, architecture: str = "llama") -> JobContext:
-    found = job_facts(Case(TensorParallel()).job(), architecture, World(size=world))
+    found = job_context(Case(TensorParallel()).job(), architecture, World(size=world))
     model = replace(found.model, heads=heads, key_value_heads=2)
     return replace(found, model=model)
 
@@ -136,9 +136,9 @@ def known(world: int, heads: int = 4, architecture: str = "llama") -> JobContext
     ],
 )
 def test_what_cannot_be_cut_is_said_in_one_sentence(
-    technique: Technique, facts: JobContext, says: str
+    technique: Technique, context: JobContext, says: str
 ) -> None:
-    reasons = technique.unsupported_reasons(facts)
+    reasons = technique.unsupported_reasons(context)
     assert says in reasons[0]
     assert ". " not in reasons[0]
 

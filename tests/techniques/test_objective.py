@@ -26,7 +26,7 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from ranks import on_ranks
-from tiny import job_facts, language_job, examples, run, session_of
+from tiny import job_context, language_job, examples, run, session_of
 
 PLAN: tuple[Technique, ...] = (Packed(), DocumentAttention(), LabelledTokenLoss(chunk=64))
 AHEAD = MultiTokenPrediction(depth=2)
@@ -115,7 +115,7 @@ def test_two_ranks_have_the_losses_of_one(tmp_path: Path) -> None:
 
 
 def test_where_it_cannot_work_it_says_so() -> None:
-    job, known = language_job(), job_facts(language_job())
+    job, known = language_job(), job_context(language_job())
     setup = prepare(job, Plan([AHEAD]), known)
     setup.layout = type("Parts", (), {"whole": False})()
     with pytest.raises(InputError, match="take ddp"):
@@ -135,11 +135,11 @@ def test_where_it_cannot_work_it_says_so() -> None:
 
 
 def test_its_forecast_grows_with_depth_and_is_none_without_weight() -> None:
-    known = job_facts(language_job())
-    one, two = (MultiTokenPrediction(depth=d).forecast(known) for d in (1, 2))
+    context = job_context(language_job())
+    one, two = (MultiTokenPrediction(depth=d).forecast(context) for d in (1, 2))
     assert 1 < one.flops < two.flops
     assert 2 * one.resident_bytes == pytest.approx(two.resident_bytes)
-    assert MultiTokenPrediction(weight=0).forecast(known).flops == 1
-    session = assemble(prepare(language_job(), Plan([AHEAD]), known))
+    assert MultiTokenPrediction(weight=0).forecast(context).flops == 1
+    session = assemble(prepare(language_job(), Plan([AHEAD]), context))
     owned = sum(p.numel() for n, p in session.loss_module.named_parameters() if "ahead." in n)
     assert owned > 0

@@ -28,7 +28,7 @@ from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.training.run import train
 from sample_data import small
-from tiny import job_facts, language_job, run, session_of, tiny_model
+from tiny import job_context, language_job, run, session_of, tiny_model
 
 NEW: tuple[Technique, ...] = (CompactAdamW(), CompactAdamW("int8"), Muon(), WeightAverage(0.9))
 each = pytest.mark.parametrize("technique", NEW, ids=str)
@@ -79,7 +79,7 @@ def test_one_pass_on_a_gpu_takes_triton(device: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     adamw._why_no_triton.cache_clear()
-    known = replace(job_facts(language_job()), device=device)
+    known = replace(job_context(language_job()), device=device)
     try:
         if device == "mps":
             (reason,) = FusedAdamW().unsupported_reasons(known)

@@ -25,14 +25,14 @@ from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
 from ranks import on_ranks
-from tiny import ARCHITECTURES, job_facts, language_job, run, session_of, tiny_model
+from tiny import ARCHITECTURES, job_context, language_job, run, session_of, tiny_model
 
 FP16 = Autocast(dtype="fp16")
 
 
 def facts(**hardware: Any) -> JobContext:
-    known = job_facts(language_job())
-    return dataclasses.replace(known, hardware=dataclasses.replace(known.hardware, **hardware))
+    context = job_context(language_job())
+    return dataclasses.replace(context, hardware=dataclasses.replace(context.hardware, **hardware))
 
 
 def poisoned(session: Any, steps: range, loss: bool = False) -> Any:

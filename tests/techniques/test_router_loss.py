@@ -28,7 +28,7 @@ from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.routing import RealTokens
-from tiny import COMMON, job_facts, language_job, examples, run
+from tiny import COMMON, job_context, language_job, examples, run
 
 DATA = examples(8, seed=5)
 ASKED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -47,8 +47,8 @@ def model(seed: int = 0) -> Any:
 
 
 def facts(job: Any) -> JobContext:
-    known = job_facts(job, "qwen3_moe")
-    return replace(known, model=replace(known.model, experts=4, router_loss=True))
+    context = job_context(job, "qwen3_moe")
+    return replace(context, model=replace(context.model, experts=4, router_loss=True))
 
 
 def one_step(*techniques: Technique) -> tuple[StepMetrics, dict[str, Tensor]]:

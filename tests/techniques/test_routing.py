@@ -28,7 +28,7 @@ from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.routing import BalancedRouting
 from ranks import on_ranks
 from techniques.routing_rank_jobs import CASES, train_all
-from tiny import COMMON, MLA, job_facts, language_job, run, session_of, tiny_model
+from tiny import COMMON, MLA, job_context, language_job, run, session_of, tiny_model
 
 V3 = "deepseek_v3"
 FAST = BalancedRouting(speed=0.02, sequence_loss=0.0)
@@ -166,11 +166,11 @@ def test_metrics_name_the_load_only_where_it_is_counted() -> None:
 
 def test_what_stands_in_the_way_is_said() -> None:
     job = language_job()
-    assert "no routers" in BalancedRouting().unsupported_reasons(job_facts(job))[0]
-    v2 = job_facts(job, "deepseek_v2")
+    assert "no routers" in BalancedRouting().unsupported_reasons(job_context(job))[0]
+    v2 = job_context(job, "deepseek_v2")
     assert "give speed: 0" in BalancedRouting().unsupported_reasons(v2)[0]
     assert BalancedRouting(speed=0.0).unsupported_reasons(v2) == ()
-    assert "no experts in llama" in ExpertsImplementation().unsupported_reasons(job_facts(job))[0]
+    assert "no experts in llama" in ExpertsImplementation().unsupported_reasons(job_context(job))[0]
     with pytest.raises(InputError, match="an adapter's files have no place"):
         v3(FAST, LoRA())
 

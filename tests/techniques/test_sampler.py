@@ -23,7 +23,7 @@ from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
-from tiny import job_facts, language_job, examples, run, session_of
+from tiny import job_context, language_job, examples, run, session_of
 
 DATA = examples(60)
 TOKENS = sum(r.length for r in DATA)
@@ -32,7 +32,7 @@ TOKENS = sum(r.length for r in DATA)
 def sampler(technique: Technique, world: World | None = None, **changes: Any) -> Any:
     job = language_job(data=DATA, **changes)
     below = (DDP(),) if world else ()
-    return prepare(job, Plan([technique, *below]), job_facts(job, world=world)).sampler
+    return prepare(job, Plan([technique, *below]), job_context(job, world=world)).sampler
 
 
 def test_each_packed_row_is_a_micro_batch_of_its_own() -> None:
@@ -67,7 +67,7 @@ def test_rows_of_a_step_follow_the_global_batch() -> None:
     by_records = sampler(PackedEpoch(row_tokens=64), batch=8)
     assert len(DATA) / len(list(by_records.steps(0))) == pytest.approx(8, rel=0.25)
     job = replace(language_job(data=DATA), batch=GlobalBatch(None, 200))
-    by_tokens: Any = prepare(job, Plan([PackedEpoch(row_tokens=64)]), job_facts(job)).sampler
+    by_tokens: Any = prepare(job, Plan([PackedEpoch(row_tokens=64)]), job_context(job)).sampler
     assert by_tokens.rows_per_step == 200 // 64
     sizes = [r.length for r in DATA]
     assert all(sum(sizes[i] for i in step) <= 200 for step in by_tokens.steps(0))
@@ -82,13 +82,13 @@ def test_a_row_never_takes_more_than_a_step() -> None:
 def test_a_row_that_cannot_hold_the_longest_record_is_named_before_anything_runs() -> None:
     technique = PackedEpoch(row_tokens=30)
     job = language_job(data=DATA)
-    assert "at least 38" in technique.unsupported_reasons(job_facts(job))[0]
+    assert "at least 38" in technique.unsupported_reasons(job_context(job))[0]
     with pytest.raises(InputError, match="row_tokens=30 can't hold the longest example of 38"):
-        prepare(job, Plan([technique]), job_facts(job))
+        prepare(job, Plan([technique]), job_context(job))
 
 
 def test_records_without_lengths_are_an_obstacle_and_unknown_records_are_none() -> None:
-    hardware = job_facts(language_job()).hardware
+    hardware = job_context(language_job()).hardware
     for technique in (PackedEpoch(), LengthGrouped()):
         assert technique.unsupported_reasons(JobContext(hardware)) == ()
         (reason,) = technique.unsupported_reasons(JobContext(hardware, examples=ExampleStats(count=9)))

@@ -24,7 +24,7 @@ from hasten.techniques.layout.deepspeed import DeepSpeed
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
 from memory_rank_jobs import model as larger
-from tiny import job_facts, language_job, examples, tiny_config, tiny_model
+from tiny import job_context, language_job, examples, tiny_config, tiny_model
 
 NO_BUCKET = 10_000  # elements: smaller than the model, so that several leave
 # name -> zero_optimization, architecture, techniques beside it
@@ -80,8 +80,8 @@ def session_on(world: World, case: str, **changes: Any) -> Session:
         techniques = (*techniques, DeepSpeed(config=str(file)))
     settings = {"batch": 4, "stop": Stop(steps=5), "max_grad_norm": 0.3, "lr": 1e-3, **changes}
     job = language_job(lambda: model_of(architecture), data=examples(9), **settings)
-    known = job_facts(job, architecture, world)
-    return assemble(prepare(job, Plan(techniques), known))
+    context = job_context(job, architecture, world)
+    return assemble(prepare(job, Plan(techniques), context))
 
 
 def train_all(world: World) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def held(world: World) -> dict[str, Any]:
     for name, layout in layouts.items():
         before, seen = _alive(), []
         job = language_job(lambda: larger("llama"), data=examples(9), batch=4, steps=3)
-        session = assemble(prepare(job, Plan([layout]), job_facts(job, world=world)))
+        session = assemble(prepare(job, Plan([layout]), job_context(job, world=world)))
         update = session.engine.update
 
         def watched(factor: float, update: Any = update, seen: list[int] = seen) -> None:

@@ -309,7 +309,7 @@ def test_a_row_of_experts_is_known_to_have_them() -> None:
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
     plain = replace(SMOKE, architecture="llama", shape=shape)
     mixed = replace(SMOKE, architecture="deepseek_v2", shape={**shape, "n_routed_experts": 8})
-    assert measure.facts_of(plain, "cpu", [3]).model.experts == 0
-    known = measure.facts_of(mixed, "cpu", [3])
+    assert measure.context_of(plain, "cpu", [3]).model.experts == 0
+    known = measure.context_of(mixed, "cpu", [3])
     assert known.model.experts == 8
     assert not ExpertsImplementation("grouped_mm").unsupported_reasons(known)

@@ -164,7 +164,7 @@ def test_ranks_take_the_same_decisions_by_the_mean_of_their_clocks() -> None:
             return found
 
         setup = runs[rank].session.setup
-        setup.facts.world = World(rank=rank, size=2)
+        setup.context.world = World(rank=rank, size=2)
         setup.rank_sync.sum = setup.layout.all_reduce_world = total
 
     for rank in (0, 1):

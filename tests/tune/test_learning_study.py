@@ -90,7 +90,7 @@ def test_a_training_that_ends_by_tokens_has_the_steps_of_its_own_order(folder: P
     found = RecipeTrainings(given)
     recipe = found.recipe_at(found.space.point({"global_batch_size": 2}))
     prepared_data = prepare_data(recipe, folder / "data")
-    here = job_of(recipe, prepared_data, given.known, given.plan).schedule.total_steps
+    here = job_of(recipe, prepared_data, given.context, given.plan).schedule.total_steps
     assert found._steps_of(recipe) == here
     assert here > found._steps_of(given.recipe)
 

@@ -16,10 +16,10 @@ from hasten.machine.environment import World
 from hasten.recipe.build import mixed_layouts
 from hasten.recipe.shorthands import catalogue
 from hasten.tune.space import NONE, Dimension, Space, plan_space, values_of
-from tiny import able, job_facts, language_job
+from tiny import able, job_context, language_job
 from tune.simulated import of_values
 
-FACTS = able(job_facts(language_job()))
+FACTS = able(job_context(language_job()))
 NESTED = Space(
     (
         Dimension("way", ("none", "graph")),

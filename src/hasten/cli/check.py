@@ -133,30 +133,30 @@ def _kernels(checks: _Checks) -> None:
     checks.note("kernels", words, "warn" if lacking else "ok")
 
 
-def _gpu(known: JobContext, checks: _Checks) -> None:
+def _gpu(context: JobContext, checks: _Checks) -> None:
     """The GPU's kernels, each tried on small inputs; what was refused before is tried again."""
     from hasten.machine import host
     from hasten.recipe.gpu_check import check_kernels
 
-    found = check_kernels(known, lambda text: checks.note("gpu kernels", text, "warn"), again=True)
+    found = check_kernels(context, lambda text: checks.note("gpu kernels", text, "warn"), again=True)
     good = [name for name, verdict in found.items() if not verdict.fault]
     if good:
-        where = host.accelerator_words(known.device)
+        where = host.accelerator_words(context.device)
         checks.note("gpu kernels", f"agree with float64 on {where}: {', '.join(good)}")
     if unsteady := [name for name in good if not found[name].repeats]:
         checks.note("gpu kernels", f"give other bits each time: {', '.join(unsteady)}", "warn")
 
 
 def _model(recipe: Recipe, data: PreparedData | None) -> tuple[str, JobContext]:
-    from hasten.recipe.build import facts_of
+    from hasten.recipe.build import context_of
 
-    known = facts_of(recipe, data)
-    model = known.model
+    context = context_of(recipe, data)
+    model = context.model
     text = (
         f"{recipe.model}: {model.architecture}, {model.layers} layers, "
-        f"{model.parameters / 1e6:,.1f} M parameters, on {known.device}"
+        f"{model.parameters / 1e6:,.1f} M parameters, on {context.device}"
     )
-    return text, known
+    return text, context
 
 
 def _weights(recipe: Recipe) -> tuple[str, list[str]]:
@@ -211,26 +211,26 @@ def _sources(recipe: Recipe, data: PreparedData, checks: _Checks) -> None:
         checks.note("long", f"{note.long:,} examples are longer than {fate}", "warn")
 
 
-def _space(recipe: Recipe, known: JobContext) -> tuple[str, None]:
+def _space(recipe: Recipe, context: JobContext) -> tuple[str, None]:
     from hasten.recipe.prepare import check_space
 
-    check_space(Path(recipe.output), known)
+    check_space(Path(recipe.output), context)
     return "room for the run", None
 
 
-def _batch(recipe: Recipe, data: PreparedData, known: JobContext, plan: Plan) -> tuple[str, None]:
+def _batch(recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan) -> tuple[str, None]:
     from hasten.recipe.build import batch_of, check_batch_of_ranks, job_of
 
     examples = data.example_stats
-    ranks = max(recipe.nproc, known.world.size)
+    ranks = max(recipe.nproc, context.world.size)
     check_batch_of_ranks(recipe, ranks, examples.tokens / max(examples.count, 1))
-    job = job_of(recipe, data, known, plan)
+    job = job_of(recipe, data, context, plan)
     batch = batch_of(recipe)
     unit = f"{batch.examples} examples" if batch.examples else f"{batch.tokens:,} tokens"
     return f"{unit} a step, {job.schedule.total_steps:,} steps", None
 
 
-def _memory(recipe: Recipe, data: PreparedData, known: JobContext, plan: Plan) -> tuple[str, None]:
+def _memory(recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan) -> tuple[str, None]:
     """What a rank will need; ranks of one machine share its memory."""
     from hasten.core.setup import prepare
     from hasten.recipe.build import job_of
@@ -238,40 +238,40 @@ def _memory(recipe: Recipe, data: PreparedData, known: JobContext, plan: Plan) -
     from hasten.techniques.layout.ddp import DDP
 
     if recipe.nproc > 1:
-        known = replace(known, world=World(size=recipe.nproc))
+        context = replace(context, world=World(size=recipe.nproc))
         plan = plan if Slot.LAYOUT in plan else plan.with_(DDP())
-    job = job_of(recipe, data, known, plan)
-    text, _ = memory_words(recipe, prepare(job, plan, known, Path(recipe.output) / "checkpoints"))
+    job = job_of(recipe, data, context, plan)
+    text, _ = memory_words(recipe, prepare(job, plan, context, Path(recipe.output) / "checkpoints"))
     return text, None
 
 
-def _ceiling(recipe: Recipe, known: JobContext) -> tuple[str, None]:
+def _ceiling(recipe: Recipe, context: JobContext) -> tuple[str, None]:
     from hasten.recipe.peak_flops import ceiling_of
 
-    found = ceiling_of(recipe, known)
+    found = ceiling_of(recipe, context)
     if found is not None:
         return f"MFU of {found.source}", None
     later = recipe.ceiling == "measure"
     return "measured before the first step" if later else "none is known: no MFU", None
 
 
-def _plan(recipe: Recipe, known: JobContext) -> tuple[str, Plan]:
+def _plan(recipe: Recipe, context: JobContext) -> tuple[str, Plan]:
     from hasten.recipe.build import requested_plan
     from hasten.recipe.candidates import candidates, first_plan
 
     plan = requested_plan(recipe)
     if recipe.auto_plan is None:
         return str(plan), plan
-    plan = first_plan(candidates(recipe, known, recipe.auto_plan.fidelity), plan, known)
+    plan = first_plan(candidates(recipe, context, recipe.auto_plan.fidelity), plan, context)
     return f"auto, which begins with {plan} (hasten train --choose-only shows its choice)", plan
 
 
-def _techniques(recipe: Recipe, known: JobContext, checks: _Checks) -> Plan | None:
+def _techniques(recipe: Recipe, context: JobContext, checks: _Checks) -> Plan | None:
     """The plan that a run would use; None where a technique stands in its way."""
-    plan: Plan | None = checks.run("plan", lambda: _plan(recipe, known))
+    plan: Plan | None = checks.run("plan", lambda: _plan(recipe, context))
     usable = plan
     for technique in plan or ():
-        reasons = technique.unsupported_reasons(known)
+        reasons = technique.unsupported_reasons(context)
         skipped = bool(reasons) and recipe.on_obstacle == "skip"
         idle = "" if reasons else _idle(technique, recipe)
         words = "; ".join(reasons) or idle or f"{technique.slot.value}: no obstacle"

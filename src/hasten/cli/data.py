@@ -58,7 +58,7 @@ def stats(
 ) -> None:
     """Show lengths, trained share, duplicates, padding and packing of a recipe's data."""
     from hasten.data.statistics import layout_advice, layouts, statistics_of
-    from hasten.recipe.build import DEFAULT_BATCH, facts_of
+    from hasten.recipe.build import DEFAULT_BATCH, context_of
     from hasten.recipe.candidates import first_plan_sentence
     from hasten.recipe.schema import load_recipe
     from hasten.report.data_page import write_page
@@ -81,7 +81,7 @@ def stats(
         return
     _print(found)
     _print_layouts(ways, chosen)
-    print(first_plan_sentence(recipe, facts_of(recipe, data)))
+    print(first_plan_sentence(recipe, context_of(recipe, data)))
     if html is not None:
         print(f"\nwritten: {html}")
 

@@ -276,7 +276,7 @@ def with_usable_techniques(
     from hasten.recipe.shorthands import catalogue
 
     kinds = {kind.name(): kind for kind in catalogue()}
-    known, wanted = subject.known, (*TECHNIQUES, *SPARES)
+    known, wanted = subject.context, (*TECHNIQUES, *SPARES)
     refused = {name: why[0] for name in wanted if (why := kinds[name]().unsupported_reasons(known))}
     names = [name for name in wanted if name not in refused][: len(TECHNIQUES)]
     spares = [name for name in names if name in SPARES]
@@ -422,7 +422,7 @@ def _verified(subject: ExperimentSubject, progress: PhasedProgress, clock: _Cloc
         return {"verification": [_not_tested(t.name()) for t in subject.plan], "invariance": []}
     progress.show("each technique against a reference, on this job", 0.0)
     design = VerificationDesign(budget_seconds=left)
-    recipe, known, plan = subject.recipe, subject.known, subject.plan
+    recipe, known, plan = subject.recipe, subject.context, subject.plan
     return verified(recipe, known, plan, subject.data_key, design, lambda text: None, fresh=False)
 
 
@@ -576,7 +576,7 @@ def _show_training(
 
 def _writer(summary: Mapping[str, Any], subject: ExperimentSubject) -> str:
     """What to expect of the model's text."""
-    parameters = subject.known.model.parameters
+    parameters = subject.context.model.parameters
     usual = TOKENS_PER_PARAMETER * parameters
     return (
         f"{parameters / 1e6:,.1f} M parameters after {summary['tokens']:,} tokens from random "

@@ -48,26 +48,26 @@ def bench(
     from hasten.progress import Display
     from hasten.recipe.peak_flops import device_name, write_rates
 
-    known = _on(device, facts.seen_at_start())
+    context = _on(device, facts.seen_at_start())
     if not (1 <= seconds <= LONGEST or (seconds == 0 and json_out is None)):
         raise InputError(
             f"--seconds is {seconds:g}; give 1 to {LONGEST:g}, or 0 without --json for no ceilings"
         )
     try:
-        formats = checked_dtypes(known.device, dtype)
+        formats = checked_dtypes(context.device, dtype)
     except ValueError as error:
         raise InputError(f"--dtype: {error}") from error
     writable("--json", json_out)
-    show_kernels(registry.figures_here(known.device, fresh))
+    show_kernels(registry.figures_here(context.device, fresh))
     if not seconds:
         return
     with Display() as display:
         rates = measure(
-            known.device,
-            device_name(known),
+            context.device,
+            device_name(context),
             formats,
             seconds,
-            known.hardware.memory_limit_bytes,
+            context.hardware.memory_limit_bytes,
             display.show,
         )
     show(rates)

@@ -51,7 +51,7 @@ def profile(
     with Display() as display:
         tell = display.tell if environment.world().is_main else lambda text: None
         prepared = prepare_run(recipe, tell)
-        known, plan = prepared.known, prepared.plan
+        known, plan = prepared.context, prepared.plan
         display.begin()
         show = display.show if known.world.is_main else lambda text, share: None
         with process_group(known.world, known.device):
@@ -73,7 +73,7 @@ def _measured(prepared: PreparedJob, steps: int, show: Any) -> dict[str, Any]:
     from hasten.measure.profile import measure
     from hasten.recipe.peak_flops import meter_of
 
-    recipe, known = prepared.recipe, prepared.known
+    recipe, known = prepared.recipe, prepared.context
     output = Path(recipe.output)
     scratch = output / SCRATCH
     host.reset_memory_peak(known.device)
@@ -94,7 +94,7 @@ def _long_enough(recipe: Recipe, steps: int) -> Recipe:
     return recipe.model_copy(update={"max_steps": needed, "epochs": None, "max_tokens": None})
 
 
-def _origin(recipe: Recipe, known: JobContext, plan: Plan, path: Path) -> dict[str, Any]:
+def _origin(recipe: Recipe, context: JobContext, plan: Plan, path: Path) -> dict[str, Any]:
     """What was profiled, where and when."""
     from hasten.recipe.peak_flops import mfu_words
 
@@ -105,9 +105,9 @@ def _origin(recipe: Recipe, known: JobContext, plan: Plan, path: Path) -> dict[s
         "command": command_line(),
         "plan": plan.to_list(),
         "recipe": recipe.model_dump(mode="json"),
-        "hardware": {**asdict(known.hardware), "device": known.device},
-        "usable_cores": known.hardware.usable_cores if not known.on_gpu else None,
-        "versions": dict(known.versions),
-        "world_size": known.world.size,
-        "mfu_of": mfu_words(recipe, known),
+        "hardware": {**asdict(context.hardware), "device": context.device},
+        "usable_cores": context.hardware.usable_cores if not context.on_gpu else None,
+        "versions": dict(context.versions),
+        "world_size": context.world.size,
+        "mfu_of": mfu_words(recipe, context),
     }

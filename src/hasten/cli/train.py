@@ -190,7 +190,7 @@ class StepLine:
 
     def start(self, session: Session) -> None:
         self._steps = session.setup.job.schedule.total_steps
-        self._devices = session.setup.facts.world.size
+        self._devices = session.setup.context.world.size
         self._began = time.perf_counter()
         self._display.begin()
 
@@ -230,7 +230,7 @@ def as_ranks(
     with Display() as display:
         line = StepLine(display, recipe)
         prepared = prepare_run(recipe, display.tell, line.tokenising, recipe.nproc, held)
-        known, plan = prepared.known, prepared.plan
+        known, plan = prepared.context, prepared.plan
     resolved = output / "data" / f"ranks-{command}.yaml"
     resolved.write_text(recipe.to_yaml())
     count, cores = recipe.nproc, host.usable_cores()
@@ -254,7 +254,7 @@ def as_supervised_ranks(recipe: Recipe, held: ExitStack) -> int:
     with Display() as display:
         line = StepLine(display, recipe)
         prepared = prepare_run(recipe, display.tell, line.tokenising, recipe.nproc, held)
-        known, plan = prepared.known, prepared.plan
+        known, plan = prepared.context, prepared.plan
         if Slot.CHECKPOINT not in plan:
             display.tell("max_restarts: the plan writes no checkpoints, so a restart begins anew")
         moves = recipe.resume == "never"

@@ -124,7 +124,7 @@ def tune(
             design = VerificationDesign(seeds=seeds)
             shown = subject.recipe.model_copy(update={"plan": plan.to_list()})
             found = verified(
-                shown, subject.known, plan, subject.data_key, design, display.tell, fresh
+                shown, subject.context, plan, subject.data_key, design, display.tell, fresh
             )
             return objections(found)
 

@@ -52,7 +52,7 @@ def verification(
     design = VerificationDesign(seeds=seeds, tokens=tokens, margin=margin, budget_seconds=seconds)
     with Display() as display:
         subject = prepared(load_recipe(path, overrides or []), display, ranks=True)
-        recipe, known, plan = subject.recipe, subject.known, subject.plan
+        recipe, known, plan = subject.recipe, subject.context, subject.plan
         if not len(plan) and recipe.nproc == 1:
             raise InputError("plan: there is nothing to prove; list techniques under plan")
         found = verified(recipe, known, plan, subject.data_key, design, display.tell)
@@ -73,7 +73,7 @@ def beforehand(
         if not wanted:
             return {}
         design, tell = VerificationDesign(seeds=seeds, budget_seconds=budget_seconds), display.tell
-        recipe, known, plan = subject.recipe, subject.known, subject.plan
+        recipe, known, plan = subject.recipe, subject.context, subject.plan
         found = verified(recipe, known, plan, subject.data_key, design, tell, fresh)
         for line in failures(found):
             display.tell(f"verification: FAIL {line}")

@@ -110,7 +110,7 @@ class StepChecks:
         return {
             "step": metrics.step,
             "epoch": batch.epoch,
-            "rank": session.setup.facts.world.rank,
+            "rank": session.setup.context.world.rank,
             "own_loss_finite": own,
             "loss": metrics.loss if math.isfinite(metrics.loss) else None,
             "grad_norm": metrics.grad_norm if math.isfinite(metrics.grad_norm) else None,
@@ -214,7 +214,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
 
 def _gathered(session: Session, mine: Sequence[int]) -> list[list[int]]:
     """The numbers of every rank, through a sum in which each has places of its own."""
-    world = session.setup.facts.world
+    world = session.setup.context.world
     rows = torch.zeros(world.size, len(mine), PIECES, dtype=torch.float64)
     mask = (1 << PIECE_BITS) - 1
     for i, value in enumerate(mine):
@@ -339,7 +339,7 @@ class SpikeWatch:
         return place is not None
 
     def _note(self, session: Session, line: dict[str, Any]) -> None:
-        if self.log is not None and session.setup.facts.world.is_main:
+        if self.log is not None and session.setup.context.world.is_main:
             append_line(self.log, line)
 
     def state_dict(self) -> dict[str, Any]:

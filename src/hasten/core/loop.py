@@ -311,7 +311,7 @@ class Outcome:
             "eval_loss": loss,
             "perplexity": math.exp(min(loss, 700.0)) if loss is not None else None,
             "metrics": last.metrics if last else {},
-            "world_size": session.setup.facts.world.size,
+            "world_size": session.setup.context.world.size,
         }
 
 

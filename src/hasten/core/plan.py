@@ -61,9 +61,9 @@ class Plan:
         """This plan less one technique."""
         return Plan(t for t in self if t != technique)
 
-    def environment(self, facts: JobContext) -> dict[str, str]:
+    def environment(self, context: JobContext) -> dict[str, str]:
         """Variables that the techniques want before the process starts."""
-        return {k: v for t in self for k, v in t.environment(facts).items()}
+        return {k: v for t in self for k, v in t.environment(context).items()}
 
     @property
     def key(self) -> str:

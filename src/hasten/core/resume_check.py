@@ -40,7 +40,7 @@ def resume_check(setup: Setup) -> dict[str, Any]:
         "max_steps": job.stop.steps,
         "epochs": job.stop.epochs,
         "max_tokens": job.stop.tokens,
-        "ranks": setup.facts.world.size,
+        "ranks": setup.context.world.size,
         "plan": {technique.name(): _entry(technique) for technique in setup.plan},
         **job.terms,
     }

@@ -283,7 +283,7 @@ class Setup:
 
     job: Job
     plan: Plan
-    facts: JobContext
+    context: JobContext
     folder: Path | None = None  # for checkpoints; None: a technique that writes is refused
     sampler: Sampler | None = None
     collate: Collate | None = None
@@ -325,14 +325,14 @@ class Setup:
         return self.communication if isinstance(self.communication, RankSync) else SumsEachStep(self.layout)
 
 
-def prepare(job: Job, plan: Plan, facts: JobContext, folder: Path | None = None) -> Setup:
+def prepare(job: Job, plan: Plan, context: JobContext, folder: Path | None = None) -> Setup:
     """The job's own way of doing everything, then each technique's edit.
 
     Raises:
         InputError: several ranks, and nothing in the plan says which holds what; or checkpoints of
             ranks that hold different parts.
     """
-    setup = Setup(job, plan, facts, folder)
+    setup = Setup(job, plan, context, folder)
     setup.collate = job.collate
     setup.adapter = job.adapter
     if job.routing is not None:
@@ -343,9 +343,9 @@ def prepare(job: Job, plan: Plan, facts: JobContext, folder: Path | None = None)
         setup.sampler = ShuffledOrder(job.lengths, job.batch, job.seed)
     for technique in plan:
         technique.apply(setup)
-    if facts.world.size != setup.layout.size:
+    if context.world.size != setup.layout.size:
         raise InputError(
-            f"plan: {facts.world.size} ranks are running but the layout is for "
+            f"plan: {context.world.size} ranks are running but the layout is for "
             f"{setup.layout.size}; add a layout technique to the plan"
         )
     _check_saved(setup)
@@ -368,9 +368,9 @@ def _check_saved(setup: Setup) -> None:
         )
 
 
-def unsupported_reasons(plan: Plan, facts: JobContext) -> list[str]:
+def unsupported_reasons(plan: Plan, context: JobContext) -> list[str]:
     """Every reason why this plan can't work on this job, each starting with its technique."""
-    return [f"{t.name()}: {reason}" for t in plan for reason in t.unsupported_reasons(facts)]
+    return [f"{t.name()}: {reason}" for t in plan for reason in t.unsupported_reasons(context)]
 
 
 def on_device(module: nn.Module, device: str) -> nn.Module:

@@ -241,7 +241,7 @@ def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) 
     for index, master in enumerate(own_masters(session)):
         master.data.copy_(tensors[f"master/{index}"])
     session.setup.precision.publish()
-    rank, ranks = session.setup.facts.world.rank, meta["random"]
+    rank, ranks = session.setup.context.world.rank, meta["random"]
     moments = dict(tensors)
     if session.setup.rank_sync.diverged:  # ranks trained apart, each with moments of its own
         own = f"rank/{rank}/"

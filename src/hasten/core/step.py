@@ -158,8 +158,8 @@ def _level(setup: Setup, local: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...
 
     What is missing on a rank is its smallest micro-batch once more, without loss.
     """
-    passes = torch.zeros(setup.facts.world.size, dtype=torch.float64)
-    passes[setup.facts.world.rank] = len(local)
+    passes = torch.zeros(setup.context.world.size, dtype=torch.float64)
+    passes[setup.context.world.rank] = len(local)
     missing = int(setup.layout.all_reduce_world(passes).max()) - len(local)
     smallest = min(local, key=lambda m: m.counts.positions)
     return (*local, *[without_loss(smallest)] * missing) if missing else local

@@ -152,19 +152,19 @@ class Technique(ABC):
     def apply(self, setup: Setup) -> None:
         """Put yourself into your slot; nothing runs yet."""
 
-    def environment(self, facts: JobContext) -> Mapping[str, str]:
+    def environment(self, context: JobContext) -> Mapping[str, str]:
         """Variables that must stand before the process starts; whoever starts it sets them."""
         return {}
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         """Why this can't work on this job, one sentence each; empty when nothing is in the way."""
         return ()
 
-    def forecast(self, facts: JobContext) -> Forecast:
+    def forecast(self, context: JobContext) -> Forecast:
         """The expected change of the ledger's terms on this job."""
         return Forecast()
 
-    def gain(self, facts: JobContext) -> Gain | None:
+    def gain(self, context: JobContext) -> Gain | None:
         """How many times as fast its kernels are on this machine, where that was measured.
 
         The first question for it may take some seconds. None: it isn't measured.

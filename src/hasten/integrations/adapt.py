@@ -109,13 +109,13 @@ def prepare_host(
                 f"{technique.name()}: {host.name} doesn't let others decide "
                 f"{technique.slot.value}; {instead}"
             )
-    known = facts_of(model, host_run.device)
-    reasons = unsupported_reasons(plan, known)
+    context = context_of(model, host_run.device)
+    reasons = unsupported_reasons(plan, context)
     if reasons:
         raise InputError("; ".join(reasons))
-    whole = plan.with_(DDP()) if known.world.size > 1 and Slot.LAYOUT not in plan else plan
-    setup = prepare(_job(model, host_run, known), whole, known, host_run.folder)
-    if Slot.COMMUNICATION in plan and known.world.size > 1 and not isinstance(setup.communication, Compressed):
+    whole = plan.with_(DDP()) if context.world.size > 1 and Slot.LAYOUT not in plan else plan
+    setup = prepare(_job(model, host_run, context), whole, context, host_run.folder)
+    if Slot.COMMUNICATION in plan and context.world.size > 1 and not isinstance(setup.communication, Compressed):
         name = next(t.name() for t in plan if t.slot is Slot.COMMUNICATION)
         raise InputError(
             f"{name}: it needs a step of hasten's own, which {host.name} isn't; {HERE}, or take "
@@ -124,7 +124,7 @@ def prepare_host(
     return setup
 
 
-def facts_of(model: nn.Module, device: str) -> JobContext:
+def context_of(model: nn.Module, device: str) -> JobContext:
     """What is known of the machine and of somebody's model; nothing of the data."""
     return replace(facts.seen_at_start(), device=device, model=_model_facts(model))
 
@@ -384,11 +384,11 @@ def attach_communication(setup: Setup, module: nn.Module) -> None:
     Raises:
         InputError: several ranks that are not DDP's, or a communication method that has had its training.
     """
-    if Slot.COMMUNICATION not in setup.plan or setup.facts.world.size == 1:
+    if Slot.COMMUNICATION not in setup.plan or setup.context.world.size == 1:
         return
     if not isinstance(module, DistributedDataParallel):
         raise InputError(
-            f"gradients of {setup.facts.world.size} ranks go over a communication method of DDP's, and this loop "
+            f"gradients of {setup.context.world.size} ranks go over a communication method of DDP's, and this loop "
             f"runs a {type(module).__name__}; start it with DDP, or leave the communication method out"
         )
     try:
@@ -397,7 +397,7 @@ def attach_communication(setup: Setup, module: nn.Module) -> None:
         raise InputError(f"{error}; build model and communication anew for another training") from error
 
 
-def _job(model: nn.Module, host_run: HostRun, known: JobContext) -> Job:
+def _job(model: nn.Module, host_run: HostRun, context: JobContext) -> Job:
     sampled = len(host_run.examples) > 0
     stop = Stop(steps=host_run.steps, epochs=host_run.epochs if not host_run.steps else None)
     return Job(
@@ -411,7 +411,7 @@ def _job(model: nn.Module, host_run: HostRun, known: JobContext) -> Job:
         stream=None if sampled else lambda epoch: iter(()),
         batch=GlobalBatch(examples=host_run.batch),
         seed=host_run.seed,
-        device=known.device,
+        device=context.device,
     )
 
 

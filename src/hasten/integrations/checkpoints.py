@@ -85,7 +85,7 @@ class CheckpointSchedule:
 
 def has_communication_memory(setup: Setup) -> bool:
     """Whether there is a communication method that may remember something."""
-    return Slot.COMMUNICATION in setup.plan and setup.facts.world.size > 1
+    return Slot.COMMUNICATION in setup.plan and setup.context.world.size > 1
 
 
 def keep_communication(setup: Setup, folder: Path) -> None:
@@ -94,7 +94,7 @@ def keep_communication(setup: Setup, folder: Path) -> None:
         return
     communication: Any = setup.communication
     found = communication.state_dict()  # brings all ranks' together on the first
-    if setup.facts.world.is_main:
+    if setup.context.world.is_main:
         with replacing(folder / COMMUNICATION_FILE) as file:
             torch.save(found, file)
 

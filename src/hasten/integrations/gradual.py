@@ -32,7 +32,7 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.given_loader import GivenLoader, examples_in, split_batch
-from hasten.integrations.optimized_trainer import USUAL, OptimizedTrainer, facts_of
+from hasten.integrations.optimized_trainer import USUAL, OptimizedTrainer, context_of
 from hasten.integrations.throughput import loss_of, moved
 from hasten.launch.ranks import process_group
 from hasten.measure.ablation import Variant
@@ -122,13 +122,13 @@ def _of_model(
 ) -> GradualResult:
     if rounds < 2 or steps < 1:
         raise InputError("gradual_optimize needs rounds=2 and steps=1 at least")
-    known = facts_of(model)
+    context = context_of(model)
     if optimizer is None:
-        _say(known, "AdamW(lr=0.001) is used; give optimizer= for another")
+        _say(context, "AdamW(lr=0.001) is used; give optimizer= for another")
         optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-    with process_group(known.world, known.device), torch.random.fork_rng():
-        measure = _Comparison(model, optimizer, loader, loss_fn, rounds, steps, known)
-        candidates, skipped = _usable(asked, known)
+    with process_group(context.world, context.device), torch.random.fork_rng():
+        measure = _Comparison(model, optimizer, loader, loss_fn, rounds, steps, context)
+        candidates, skipped = _usable(asked, context)
 
         def singles() -> list[Variant]:
             return [Variant("baseline", Plan()), *(measure(Plan(), Plan([t]))[1] for t in candidates)]
@@ -142,7 +142,7 @@ def _of_model(
 
 
 def _usable(
-    asked: Sequence[Technique] | None, known: JobContext
+    asked: Sequence[Technique] | None, context: JobContext
 ) -> tuple[list[Technique], list[CumulativeStep]]:
     """The techniques in question that can work here, and why the others can't."""
     candidates, skipped = [], []
@@ -152,8 +152,8 @@ def _usable(
                 f"{technique} decides {technique.slot.name}; a trainer of your own model takes "
                 f"techniques of {', '.join(slot.name for slot in SWITCHES)}"
             )
-        reasons = technique.unsupported_reasons(known)
-        if technique.slot is Slot.COMMUNICATION and known.world.size == 1:
+        reasons = technique.unsupported_reasons(context)
+        if technique.slot is Slot.COMMUNICATION and context.world.size == 1:
             reasons = ("with one rank no gradient travels",)
         if reasons:
             skipped.append(CumulativeStep(str(technique), None, False, reasons[0]))
@@ -173,10 +173,10 @@ class _Comparison:
         loss_fn: Loss | None,
         rounds: int,
         steps: int,
-        known: JobContext,
+        context: JobContext,
     ) -> None:
-        self.known, self._model, self._optimizer = known, model, optimizer
-        given = GivenLoader(loader, known.world, deal=True)
+        self.known, self._model, self._optimizer = context, model, optimizer
+        given = GivenLoader(loader, context.world, deal=True)
         most = int((rounds + 1) * steps / (1 - EVAL_DATA)) + 1
         drawn = [rows[0].batch for rows in itertools.islice(given.epoch(0), most)]
         held = max(1, int(len(drawn) * EVAL_DATA))
@@ -253,9 +253,9 @@ class _Rounds:
 class _Copy:
     """A copy of model and optimizer under a plan, trained round by round."""
 
-    def __init__(self, trainer: OptimizedTrainer, batches: _Rounds, known: JobContext) -> None:
-        self._ranks = known.world.size
-        self.session = trainer.session(batches, known, epochs=2**31)
+    def __init__(self, trainer: OptimizedTrainer, batches: _Rounds, context: JobContext) -> None:
+        self._ranks = context.world.size
+        self.session = trainer.session(batches, context, epochs=2**31)
         self._steps = training(self.session)
         self.examples = 0
 
@@ -292,6 +292,6 @@ class _Copy:
         self.session.finish()
 
 
-def _say(known: JobContext, words: str) -> None:
-    if known.world.is_main:
+def _say(context: JobContext, words: str) -> None:
+    if context.world.is_main:
         print(f"gradual_optimize: {words}")

@@ -402,7 +402,7 @@ def _host_run(
 def _loader(
     trainer: Any, setup: Setup, loader: DataLoader[Any], trained: list[int], passes: ModulePasses
 ) -> DataLoader[Any]:
-    packs, world = Slot.COLLATE in setup.plan, setup.facts.world
+    packs, world = Slot.COLLATE in setup.plan, setup.context.world
     collate: Any = loader.collate_fn
     if packs:
         collate = passes.packing = PackedCollator(collate)

@@ -68,7 +68,7 @@ class LoopParts:
         """
         setup = self.setup
         assert setup.sampler is not None  # there are examples
-        world = setup.facts.world
+        world = setup.context.world
         order = StepBatches(setup.sampler, passes, world.rank, world.size, self._trained)
         order.set_epoch(epoch)
         packs = Slot.COLLATE in setup.plan

@@ -161,27 +161,27 @@ class OptimizedTrainer:
                 f"{folder} holds checkpoints of an earlier run; say resume=True to go on from "
                 "them, or give another checkpoint_dir"
             )
-        known = facts_of(self.model)
-        _say_what_is_here(cloud_config, known)
-        model, plan = _bare(self.model, known.world.is_main), self._whole_plan(folder, known)
-        with process_group(known.world, known.device):
-            loader = GivenLoader(train_loader, known.world, deal, self.accum_steps)
-            job = self._job(model, loader, epochs, known)
-            return self._train(self._prepared(job, plan, known, folder, loader), loader, resume)
+        context = context_of(self.model)
+        _say_what_is_here(cloud_config, context)
+        model, plan = _bare(self.model, context.world.is_main), self._whole_plan(folder, context)
+        with process_group(context.world, context.device):
+            loader = GivenLoader(train_loader, context.world, deal, self.accum_steps)
+            job = self._job(model, loader, epochs, context)
+            return self._train(self._prepared(job, plan, context, folder, loader), loader, resume)
 
-    def session(self, train_loader: Iterable[Any], known: JobContext, epochs: int) -> Session:
+    def session(self, train_loader: Iterable[Any], context: JobContext, epochs: int) -> Session:
         """A training that somebody else steps; in the process group, where there are ranks.
 
         Every rank trains all that its loader gives.
         """
-        loader = GivenLoader(train_loader, known.world, deal=False)
-        job = self._job(_bare(self.model, False), loader, epochs, known)
-        return assemble(self._prepared(job, self._whole_plan(None, known), known, None, loader))
+        loader = GivenLoader(train_loader, context.world, deal=False)
+        job = self._job(_bare(self.model, False), loader, epochs, context)
+        return assemble(self._prepared(job, self._whole_plan(None, context), context, None, loader))
 
     def _prepared(
-        self, job: Job, plan: Plan, known: JobContext, folder: Path | None, loader: GivenLoader
+        self, job: Job, plan: Plan, context: JobContext, folder: Path | None, loader: GivenLoader
     ) -> Setup:
-        setup = prepare(job, plan, known, folder)
+        setup = prepare(job, plan, context, folder)
         if self.accum_steps > 1:
             setup.split_micro_batches = by_batch
         grows = any(isinstance(t, AdaptiveBatch) and t.grow for t in plan)
@@ -194,18 +194,18 @@ class OptimizedTrainer:
         found = session.resume() if resume else None
         if resume and found is None:
             print(f"{setup.folder}: no checkpoint yet, starting from the beginning")
-        if session.changes and setup.facts.world.is_main:
+        if session.changes and setup.context.world.is_main:
             print(f"going on from {found}: {'; '.join(session.changes)}")
         steps: list[StepMetrics] = []
         before = replace(session.progress)  # of the run that is resumed
-        shows = self.progress and setup.facts.world.is_main
+        shows = self.progress and setup.context.world.is_main
         # Loaders fork their workers while the display is there.
         display = Display(by_thread=False) if shows else contextlib.nullcontext(SilentProgress())
         with display as audience:
             epochs = EpochProgress(audience, setup.job.stop.epochs or 1, loader.steps)
 
             def after_step(metrics: StepMetrics) -> None:
-                if not steps and self._weighs_by_examples(session) and setup.facts.world.is_main:
+                if not steps and self._weighs_by_examples(session) and setup.context.world.is_main:
                     _say_how_means_are_weighted(self.loss_fn)
                 steps.append(metrics)
                 assert isinstance(session.engine, PlainEngine)  # no switch brings another
@@ -219,8 +219,8 @@ class OptimizedTrainer:
         session.finish()
         now = session.progress
         examples = loader.of_the_data(now.examples - before.examples, now.epoch - before.epoch)
-        if loader.growing is not None and setup.facts.world.is_main:
-            given = loader.first_size * setup.facts.world.size
+        if loader.growing is not None and setup.context.world.is_main:
+            given = loader.first_size * setup.context.world.size
             most = max((step.examples for step in steps), default=0)
             if most > given:
                 print(
@@ -234,14 +234,14 @@ class OptimizedTrainer:
         """Whether several batches make a step, and only their examples say what each counts."""
         several = (
             self.accum_steps > 1
-            or session.setup.facts.world.size > 1
+            or session.setup.context.world.size > 1
             or any(t.slot is Slot.BATCH for t in session.setup.plan)
         )
         loss = session.loss_module
         unknown = isinstance(loss, ObjectiveLoss) and loss.returns_mean
         return several and self.count is None and bool(unknown)
 
-    def _job(self, model: nn.Module, loader: GivenLoader, epochs: int, known: JobContext) -> Job:
+    def _job(self, model: nn.Module, loader: GivenLoader, epochs: int, context: JobContext) -> Job:
         return Job(
             model=model,
             loss=lambda model: ObjectiveLoss(
@@ -253,33 +253,33 @@ class OptimizedTrainer:
             stream=loader.epoch,
             counted=False,
             max_grad_norm=self.max_grad_norm,
-            device=known.device,
+            device=context.device,
             seed=torch.initial_seed() % 2**31,
             terms=_terms(self.optimizer)
             | ({"accum_steps": self.accum_steps} if self.accum_steps > 1 else {}),
         )
 
-    def _whole_plan(self, folder: Path | None, known: JobContext) -> Plan:
+    def _whole_plan(self, folder: Path | None, context: JobContext) -> Plan:
         more: list[Technique] = []
         if folder is not None:
             more.append(Checkpoints(interval="epoch"))
-        if known.world.size > 1:
+        if context.world.size > 1:
             more.append(self.replicated)
-        plan = self._possible(known).with_(*more)
-        reasons = unsupported_reasons(plan, known)
+        plan = self._possible(context).with_(*more)
+        reasons = unsupported_reasons(plan, context)
         if reasons:
             raise InputError("this job can't use " + "; ".join(reasons))
         return plan
 
-    def _possible(self, known: JobContext) -> Plan:
+    def _possible(self, context: JobContext) -> Plan:
         """The plan without those usual techniques that can't work here, nor a communication method of one rank."""
         plan = self.plan
         for name, technique in self.techniques.items():
             if technique is None:
                 continue
-            if technique.slot is Slot.COMMUNICATION and known.world.size == 1:
+            if technique.slot is Slot.COMMUNICATION and context.world.size == 1:
                 print(f"{name}: with one rank no gradient travels, so none is compressed")
-            elif technique is USUAL[name] and (reasons := technique.unsupported_reasons(known)):
+            elif technique is USUAL[name] and (reasons := technique.unsupported_reasons(context)):
                 print(f"{name}: going on without {technique}: {reasons[0]}")
             else:
                 continue
@@ -320,11 +320,11 @@ class OptimizedTrainer:
             "switches": dict(self.live_settings),
             "plan": setup.plan.to_list(),
             "resumed_from": str(found) if found else None,
-            "world_size": setup.facts.world.size,
+            "world_size": setup.context.world.size,
         }
 
 
-def facts_of(model: nn.Module) -> JobContext:
+def context_of(model: nn.Module) -> JobContext:
     """What is known before such a model trains here."""
     parameters = sum(p.numel() for p in model.parameters())
     device = next((str(p.device) for p in model.parameters()), "cpu")
@@ -386,9 +386,9 @@ def _say_how_means_are_weighted(loss_fn: Any) -> None:
     )
 
 
-def _say_what_is_here(cloud: CloudConfig | None, known: JobContext) -> None:
-    here = max(known.world.size, len(known.hardware.accelerators), 1)
-    if cloud is None or not known.world.is_main:
+def _say_what_is_here(cloud: CloudConfig | None, context: JobContext) -> None:
+    here = max(context.world.size, len(context.hardware.accelerators), 1)
+    if cloud is None or not context.world.is_main:
         return
     if cloud.devices > here:
         print(

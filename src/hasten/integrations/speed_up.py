@@ -25,7 +25,7 @@ from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.integrations.adapt import facts_of
+from hasten.integrations.adapt import context_of
 from hasten.integrations.batches import row_sizes
 from hasten.integrations.checkpoints import TokenCount
 from hasten.machine import versions
@@ -81,7 +81,7 @@ def speed_up(trainer: AnyTrainer, plan: Iterable[Any] | None = None) -> AnyTrain
     if own is not None:
         return host.with_techniques(trainer, own)
     model: Any = trainer.model
-    known, rows = facts_of(model, str(trainer.args.device)), trainer.train_dataset
+    known, rows = context_of(model, str(trainer.args.device)), trainer.train_dataset
     chosen, note = _chosen(
         known,
         rows,
@@ -102,14 +102,14 @@ def _techniques(plan: Iterable[Any]) -> Iterable[Technique]:
 
 
 def _chosen(  # noqa: C901  # a clause for each reason
-    known: JobContext,
+    context: JobContext,
     rows: Any,
     check: Carry,
     has_already: Callable[[Technique], bool] = lambda technique: False,
 ) -> tuple[list[Technique], SpeedNote]:
     """The techniques that a trainer can carry together; a warning names them and the others."""
-    agreeing = known.world.size == 1 or dist.is_initialized()  # else each rank is by itself
-    kept = _kept(known, rows) if agreeing else None
+    agreeing = context.world.size == 1 or dist.is_initialized()  # else each rank is by itself
+    kept = _kept(context, rows) if agreeing else None
     if kept is None:
         wanted = [kind() for kind in CATALOGUE if kind.auto == "usual"]
     else:
@@ -123,24 +123,24 @@ def _chosen(  # noqa: C901  # a clause for each reason
             continue  # rows that aren't packed have one document each
         if has_already(technique):
             continue
-        if technique.slot is Slot.EXPERTS and not known.model.experts:
+        if technique.slot is Slot.EXPERTS and not context.model.experts:
             continue  # nothing to gain
         try:
             check([*found, technique])
         except InputError as error:
-            left[technique] = f"{error}{_more(technique, known, kept)}"
+            left[technique] = f"{error}{_more(technique, context, kept)}"
             continue
-        gain = technique.gain(known) if agreeing else None
+        gain = technique.gain(context) if agreeing else None
         if kept is None and gain is not None and gain.lost:
             left[technique] = f"{technique.name()}: measured on this machine: {gain} the speed"
         else:
             found.append(technique)
-    note = SpeedNote(kept, _expected(kept, left), known)
-    if known.world.size > 1 and agreeing:
+    note = SpeedNote(kept, _expected(kept, left), context)
+    if context.world.size > 1 and agreeing:
         told = [[technique.to_dict() for technique in found]]
         dist.broadcast_object_list(told, src=0)
         found = list(Plan.from_list(told[0], CATALOGUE))
-    if not known.world.is_main:
+    if not context.world.is_main:
         return found, note
     outside = versions.untested()
     if outside is not None:
@@ -151,11 +151,11 @@ def _chosen(  # noqa: C901  # a clause for each reason
     return found, note
 
 
-def _kept(known: JobContext, rows: Any) -> KeptChoice | None:
+def _kept(context: JobContext, rows: Any) -> KeptChoice | None:
     """A choice that was raced on this machine, with this model and data; None without one."""
     from hasten.measure.choose import kept_choices
 
-    found = kept_choices(known)
+    found = kept_choices(context)
     if not found or not hasattr(rows, "__len__"):
         return None
     try:
@@ -190,14 +190,14 @@ def _expected(kept: KeptChoice | None, left: Iterable[Technique]) -> float | Non
     return gain
 
 
-def _more(technique: Technique, known: JobContext, kept: KeptChoice | None) -> str:
+def _more(technique: Technique, context: JobContext, kept: KeptChoice | None) -> str:
     """What ``hasten train`` would gain by it, where that was measured."""
     ratio = None if kept is None else _without(kept, technique)
     if kept is not None and ratio is not None and ratio < 1:
         return f" (hasten train: {1 / ratio:.2f} times the speed by it, raced on {kept.date})"
-    if technique.unsupported_reasons(known):
+    if technique.unsupported_reasons(context):
         return ""
-    gain = technique.gain(known)
+    gain = technique.gain(context)
     if gain is None or not gain.sure:
         return ""
     return f" (hasten train: its kernels have {gain} the speed, measured on this machine)"
@@ -210,8 +210,8 @@ class SpeedNote:
     auto`` that chose them, in hasten's own loop; without one there is nothing to compare it with.
     """
 
-    def __init__(self, kept: KeptChoice | None, expected: float | None, known: JobContext) -> None:
-        self._expected, self._known, self._date = expected, known, "" if kept is None else kept.date
+    def __init__(self, kept: KeptChoice | None, expected: float | None, context: JobContext) -> None:
+        self._expected, self._known, self._date = expected, context, "" if kept is None else kept.date
         self._plain: float | None = None  # tokens per second without techniques
         speed = None if kept is None else kept.choice.tokens_per_second
         gain = None if kept is None else kept.choice.gain
@@ -287,9 +287,9 @@ def _at_fit(trainer: Any, own: list[Technique] | None) -> None:
                     "aren't changed"
                 )
             if chosen is None:
-                known = facts_of(host.model_of(model), str(trainer.strategy.root_device))
+                context = context_of(host.model_of(model), str(trainer.strategy.root_device))
                 chosen, note = _chosen(
-                    known, loader.dataset, lambda some: host.check(trainer, model, loader, some)
+                    context, loader.dataset, lambda some: host.check(trainer, model, loader, some)
                 )
         except InputError as error:
             if own is not None:

@@ -344,7 +344,7 @@ class TrainerTechniques(TrainerCallback):
 
     def _ordered_loader(self) -> StepLoader:
         """It isn't prepared by accelerate: its batches are this rank's already."""
-        trainer, args, world = self._trainer, self._trainer.args, self.setup.facts.world
+        trainer, args, world = self._trainer, self._trainer.args, self.setup.context.world
         assert self.setup.sampler is not None  # there are examples
         passes = args.gradient_accumulation_steps
         return StepLoader(
@@ -352,7 +352,7 @@ class TrainerTechniques(TrainerCallback):
             StepBatches(self.setup.sampler, passes, world.rank, world.size),
             trainer._get_collator_with_removed_columns(trainer.data_collator, "training"),
             num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory and self.setup.facts.on_gpu,
+            pin_memory=args.dataloader_pin_memory and self.setup.context.on_gpu,
         )
 
     def _get_batch_samples(self, iterator: Any, count: int, device: Any) -> Any:
@@ -410,7 +410,7 @@ class TrainerTechniques(TrainerCallback):
         return inputs if packs else host_inputs
 
     def _report(self, text: str) -> None:
-        if text not in self._reported and self.setup.facts.world.is_main:
+        if text not in self._reported and self.setup.context.world.is_main:
             _LOG.warning("speed_up: %s", text)
         self._reported.add(text)
 

@@ -170,7 +170,7 @@ def choose(
     chooser = PlanComparison(subject, asked, audience, tuple(more))
     choice = chooser.run()
     if choice.source == "measured":
-        _remember(path, choice, subject.known, asked)
+        _remember(path, choice, subject.context, asked)
     return choice
 
 
@@ -184,16 +184,16 @@ class KeptChoice:
     examples: ExampleStats
 
 
-def kept_choices(known: JobContext, folder: Path | None = None) -> list[KeptChoice]:
+def kept_choices(context: JobContext, folder: Path | None = None) -> list[KeptChoice]:
     """The choices for a model on this machine with these versions, the newest first.
 
     Their techniques keep the mathematics. A file that can't be read is left out with a warning.
 
     Args:
-        known: the model, the device and the machine; its examples don't matter.
+        context: the model, the device and the machine; its examples don't matter.
         folder: where choices are kept; in the user's cache if left out.
     """
-    about = _about_job(known)
+    about = _about_job(context)
 
     def build(path: Path, kept: Any) -> KeptChoice | None:
         told = kept["about"]
@@ -216,14 +216,14 @@ def kept_choice(recipe: Recipe, audience: Audience, folder: Path | None = None) 
 
 
 def choose_by_forecast(
-    recipe: Recipe, known: JobContext, why: str, more: Iterable[type[Technique]] = ()
+    recipe: Recipe, context: JobContext, why: str, more: Iterable[type[Technique]] = ()
 ) -> Choice:
     """The first plan, of ranks that a launcher has started, or where there is no time to race."""
     asked = recipe.auto_plan or AutoPlan()
-    found = candidates(recipe, known, asked.fidelity, more)
-    kept = plan_of(recipe.model_copy(update={"auto_plan": None}), known)
-    plan = first_plan(found, kept, known)
-    return Choice(_entries(plan, known), "forecast", f"{why}, so a forecast chose", _rows(found))
+    found = candidates(recipe, context, asked.fidelity, more)
+    kept = plan_of(recipe.model_copy(update={"auto_plan": None}), context)
+    plan = first_plan(found, kept, context)
+    return Choice(_entries(plan, context), "forecast", f"{why}, so a forecast chose", _rows(found))
 
 
 class PlanComparison:
@@ -237,7 +237,7 @@ class PlanComparison:
         more: tuple[type[Technique], ...],
     ) -> None:
         self._subject, self._audience = subject, audience
-        self._recipe, self._known = subject.recipe, subject.known
+        self._recipe, self._known = subject.recipe, subject.context
         self._began = time.monotonic()
         self._found = candidates(self._recipe, self._known, asked.fidelity, more)
         self._plain = Plan(t for t in subject.plan if t.slot is not Slot.CHECKPOINT)
@@ -588,9 +588,9 @@ def _rows(found: Iterable[TechniqueCandidate]) -> list[ChoiceRow]:
     return [ChoiceRow(c.technique.name(), decision(c), c.why) for c in found]
 
 
-def _entries(plan: Plan, known: JobContext) -> list[Any]:
+def _entries(plan: Plan, context: JobContext) -> list[Any]:
     """As a recipe writes them, without the layout that several ranks have by themselves."""
-    alone = known.world.size > 1
+    alone = context.world.size > 1
     return [entry_of(t) for t in plan if not (alone and t.name() == "ddp" and entry_of(t) == "ddp")]
 
 
@@ -599,7 +599,7 @@ def _entries(plan: Plan, known: JobContext) -> list[Any]:
 
 def _path(subject: ExperimentSubject, asked: AutoPlan, folder: Path) -> Path:
     """The file of a job's choice: another model, data, setting, machine or version has another."""
-    recipe, known = subject.recipe, subject.known
+    recipe, known = subject.recipe, subject.context
     about = ("price", "output", "auto_budget", "max_steps", "epochs", "max_tokens", "seed")
     parts = {
         "recipe": recipe.model_dump(mode="json", exclude={*about, "dataset", "resume"}),
@@ -614,17 +614,17 @@ def _path(subject: ExperimentSubject, asked: AutoPlan, folder: Path) -> Path:
     return cache.path_of(folder, parts)
 
 
-def _about_job(known: JobContext) -> dict[str, Any]:
+def _about_job(context: JobContext) -> dict[str, Any]:
     """What another program must share to use a choice, as it is after a way through JSON."""
-    model = asdict(known.model)
+    model = asdict(context.model)
     for key in ("attention", "head_reason"):  # of one instance, which another program builds anew
         del model[key]
     told = {
         "model": model,
-        "examples": asdict(known.examples),
-        "hardware": {**asdict(known.hardware), "device": known.device},
-        "ranks": known.world.size,
-        "versions": dict(known.versions),
+        "examples": asdict(context.examples),
+        "hardware": {**asdict(context.hardware), "device": context.device},
+        "ranks": context.world.size,
+        "versions": dict(context.versions),
     }
     found: dict[str, Any] = json.loads(json.dumps(told))
     return found
@@ -639,11 +639,11 @@ def _remembered(path: Path) -> Choice | None:
     return cache.read(path, build, "plans are raced again")
 
 
-def _remember(path: Path, choice: Choice, known: JobContext, asked: AutoPlan) -> None:
+def _remember(path: Path, choice: Choice, context: JobContext, asked: AutoPlan) -> None:
     kept = {
         "date": time.strftime("%Y-%m-%d"),
         "choice": choice.to_dict(),
         "fidelity": asked.fidelity,
-        "about": _about_job(known),
+        "about": _about_job(context),
     }
     cache.write(path, kept)

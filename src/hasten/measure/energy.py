@@ -72,11 +72,11 @@ class EnergyMeter:
         return {"kwh": kwh, "source": self.source}
 
 
-def meter_of_run(known: JobContext) -> EnergyMeter:
+def meter_of_run(context: JobContext) -> EnergyMeter:
     """The meter of all devices that train, where all of them are on this machine."""
-    if environment.ranks_here(known.world) < known.world.size:
+    if environment.ranks_here(context.world) < context.world.size:
         return EnergyMeter("not measured: the ranks are on several machines")
-    return open_meter(known.device, host.accelerator_uuids(known.device, known.world.size))
+    return open_meter(context.device, host.accelerator_uuids(context.device, context.world.size))
 
 
 def open_meter(device: str, uuids: Sequence[str] = (), powercap: Path = POWERCAP) -> EnergyMeter:

@@ -253,10 +253,10 @@ def _one_pass(session: Session, micro_batch: MicroBatch, weights: Storages) -> d
     setup = session.setup
     device, clock = torch.device(setup.job.device), setup.clock
     gpus = [] if device.type == "cpu" else [device.index or 0]
-    watch = SavedTensors(setup.facts.model.vocabulary)
-    wide = WidestTensor(setup.facts.model.vocabulary, weights)
+    watch = SavedTensors(setup.context.model.vocabulary)
+    wide = WidestTensor(setup.context.model.vocabulary, weights)
     # Compiled code doesn't run under a mode: the pass would measure another program.
-    watched = setup.compile is leave_model and setup.facts.model.vocabulary > 0
+    watched = setup.compile is leave_model and setup.context.model.vocabulary > 0
     setup.clock = NoPhaseTimer()
     try:
         with ExitStack() as stack:
@@ -429,7 +429,7 @@ def measure(
     run.close()  # a feed that reads ahead ends with it
     ranks = _gather(
         {
-            "rank": session.setup.facts.world.rank,
+            "rank": session.setup.context.world.rank,
             "seconds": sum(m.step_seconds for m in measured),
             "data_stall_share": data_stall(counted),
             "step": seconds_by_part(counted, session.has_checkpoints),
@@ -499,7 +499,7 @@ def _profiled(session: Session, run: Any, folder: Path) -> dict[str, Any]:
         seconds = time.perf_counter() - began
     rows = operators(profiler.key_averages(), on_gpu)
     found = {"profiled_step_seconds": seconds, **table(rows, seconds)}
-    if session.setup.facts.world.is_main:
+    if session.setup.context.world.is_main:
         found["trace"] = keep_trace(profiler.export_chrome_trace, folder)
     return found
 
@@ -524,7 +524,7 @@ def _parallel(
     dist.barrier()
     apart = _gather(_again(session, before, len(measured)))
     tell("one rank alone", 0.85)
-    alone = _again(session, before, len(measured)) if setup.facts.world.is_main else None
+    alone = _again(session, before, len(measured)) if setup.context.world.is_main else None
     dist.barrier()  # the others sleep in it
     alone = _gather(alone)[0]
     return efficiency(

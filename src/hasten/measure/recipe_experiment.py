@@ -47,7 +47,7 @@ class ExperimentSubject:
     """
 
     recipe: Recipe
-    known: JobContext
+    context: JobContext
     plan: Plan
     data_key: str
     meter: EnergyMeter = field(default_factory=lambda: EnergyMeter("not measured"))
@@ -55,12 +55,12 @@ class ExperimentSubject:
     job: str = "recipe"
 
 
-def environment(plan: Plan, known: JobContext, transport: Mapping[str, str]) -> Mapping[str, str]:
+def environment(plan: Plan, context: JobContext, transport: Mapping[str, str]) -> Mapping[str, str]:
     """What a variant's process starts with, as a training does: what the techniques wish, then the
     recipe's settings of the transport."""
     found: dict[str, str] = {}
     for technique in plan:
-        found |= technique.environment(known)
+        found |= technique.environment(context)
     return {**found, **transport}
 
 
@@ -79,7 +79,7 @@ def recipe_worker(
         changes: of the recipe's keys, see `hasten.measure.worker.recipe_job`.
     """
     arguments = {"recipe": str(recipe), "plan": plan.to_list(), "changes": dict(changes or {})}
-    environ = environment(plan, subject.known, subject.recipe.transport)
+    environ = environment(plan, subject.context, subject.recipe.transport)
     return WorkerSpec(subject.job, arguments, environ, subject.recipe.nproc)
 
 
@@ -105,7 +105,7 @@ def prepared(
 
     found = prepare_run(recipe, audience.tell, tokenising, recipe.nproc)
     plan, data = found.plan, found.data
-    known = replace(found.known, world=World(size=recipe.nproc))
+    known = replace(found.context, world=World(size=recipe.nproc))
     if recipe.auto_plan is not None:
         tried = candidates(recipe, known, recipe.auto_plan.fidelity)
         plan = first_plan(tried, plan, known)
@@ -136,7 +136,7 @@ def measured(
     which there is no time, those go first of which least is ``expected``; by their forecasts, if
     left out.
     """
-    recipe, known = subject.recipe, subject.known
+    recipe, known = subject.recipe, subject.context
     if recipe.nproc > 1:
         check_turns(plans, design.steps)
     steps = {"max_steps": design.steps_in_all, "epochs": None, "max_tokens": None}
@@ -182,16 +182,16 @@ def measured(
 def _key(
     subject: ExperimentSubject, resolved: Recipe, plans: Mapping[str, Plan], design: Design
 ) -> str:
-    known = subject.known
+    context = subject.context
     return key_of(
         {
             "recipe": resolved.model_dump(mode="json", exclude={"price", "plan", "output"}),
             "data": subject.data_key,
             "plans": {name: plan.key for name, plan in plans.items()},
             "design": asdict(design),
-            "hardware": {**asdict(known.hardware), "device": known.device},
+            "hardware": {**asdict(context.hardware), "device": context.device},
             "threads": {name: environment_.variable(name) for name in THREADS},
-            "versions": dict(known.versions),
+            "versions": dict(context.versions),
             "source": source_digest(),
         }
     )

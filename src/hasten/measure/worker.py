@@ -133,10 +133,10 @@ def _ranks_of(recipe: Recipe) -> Iterator[bool]:
         yield False
         return
     from hasten.launch.ranks import process_group
-    from hasten.recipe.build import facts_of
+    from hasten.recipe.build import context_of
 
     meeting = datetime.timedelta(seconds=recipe.link_seconds)
-    with process_group(world, facts_of(recipe).device, meeting, recipe.backend):
+    with process_group(world, context_of(recipe).device, meeting, recipe.backend):
         yield True
 
 
@@ -202,26 +202,26 @@ class RecipeJob:
         from hasten.core.step import training
         from hasten.core.timing import clock_on
         from hasten.machine import host
-        from hasten.recipe.build import facts_of, job_of, plan_of, requested_plan
+        from hasten.recipe.build import context_of, job_of, plan_of, requested_plan
         from hasten.recipe.gpu_check import check_kernels
         from hasten.recipe.peak_flops import meter_of
         from hasten.recipe.prepared_data import prepare_data
 
         imported = time.perf_counter()
         self.data = prepare_data(recipe, Path(recipe.output) / "data")
-        known = facts_of(recipe, self.data)
-        check_kernels(known, lambda text: None)  # `hasten check` and a training say what it found
-        host.reset_memory_peak(known.device)
+        context = context_of(recipe, self.data)
+        check_kernels(context, lambda text: None)  # `hasten check` and a training say what it found
+        host.reset_memory_peak(context.device)
         opened = time.perf_counter()
-        self.plan = plan_of(recipe, known, more=more)
+        self.plan = plan_of(recipe, context, more=more)
         asked = requested_plan(recipe, more)
         self._switches = [t for t in self.plan if t in asked.techniques]  # less the ranks' layout
         changed = recipe.model_copy(update=dict(changes))
-        job = job_of(changed, self.data, known, self.plan)
-        self.session = assemble(prepare(job, self.plan, known, place))
-        self.session.meter = meter_of(recipe, known, self.session.model)
+        job = job_of(changed, self.data, context, self.plan)
+        self.session = assemble(prepare(job, self.plan, context, place))
+        self.session.meter = meter_of(recipe, context, self.session.model)
         self.session.startup_seconds |= {"imports": imported - started, "data": opened - imported}
-        self.session.setup.clock = clock_on(known.device)
+        self.session.setup.clock = clock_on(context.device)
         self._training: Any = training(self.session)
         self._last: tuple[Progress, list[StepMetrics]] | None = None  # of a turn: where it began
         self._compiling = compiled()[1]
@@ -280,7 +280,7 @@ class RecipeJob:
 
         setup = self.session.setup
         with setup.layout.gather(self.session.model):
-            if not setup.facts.world.is_main:
+            if not setup.context.world.is_main:
                 return []
             return write_samples(self.session, self.data.tokenizer, self.data.eval_data)
 
@@ -455,26 +455,26 @@ class QualityJob:
 def check_context(recipe: Recipe, folder: Path) -> CheckContext:
     """A recipe's job, to be built for any plan."""
     from hasten.measure.quality.bench import CheckContext
-    from hasten.recipe.build import facts_of, plan_of
+    from hasten.recipe.build import context_of, plan_of
     from hasten.recipe.prepared_data import prepare_data
 
     data = prepare_data(recipe, Path(recipe.output) / "data")
-    known = facts_of(recipe, data)
+    context = context_of(recipe, data)
 
     def read(stored: list[Any]) -> Plan:
-        return plan_of(recipe.model_copy(update={"plan": stored}), known)
+        return plan_of(recipe.model_copy(update={"plan": stored}), context)
 
     def job(plan: Plan, seed: int | None, tokens: int | None) -> TrainingJob:
-        return _check_job(recipe, data, known, plan, seed, tokens)
+        return _check_job(recipe, data, context, plan, seed, tokens)
 
     folder.mkdir(parents=True, exist_ok=True)
-    return CheckContext(job, read, known, folder, recipe.nproc)
+    return CheckContext(job, read, context, folder, recipe.nproc)
 
 
 def _check_job(
     recipe: Recipe,
     data: PreparedData,
-    known: JobContext,
+    context: JobContext,
     plan: Plan,
     seed: int | None,
     tokens: int | None,
@@ -484,7 +484,7 @@ def _check_job(
     changes: dict[str, Any] = {} if seed is None else {"seed": seed}
     if tokens is not None:
         changes |= {"max_tokens": tokens, "max_steps": None, "epochs": None}
-    return job_of(recipe.model_copy(update=changes), data, known, plan)
+    return job_of(recipe.model_copy(update=changes), data, context, plan)
 
 
 JOBS: dict[str, Callable[[Mapping[str, Any], Serve], int]] = {
@@ -575,13 +575,13 @@ def _import_all(recipe: Path) -> None:
     import hasten.core.timing
     import hasten.measure.profile
     import hasten.recipe.peak_flops  # noqa: F401
-    from hasten.recipe.build import facts_of
+    from hasten.recipe.build import context_of
     from hasten.recipe.schema import load_recipe
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        facts_of(load_recipe(recipe))
+        context_of(load_recipe(recipe))
     finally:
         torch.set_num_threads(threads)
 

@@ -195,7 +195,7 @@ METRICS = {"token_accuracy": token_accuracy}
 DEFAULT_BATCH = 32  # examples of a step where the recipe says nothing
 
 
-def facts_of(recipe: Recipe, data: PreparedData | None = None) -> JobContext:
+def context_of(recipe: Recipe, data: PreparedData | None = None) -> JobContext:
     """What is known of machine, model and examples before anything is built."""
     here = facts.seen_at_start()
     device = here.device if recipe.device == "auto" else recipe.device
@@ -253,7 +253,7 @@ def requested_plan(recipe: Recipe, more: Iterable[type[Technique]] = ()) -> Plan
 
 def plan_of(
     recipe: Recipe,
-    known: JobContext,
+    context: JobContext,
     tell: Callable[[str], None] = lambda text: None,
     more: Iterable[type[Technique]] = (),
 ) -> Plan:
@@ -265,20 +265,20 @@ def plan_of(
         InputError: an unknown technique or setting, two for one slot, an obstacle.
     """
     plan = requested_plan(recipe, more)
-    if known.world.size > 1 and Slot.LAYOUT not in plan:
+    if context.world.size > 1 and Slot.LAYOUT not in plan:
         plan = plan.with_(DDP())
     for technique in plan:
-        reasons = technique.unsupported_reasons(known)
+        reasons = technique.unsupported_reasons(context)
         if reasons and recipe.on_obstacle == "skip":
             tell(f"going on without {technique}: {reasons[0]}")
             plan = plan.without(technique)
-    found = unsupported_reasons(plan, known)
+    found = unsupported_reasons(plan, context)
     if found:
         raise InputError(f"plan: {found[0]} (on_obstacle: skip goes on without it)")
     return plan
 
 
-def job_of(recipe: Recipe, data: PreparedData, known: JobContext, plan: Plan) -> Job:
+def job_of(recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan) -> Job:
     """The recipe as a job: a fresh model, AdamW, padded batches, logits for every slot.
 
     The plan decides how many steps the data makes, and so the length of the schedule.
@@ -296,15 +296,15 @@ def job_of(recipe: Recipe, data: PreparedData, known: JobContext, plan: Plan) ->
         collate=with_language_counts(partial(padded, pad_id=data.tokenizer.pad_token_id or 0)),
         batch=batch_of(recipe),
         adapter=_adapter(recipe),
-        routing=RealTokens if known.model.router_loss else None,
+        routing=RealTokens if context.model.router_loss else None,
         eval_data=data.eval_data,
         metrics={name: partial(METRICS[name], examples=data.eval_data) for name in measures},
         max_grad_norm=recipe.max_grad_norm,
         seed=recipe.seed,
-        device=known.device,
+        device=context.device,
         terms=terms_of(recipe, data),
     )
-    sampler = prepare(job, plan, known, Path(recipe.output)).sampler
+    sampler = prepare(job, plan, context, Path(recipe.output)).sampler
     steps = total_steps(job, sampler) if sampler else 1
     warmup = share_of(recipe.warmup_steps, steps)
     schedule = Schedule(recipe.lr_schedule, warmup, steps, floor=recipe.min_lr_ratio)
@@ -405,7 +405,7 @@ class PreparedJob:
     """A recipe that was found good, and what a run of it is built from."""
 
     recipe: Recipe
-    known: JobContext
+    context: JobContext
     plan: Plan
     data: PreparedData
     job: Job
@@ -425,7 +425,7 @@ def prepare_run(
     """
     output = Path(recipe.output)
     # The cheap part first: names, slots, architecture.
-    first_look = facts_of(recipe)
+    first_look = context_of(recipe)
     world = World(size=ranks) if ranks > 1 else first_look.world
     backend_for(
         first_look.device, recipe.backend, max(ranks, environment.ranks_here(first_look.world))
@@ -444,16 +444,16 @@ def prepare_run(
             held.enter_context(only_run_in(output, start, first_look.world.is_main))
         check_resumable(recipe, plan)
     data = prepare_data(recipe, output / "data", tell, on_tokens)
-    known = facts_of(recipe, data)
-    plan = plan_of(recipe, replace(known, world=world), tell)
+    context = context_of(recipe, data)
+    plan = plan_of(recipe, replace(context, world=world), tell)
     if ranks == 1:  # or each of the ranks does so itself
-        check_kernels(known, tell if known.world.local_rank == 0 else lambda text: None)
-    job = job_of(recipe, data, replace(known, world=world), plan)
-    check_space(output, known)
-    resolve_ceiling(recipe, known, tell)
+        check_kernels(context, tell if context.world.local_rank == 0 else lambda text: None)
+    job = job_of(recipe, data, replace(context, world=world), plan)
+    check_space(output, context)
+    resolve_ceiling(recipe, context, tell)
     for sentence in advice_on(recipe, data):
         tell(sentence)
-    return PreparedJob(recipe, known, plan, data, job)
+    return PreparedJob(recipe, context, plan, data, job)
 
 
 def check_resumable(recipe: Recipe, plan: Plan) -> None:
@@ -479,5 +479,5 @@ def check_resumable(recipe: Recipe, plan: Plan) -> None:
 
 def environ_of(recipe: Recipe) -> dict[str, str]:
     """Variables that the recipe's techniques want before the process starts."""
-    known = facts_of(recipe)
-    return plan_of(recipe, known).environment(known)
+    context = context_of(recipe)
+    return plan_of(recipe, context).environment(context)

@@ -52,42 +52,42 @@ class TechniqueCandidate:
 
 
 def candidates(
-    recipe: Recipe, known: JobContext, fidelity: str, more: Iterable[type[Technique]] = ()
+    recipe: Recipe, context: JobContext, fidelity: str, more: Iterable[type[Technique]] = ()
 ) -> list[TechniqueCandidate]:
     """Every technique that may serve speed on this job, in the order of the slots.
 
     Args:
         recipe: its plan is kept whatever is chosen; those slots are taken.
-        known: the job and the machine.
+        context: the job and the machine.
         fidelity: how far techniques may move the mathematics: exact, rounding or lossy.
         more: techniques beside the catalogue's.
     """
     kinds = [kind for kind in (*catalogue(), *more) if kind.auto != "no"]
-    found = [_judged(kind(), recipe, known, fidelity) for kind in kinds]
-    step_tokens = _step_tokens(recipe, known)
+    found = [_judged(kind(), recipe, context, fidelity) for kind in kinds]
+    step_tokens = _step_tokens(recipe, context)
     if step_tokens > MICRO_BATCH_TOKENS:
-        limit = max(MICRO_BATCH_TOKENS, known.examples.longest)
-        cut = _judged(GradientAccumulation(micro_batch_tokens=limit), recipe, known, fidelity)
+        limit = max(MICRO_BATCH_TOKENS, context.examples.longest)
+        cut = _judged(GradientAccumulation(micro_batch_tokens=limit), recipe, context, fidelity)
         why = cut.why if cut.refused else f"a step has {step_tokens:,.0f} tokens"
         found.append(replace(cut, usual=not cut.refused, why=why))
     return sorted(found, key=lambda c: list(Slot).index(c.technique.slot))
 
 
-def first_plan(found: Sequence[TechniqueCandidate], kept: Plan, known: JobContext) -> Plan:
+def first_plan(found: Sequence[TechniqueCandidate], kept: Plan, context: JobContext) -> Plan:
     """The kept techniques and the usual ones, of each slot the one with the better forecast."""
     plan = kept
     usual = [c.technique for c in found if c.usual and not c.refused]
-    for technique in sorted(usual, key=lambda t: -expected_gain(t, known)):
+    for technique in sorted(usual, key=lambda t: -expected_gain(t, context)):
         if technique.slot not in plan:
             plan = plan.with_(technique)
     return with_document_attention(plan, found)
 
 
-def first_plan_sentence(recipe: Recipe, known: JobContext) -> str:
+def first_plan_sentence(recipe: Recipe, context: JobContext) -> str:
     """What ``plan: auto`` begins with on this job, in words that all commands share."""
-    found = candidates(recipe, known, (recipe.auto_plan or AutoPlan()).fidelity)
+    found = candidates(recipe, context, (recipe.auto_plan or AutoPlan()).fidelity)
     why = next(c.why for c in found if isinstance(c.technique, Packed))
-    return f"plan: auto begins with {first_plan(found, Plan(), known)}; packed: {why}"
+    return f"plan: auto begins with {first_plan(found, Plan(), context)}; packed: {why}"
 
 
 def with_document_attention(plan: Plan, found: Iterable[TechniqueCandidate] = ()) -> Plan:
@@ -104,52 +104,52 @@ def with_document_attention(plan: Plan, found: Iterable[TechniqueCandidate] = ()
     return plan
 
 
-def expected_gain(technique: Technique, known: JobContext) -> float:
+def expected_gain(technique: Technique, context: JobContext) -> float:
     """What it gains, as a logarithm: measured on this machine, or forecast from its terms.
 
     It orders techniques; the speed of a job it isn't.
     """
-    if (gain := technique.gain(known)) is not None:
+    if (gain := technique.gain(context)) is not None:
         return math.log(gain.ratio)
-    cast = technique.forecast(known)
+    cast = technique.forecast(context)
     return -math.log(max(cast.positions * cast.flops * cast.bytes * cast.comm_bytes, 1e-9))
 
 
-def fitted_to_memory(plan: Plan, recipe: Recipe, known: JobContext, positions: int) -> tuple[Plan, str]:
+def fitted_to_memory(plan: Plan, recipe: Recipe, context: JobContext, positions: int) -> tuple[Plan, str]:
     """The plan, with what it takes to fit into memory, and why; as it is where nothing helps."""
-    size, room = size_of(recipe, known), room_of(known)
-    if needs_of(size, known, plan, positions).total <= room:
+    size, room = size_of(recipe, context), room_of(context)
+    if needs_of(size, context, plan, positions).total <= room:
         return plan, ""
     fuller = plan
     for technique in FOR_MEMORY:
-        if technique.slot in fuller or technique.unsupported_reasons(known):
+        if technique.slot in fuller or technique.unsupported_reasons(context):
             continue
         fuller = fuller.with_(technique)
-        positions = min(positions, known.examples.longest) if technique.slot is Slot.BATCH else positions
-        if needs_of(size, known, fuller, positions).total <= room:
+        positions = min(positions, context.examples.longest) if technique.slot is Slot.BATCH else positions
+        if needs_of(size, context, fuller, positions).total <= room:
             added = ", ".join(str(t) for t in fuller if t not in plan.techniques)
             return fuller, f"{added}: else memory would run out"
     return plan, ""
 
 
-def fits_in_memory(plan: Plan, recipe: Recipe, known: JobContext, positions: int) -> bool:
+def fits_in_memory(plan: Plan, recipe: Recipe, context: JobContext, positions: int) -> bool:
     """Whether the predicted memory of the fullest rank is there."""
-    return needs_of(size_of(recipe, known), known, plan, positions).total <= room_of(known)
+    return needs_of(size_of(recipe, context), context, plan, positions).total <= room_of(context)
 
 
 def _judged(  # noqa: C901  # a clause for each reason
-    technique: Technique, recipe: Recipe, known: JobContext, fidelity: str
+    technique: Technique, recipe: Recipe, context: JobContext, fidelity: str
 ) -> TechniqueCandidate:
     def refused(why: str) -> TechniqueCandidate:
         return TechniqueCandidate(technique, False, why, refused=True)
 
     if technique.fidelity not in ALLOWED[fidelity]:
         return refused(f"{technique.fidelity.name} isn't allowed: {technique.fidelity.value}")
-    if reasons := technique.unsupported_reasons(known):
+    if reasons := technique.unsupported_reasons(context):
         return refused(reasons[0])
-    if technique.slot is Slot.COMMUNICATION and known.world.size == 1:
+    if technique.slot is Slot.COMMUNICATION and context.world.size == 1:
         return refused("one rank sends nothing")
-    gain = technique.gain(known)
+    gain = technique.gain(context)
     if gain is not None and gain.lost:
         return refused(f"measured on this machine: {gain} the speed without it")
     if isinstance(technique, Compiled):
@@ -161,7 +161,7 @@ def _judged(  # noqa: C901  # a clause for each reason
         technique = replace(technique, share=1.0)
     if recipe.finetuning_type == "lora" and technique.slot is Slot.ADAPTER:
         return refused("the recipe's own LoRA decides what learns")
-    cast = technique.forecast(known)
+    cast = technique.forecast(context)
     usual = technique.auto == "usual"
     if technique.slot is Slot.PRECISION and gain is not None:
         usual = usual and gain.sure  # it costs memory for certain
@@ -170,11 +170,11 @@ def _judged(  # noqa: C901  # a clause for each reason
         return TechniqueCandidate(
             technique, usual, f"{1 - cast.positions:.0%} of the positions are padding"
         )
-    return TechniqueCandidate(technique, usual, _words(technique, known))
+    return TechniqueCandidate(technique, usual, _words(technique, context))
 
 
-def _words(technique: Technique, known: JobContext) -> str:
-    gain, cast = technique.gain(known), technique.forecast(known)
+def _words(technique: Technique, context: JobContext) -> str:
+    gain, cast = technique.gain(context), technique.forecast(context)
     said = [] if gain is None else [f"its kernels: {gain} the speed, measured on this machine"]
     said += [
         f"{name} {factor:.2f} times"
@@ -189,7 +189,7 @@ def _words(technique: Technique, known: JobContext) -> str:
     return ", ".join(said) or "no forecast"
 
 
-def _step_tokens(recipe: Recipe, known: JobContext) -> float:
+def _step_tokens(recipe: Recipe, context: JobContext) -> float:
     batch = batch_of(recipe)
-    mean = known.examples.tokens / max(known.examples.count, 1)
-    return (batch.tokens or mean * (batch.examples or 1)) / known.world.size
+    mean = context.examples.tokens / max(context.examples.count, 1)
+    return (batch.tokens or mean * (batch.examples or 1)) / context.world.size

@@ -32,7 +32,7 @@ from hasten.parts.nn.causal_lm import causal_lm
 Tell = Callable[[str], None]
 
 
-def check_kernels(known: JobContext, tell: Tell, *, again: bool = False) -> dict[str, Verdict]:
+def check_kernels(context: JobContext, tell: Tell, *, again: bool = False) -> dict[str, Verdict]:
     """Tries this rank's GPU's kernels that have no verdict yet, and refuses what doesn't work.
 
     Ranks of a machine take turns, and all but the first of each kind of GPU find its verdicts.
@@ -41,19 +41,19 @@ def check_kernels(known: JobContext, tell: Tell, *, again: bool = False) -> dict
         tell: gets a sentence for each kernel that is refused, and before any is tried.
         again: try once more what was refused before.
     """
-    if not known.on_gpu or not (kernels := kernels_on(known.device)):
+    if not context.on_gpu or not (kernels := kernels_on(context.device)):
         return {}
-    sizes, gpu = sizes_of(known.model), host.accelerator_words(known.device)
+    sizes, gpu = sizes_of(context.model), host.accelerator_words(context.device)
 
     def before(count: int) -> None:
         tell(f"trying {count} kernels on {gpu}, once for it and these versions")
 
-    found = registry.figures_of(kernels, known.device, sizes, retry=again, before=before)
+    found = registry.figures_of(kernels, context.device, sizes, retry=again, before=before)
     verdicts = {each.key: found.proofs[each.key] for each in kernels if each.key in found.proofs}
     for sentence in apply(verdicts, gpu):
         tell(sentence)
     if len(verdicts) < len(kernels):
-        asked = json.dumps({"kernels": [each.key for each in kernels], "device": known.device})
+        asked = json.dumps({"kernels": [each.key for each in kernels], "device": context.device})
         command = " ".join(registry.COMMAND[1:])
         tell(f"no kernel could be tried on {gpu}; see what {command} '{asked}' says")
     return verdicts

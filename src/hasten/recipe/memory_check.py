@@ -101,7 +101,7 @@ def memory_words(recipe: Recipe, setup: Setup, resident: int = 0) -> tuple[str, 
     Raises:
         InputError: weights, gradients and optimizer alone don't fit; with what would.
     """
-    known, room = setup.facts, room_of(setup.facts)
+    known, room = setup.context, room_of(setup.context)
     size, positions, adapter = size_of(recipe, known), largest_micro_batch(setup), _adapter(recipe)
     needs = needs_of(size, known, setup.plan.with_(*adapter), positions, one_pass(setup))
     if not known.on_gpu:
@@ -126,9 +126,9 @@ def _adapter(recipe: Recipe) -> tuple[Technique, ...]:
     return (LoRA(base=recipe.lora_base),) if recipe.finetuning_type == "lora" else ()
 
 
-def size_of(recipe: Recipe, known: JobContext) -> ModelSize:
+def size_of(recipe: Recipe, context: JobContext) -> ModelSize:
     """The model's sizes; experts count as far as a token meets them."""
-    model = known.model
+    model = context.model
     config = read_config(recipe.model, needs_weights=not recipe.from_scratch)
     active = float(model.parameters)
     with contextlib.suppress(ValueError):  # an architecture that isn't counted
@@ -142,7 +142,7 @@ def size_of(recipe: Recipe, known: JobContext) -> ModelSize:
         *sizes,
         chosen=chosen or 0,
         repeated=2.0 * model.hidden_size * (1 - shared),
-        score_heads=model.heads if keeps_scores(config, known.on_gpu) else 0,
+        score_heads=model.heads if keeps_scores(config, context.on_gpu) else 0,
     )
 
 
@@ -161,14 +161,14 @@ def keeps_scores(config: Any, on_gpu: bool) -> bool:
 
 
 def needs_of(
-    size: ModelSize, known: JobContext, plan: Plan, positions: int, single: bool = False
+    size: ModelSize, context: JobContext, plan: Plan, positions: int, single: bool = False
 ) -> BytesNeeded:
     """What the fullest rank needs under a plan, with micro-batches of so many positions.
 
     Args:
         single: a step is one micro-batch, so its gradients come after its activations.
     """
-    told = {t.slot: t.forecast(known) for t in plan}
+    told = {t.slot: t.forecast(context) for t in plan}
     precision, adapts = told.get(Slot.PRECISION), Slot.ADAPTER in told
     number_bytes = 4.0 * min(precision.bytes if precision else 1.0, 1.0)
     halves = any(isinstance(t, BF16MasterWeights) for t in plan)
@@ -184,7 +184,7 @@ def needs_of(
     dealt = -min(told.get(Slot.LAYOUT, none).resident_bytes, 0.0)
     positions = round(positions * min(told.get(Slot.COLLATE, none).positions, 1.0))
     by_document = Slot.ATTENTION in told
-    examples = known.examples
+    examples = context.examples
     mean = examples.tokens / max(examples.count, 1)
     form = BlockForm(
         fused=Slot.LAYERS in told,
@@ -192,13 +192,13 @@ def needs_of(
         repeats=not by_document,
         score_length=mean if by_document else examples.longest,
     )
-    logits = _logits(size, known, plan, positions, number_bytes)
+    logits = _logits(size, context, plan, positions, number_bytes)
     recomputed = min(3 * max(told.get(Slot.RECOMPUTE, none).flops - 1, 0.0), 1.0)
     activations = activation_bytes(size, positions, number_bytes, recomputed, form)
     if recomputed:  # a block is computed again once the logits are gone, and then run backward
         block = block_bytes(size, positions, number_bytes, form)
         activations += max(BLOCK_BACKWARD * block - logits, 0.0) - block
-    if not known.on_gpu and 4.0 * positions * size.hidden < HEAP_BLOCK:
+    if not context.on_gpu and 4.0 * positions * size.hidden < HEAP_BLOCK:
         activations *= HEAP_SPARE
     state = state_bytes(size.parameters, more, dealt)
     later = 0.0
@@ -211,11 +211,11 @@ def needs_of(
     return BytesNeeded(state, activations, logits, OVERHEAD, later)
 
 
-def _logits(size: ModelSize, known: JobContext, plan: Plan, positions: int, number_bytes: float) -> float:
+def _logits(size: ModelSize, context: JobContext, plan: Plan, positions: int, number_bytes: float) -> float:
     for technique in plan:
         if isinstance(technique, LabelledTokenLoss):
-            labelled = positions if known.on_gpu else round(positions * known.examples.trained_share)
-            rows = min(technique.rows(known), labelled)
+            labelled = positions if context.on_gpu else round(positions * context.examples.trained_share)
+            rows = min(technique.rows(context), labelled)
             return chunk_logits_bytes(size, rows, number_bytes, Slot.ADAPTER in plan)
     return logits_bytes(size, positions)
 
@@ -252,29 +252,29 @@ def largest_micro_batch(setup: Setup) -> int:
     return found
 
 
-def room_of(known: JobContext) -> float:
+def room_of(context: JobContext) -> float:
     """Bytes that one rank may use: its device's, or its share of what the container allows."""
-    hardware = known.hardware
-    if known.on_gpu and hardware.accelerators:
+    hardware = context.hardware
+    if context.on_gpu and hardware.accelerators:
         return float(min(gpu.memory_bytes for gpu in hardware.accelerators))
-    return hardware.memory_limit_bytes / ranks_here(known.world)
+    return hardware.memory_limit_bytes / ranks_here(context.world)
 
 
-def help_for(size: ModelSize, known: JobContext, plan: Plan, positions: int, room: float) -> str:  # noqa: C901  # techniques, then adapters
+def help_for(size: ModelSize, context: JobContext, plan: Plan, positions: int, room: float) -> str:  # noqa: C901  # techniques, then adapters
     """The nearest job that would fit, and its peak: more techniques, then LoRA; as advice."""
 
     def adapts(adapter: LoRA) -> bool:
-        return Slot.ADAPTER not in plan and not adapter.unsupported_reasons(known)
+        return Slot.ADAPTER not in plan and not adapter.unsupported_reasons(context)
 
     added: list[str] = []
     for technique in HELP:
-        if technique.slot in plan or technique.unsupported_reasons(known):
+        if technique.slot in plan or technique.unsupported_reasons(context):
             continue
-        if technique.slot is Slot.LAYOUT and known.world.size == 1:
+        if technique.slot is Slot.LAYOUT and context.world.size == 1:
             continue
-        before = needs_of(size, known, plan, positions)
-        fewer = min(positions, known.examples.longest) if technique.slot is Slot.BATCH else positions
-        needs = needs_of(size, known, plan.with_(technique), fewer)
+        before = needs_of(size, context, plan, positions)
+        fewer = min(positions, context.examples.longest) if technique.slot is Slot.BATCH else positions
+        needs = needs_of(size, context, plan.with_(technique), fewer)
         if needs.total > 0.98 * before.total:
             continue
         plan, positions = plan.with_(technique), fewer
@@ -284,16 +284,16 @@ def help_for(size: ModelSize, known: JobContext, plan: Plan, positions: int, roo
     for keys, adapter in ADAPTERS.items():
         if not adapts(adapter):
             continue
-        needs = needs_of(size, known, plan.with_(adapter), positions)
+        needs = needs_of(size, context, plan.with_(adapter), positions)
         if needs.total <= room:
             with_them = f", with {', '.join(added)} in the plan," if added else ""
             return f"{keys}{with_them} would need about {gigabytes(needs.total)}"
     others = "take a smaller model, or a shorter cutoff_len"
-    if known.world.size == 1:
+    if context.world.size == 1:
         others += ", or more ranks with fsdp2"
     if not added:
         return others
-    last = needs_of(size, known, plan, positions)
+    last = needs_of(size, context, plan, positions)
     return f"even with {', '.join(added)} it would be about {gigabytes(last.total)}: {others}"
 
 

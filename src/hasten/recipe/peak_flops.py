@@ -37,27 +37,27 @@ class PeakFlops:
     source: str
 
 
-def resolve_ceiling(recipe: Recipe, known: JobContext, tell: Callable[[str], None] = lambda text: None) -> None:
+def resolve_ceiling(recipe: Recipe, context: JobContext, tell: Callable[[str], None] = lambda text: None) -> None:
     """Before anything is trained: read the file the recipe names, or measure if it says so.
 
     Raises:
         InputError: the file can't be used.
     """
     if recipe.ceiling == "measure":
-        if known.world.size == 1 and _kept(recipe, known) is None:
+        if context.world.size == 1 and _kept(recipe, context) is None:
             tell(f"measuring this machine's matrix products for MFU, about {SECONDS:.0f} s")
-            _measure(recipe, known)
+            _measure(recipe, context)
     elif recipe.ceiling != "auto":
-        read_rates(Path(recipe.ceiling), known)
+        read_rates(Path(recipe.ceiling), context)
 
 
-def meter_of(recipe: Recipe, known: JobContext, model: nn.Module) -> Meter:
+def meter_of(recipe: Recipe, context: JobContext, model: nn.Module) -> Meter:
     """The run's meter; what it isn't told (an uncounted model, no ceiling) it doesn't know."""
     try:
         flops = model_flops(model)
     except ValueError:
         return Meter()
-    found, devices = ceiling_of(recipe, known), _devices(recipe, known)
+    found, devices = ceiling_of(recipe, context), _devices(recipe, context)
     if found is None or not devices:
         return Meter(flops.per_token, flops.per_pair, convention=CONVENTION)
     many = f"{devices} x " if devices > 1 else ""
@@ -70,42 +70,42 @@ def meter_of(recipe: Recipe, known: JobContext, model: nn.Module) -> Meter:
     )
 
 
-def ceiling_of(recipe: Recipe, known: JobContext) -> PeakFlops | None:
+def ceiling_of(recipe: Recipe, context: JobContext) -> PeakFlops | None:
     """One device's ceiling as the recipe wants it; None where nobody knows it."""
     if recipe.ceiling == "auto":
-        row = datasheet(device_name(known)) if known.on_gpu else None
+        row = datasheet(device_name(context)) if context.on_gpu else None
         if row is None:
             return None
         return PeakFlops(row.bf16, f"{_tera(row.bf16)}, datasheet of {row.name}: {row.source}")
     if recipe.ceiling == "measure":
-        rates = _kept(recipe, known)
+        rates = _kept(recipe, context)
     else:
-        rates = read_rates(Path(recipe.ceiling), known)
+        rates = read_rates(Path(recipe.ceiling), context)
     best = rates.best() if rates else None
     if rates is None or best is None:
         return None
-    threads = "" if known.on_gpu else f", threads: {rates.threads}"
+    threads = "" if context.on_gpu else f", threads: {rates.threads}"
     shape = f"{best.dtype} {best.m}x{best.k} by {best.k}x{best.n}"
     day = rates.measured_at[:10]
     return PeakFlops(best.best, f"{_tera(best.best)}, measured: {shape}{threads}, {day}")
 
 
-def mfu_words(recipe: Recipe, known: JobContext) -> str | None:
+def mfu_words(recipe: Recipe, context: JobContext) -> str | None:
     """What an MFU of this recipe means, in a sentence; None without a ceiling."""
-    found = ceiling_of(recipe, known)
+    found = ceiling_of(recipe, context)
     return f"MFU of {found.source}; {CONVENTION}" if found else None
 
 
-def device_name(known: JobContext) -> str:
+def device_name(context: JobContext) -> str:
     """The training device as its driver or the system names it."""
-    if not known.on_gpu:
-        return known.hardware.cpu
-    gpus = known.hardware.accelerators
-    index = int(known.device.partition(":")[2] or 0)
-    return gpus[index].name if index < len(gpus) else known.device
+    if not context.on_gpu:
+        return context.hardware.cpu
+    gpus = context.hardware.accelerators
+    index = int(context.device.partition(":")[2] or 0)
+    return gpus[index].name if index < len(gpus) else context.device
 
 
-def read_rates(path: Path, known: JobContext) -> MachineRates:
+def read_rates(path: Path, context: JobContext) -> MachineRates:
     """A file of ``hasten bench --json`` that was measured on this training device.
 
     Raises:
@@ -119,8 +119,8 @@ def read_rates(path: Path, known: JobContext) -> MachineRates:
         raise InputError(f"ceiling: {path}: {error.strerror or error}; {advice}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"ceiling: {path} can't be used: {error}; {advice}") from error
-    here = device_name(known)
-    if rates.device_name != here or (rates.device == "cpu") == known.on_gpu:
+    here = device_name(context)
+    if rates.device_name != here or (rates.device == "cpu") == context.on_gpu:
         raise InputError(
             f"ceiling: {path} was measured on {rates.device_name or rates.device} and here "
             f"{here} trains; {advice}"
@@ -128,21 +128,21 @@ def read_rates(path: Path, known: JobContext) -> MachineRates:
     return rates
 
 
-def _kept(recipe: Recipe, known: JobContext) -> MachineRates | None:
+def _kept(recipe: Recipe, context: JobContext) -> MachineRates | None:
     """What an earlier process measured in the run's folder, if it was on this device."""
     try:
-        return read_rates(Path(recipe.output) / "data" / KEPT, known)
+        return read_rates(Path(recipe.output) / "data" / KEPT, context)
     except InputError:
         return None
 
 
-def _measure(recipe: Recipe, known: JobContext) -> None:
+def _measure(recipe: Recipe, context: JobContext) -> None:
     rates = measure(
-        device=known.device,
-        device_name=device_name(known),
-        dtypes=("bf16",) if known.on_gpu else ("bf16", "fp32"),
+        device=context.device,
+        device_name=device_name(context),
+        dtypes=("bf16",) if context.on_gpu else ("bf16", "fp32"),
         seconds=SECONDS,
-        memory_bytes=known.hardware.memory_limit_bytes,
+        memory_bytes=context.hardware.memory_limit_bytes,
     )
     write_rates(rates, Path(recipe.output) / "data" / KEPT)
 
@@ -158,11 +158,11 @@ def write_rates(rates: MachineRates, path: Path) -> None:
         ) from error
 
 
-def _devices(recipe: Recipe, known: JobContext) -> int:
+def _devices(recipe: Recipe, context: JobContext) -> int:
     """Devices that one ceiling stands for; 0: processors of machines that weren't measured."""
-    if known.on_gpu:
-        return known.world.size
-    return 1 if known.world.size in (1, recipe.nproc) else 0
+    if context.on_gpu:
+        return context.world.size
+    return 1 if context.world.size in (1, recipe.nproc) else 0
 
 
 def _tera(rate: float) -> str:

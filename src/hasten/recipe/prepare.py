@@ -36,14 +36,14 @@ Tell = Callable[[str], None]
 OWN = ("nproc", "output", "min_nproc")  # a rank may have its own
 
 
-def terms_of_all_ranks(recipe: Recipe, known: JobContext) -> dict[str, dict[str, Any]]:
+def terms_of_all_ranks(recipe: Recipe, context: JobContext) -> dict[str, dict[str, Any]]:
     """What must be the same on every rank, for :func:`hasten.launch.ranks.check_agreement`."""
     keys = recipe.model_dump(mode="json")
     return {
         "recipe": {key: value for key, value in keys.items() if key not in OWN},
-        "version": dict(known.versions),
-        "set of examples": asdict(known.examples),
-        "model": asdict(known.model),
+        "version": dict(context.versions),
+        "set of examples": asdict(context.examples),
+        "model": asdict(context.model),
     }
 
 
@@ -92,8 +92,8 @@ def tell_what_trains(session: Session, data: PreparedData, tell: Callable[[str],
     learns, total = parameter_counts(session.model)
     setup = session.setup
     tell(
-        f"{setup.facts.model.architecture}, {total / 1e6:.1f} M parameters of which "
-        f"{learns / 1e6:.1f} M learn, on {setup.facts.hardware.short}; plan: {setup.plan}"
+        f"{setup.context.model.architecture}, {total / 1e6:.1f} M parameters of which "
+        f"{learns / 1e6:.1f} M learn, on {setup.context.hardware.short}; plan: {setup.plan}"
     )
     for row in adapted_table(session.model):
         tell(f"  adapted {row.modules} x {row.count}, rank {row.rank}, {row.parameters:,} weights")
@@ -112,7 +112,7 @@ def evaluations_before(session: Session, file: Path) -> list[Evaluation]:
 
     The first rank reads the file, and all get the same; the user's own metrics stay behind.
     """
-    rows = _rows(file, session.progress.step) if session.setup.facts.world.is_main else []
+    rows = _rows(file, session.progress.step) if session.setup.context.world.is_main else []
     everywhere = session.setup.layout.all_reduce_world
     count = int(everywhere(torch.tensor([len(rows)], dtype=torch.float64)).item())
     if not count:
@@ -184,9 +184,9 @@ def weight_notes(recipe: Recipe) -> list[str]:
     return notes
 
 
-def check_space(output: Path, known: JobContext) -> None:
+def check_space(output: Path, context: JobContext) -> None:
     """The saved model, once more while it takes its final name, and some room for the lines."""
-    needed = 2 * 4 * known.model.parameters + 64 * 2**20
+    needed = 2 * 4 * context.model.parameters + 64 * 2**20
     free = shutil.disk_usage(output).free
     if free < needed:
         raise InputError(

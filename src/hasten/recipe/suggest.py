@@ -23,7 +23,7 @@ from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.models.presets import PRESETS
-from hasten.recipe.build import facts_of
+from hasten.recipe.build import context_of
 from hasten.recipe.candidates import first_plan_sentence
 from hasten.recipe.prepared_data import PreparedData, prepare_data
 from hasten.recipe.schema import Recipe, recipe_from
@@ -75,12 +75,12 @@ def suggest(model: str, dataset: str, output: str) -> str:
             "init",
         )
         data = prepare_data(look, Path(folder))
-        known = facts_of(look, data)
-        lines = _lines(look, data, known, output)
-        first = "\n#   ".join(textwrap.wrap(one_line(first_plan_sentence(look, known)), 100))
+        context = context_of(look, data)
+        lines = _lines(look, data, context, output)
+        first = "\n#   ".join(textwrap.wrap(one_line(first_plan_sentence(look, context)), 100))
     head = (
-        f"# {one_line(known.model.architecture)}, "
-        f"{known.model.parameters / 1e6:,.1f} M parameters, on {known.hardware.short}.\n"
+        f"# {one_line(context.model.architecture)}, "
+        f"{context.model.parameters / 1e6:,.1f} M parameters, on {context.hardware.short}.\n"
         f"# Seen: {one_line(_seen(data))}.\n"
         f"# {first}.\n"
         "# Check it with `hasten check`, measure it with `hasten speedup`.\n"
@@ -89,11 +89,11 @@ def suggest(model: str, dataset: str, output: str) -> str:
     return check_keys(text, [line.key for line in lines])
 
 
-def _lines(look: Recipe, data: PreparedData, known: JobContext, output: str) -> list[Line]:
+def _lines(look: Recipe, data: PreparedData, context: JobContext, output: str) -> list[Line]:
     lengths = data.train.lengths
     cutoff, why_cut = _cutoff(lengths)
     fresh = look.model in PRESETS
-    lora, why_lora = _lora(known, fresh)
+    lora, why_lora = _lora(context, fresh)
     steps, all_seen = -(-len(lengths) * 95 // (100 * BATCH)), len(lengths) < SAMPLE
     warmup = min(10, max(steps // 10, 1)) if all_seen else 10
     every = min(100, max(steps // 3, 1)) if all_seen else 100
@@ -132,11 +132,11 @@ def _cutoff(lengths: NDArray[np.int32]) -> tuple[int, str]:
     return cut, f"holds all but {longer:.1%} of the examples whole"
 
 
-def _lora(known: JobContext, fresh: bool) -> tuple[bool, str]:
+def _lora(context: JobContext, fresh: bool) -> tuple[bool, str]:
     """All weights where their state fits into the memory, LoRA elsewhere."""
-    gpus = known.hardware.accelerators
-    memory = min((g.memory_bytes for g in gpus), default=known.hardware.memory_limit_bytes)
-    needed = BYTES_PER_WEIGHT * known.model.parameters
+    gpus = context.hardware.accelerators
+    memory = min((g.memory_bytes for g in gpus), default=context.hardware.memory_limit_bytes)
+    needed = BYTES_PER_WEIGHT * context.model.parameters
     if fresh or needed <= ROOM * memory:
         return False, f"weights, gradients and moments take {needed / 1e9:,.1f} GB"
     return True, f"all weights would take {needed / 1e9:,.1f} GB of {memory / 1e9:,.0f}"

@@ -172,7 +172,7 @@ def experiment_report(
     ``further`` are more arguments of `report_of` (verification, invariance, cost), ``earlier_seconds`` of
     the experiments that led to this one: their cost is a part of its own.
     """
-    recipe, known = subject.recipe, subject.known
+    recipe, known = subject.recipe, subject.context
     examples = subject.data.example_stats if subject.data else known.examples
     epoch = {"epoch_tokens": examples.tokens, "epoch_examples": examples.count}
     report = report_of(

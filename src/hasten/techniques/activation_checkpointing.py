@@ -56,30 +56,30 @@ class ActivationCheckpointing(Technique):
 
         return (LiveSetting(self.name(), (True, False), lambda: not found.resting, change),)
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         found = []
-        if self.offload and not facts.on_gpu:
+        if self.offload and not context.on_gpu:
             found.append(
-                f"activations of {facts.model.architecture} are in host memory already on a "
+                f"activations of {context.model.architecture} are in host memory already on a "
                 "processor, so there is nothing to move; leave offload out"
             )
-        if self.segments is not None and 0 < facts.model.layers < self.segments:
+        if self.segments is not None and 0 < context.model.layers < self.segments:
             found.append(
-                f"segments is {self.segments}, but {facts.model.architecture} has "
-                f"{facts.model.layers} blocks here; give at most that"
+                f"segments is {self.segments}, but {context.model.architecture} has "
+                f"{context.model.layers} blocks here; give at most that"
             )
         return tuple(found)
 
-    def forecast(self, facts: JobContext) -> Forecast:
+    def forecast(self, context: JobContext) -> Forecast:
         """A third of a step's FLOPs is the forward pass; what is recomputed runs it again."""
         if self.offload:
             return Forecast()
         share = 1.0
         if self.budget is not None:
             share = 1 - self.budget
-        elif self.segments is not None and facts.model.layers:
-            size = facts.model.layers // self.segments
-            share = size * (self.segments - 1) / facts.model.layers
+        elif self.segments is not None and context.model.layers:
+            size = context.model.layers // self.segments
+            share = size * (self.segments - 1) / context.model.layers
         return Forecast(flops=1 + share / 3)
 
     def check_effect(self, session: Session) -> EffectCheck:

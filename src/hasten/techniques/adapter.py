@@ -81,15 +81,15 @@ class LoRA(Technique):
         )
         return found
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        if facts.model.vocabulary:
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        if context.model.vocabulary:
             return ()
-        return (f"needs a Hugging Face language model; this is a {facts.model.architecture}",)
+        return (f"needs a Hugging Face language model; this is a {context.model.architecture}",)
 
-    def forecast(self, facts: JobContext) -> Forecast:
+    def forecast(self, context: JobContext) -> Forecast:
         # No weight gradients (a third of the products), no gradients and moments of the base.
         kept = {None: 4.0, "int8": 1.0, "nf4": 0.5 + 4 / 64}[self.base]
-        return Forecast(flops=2 / 3, resident_bytes=(kept - 16.0) * facts.model.parameters)
+        return Forecast(flops=2 / 3, resident_bytes=(kept - 16.0) * context.model.parameters)
 
     def check_effect(self, session: Session) -> EffectCheck:
         learn = sum(p.numel() for p in session.model.parameters() if p.requires_grad)

@@ -45,7 +45,7 @@ class Allocator(Technique):
     def apply(self, setup: Setup) -> None:
         setup.allocator = HostAllocator(self)
 
-    def environment(self, facts: JobContext) -> Mapping[str, str]:
+    def environment(self, context: JobContext) -> Mapping[str, str]:
         if self.kind == "expandable":
             name = (
                 UNIFIED
@@ -62,14 +62,14 @@ class Allocator(Technique):
         pages = {"THP_MEM_ALLOC_ENABLE": "1"} if self.huge_pages else {}  # torch asks the kernel
         return {"LD_PRELOAD": _joined("LD_PRELOAD", found), **pages}
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        name = facts.model.architecture
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        name = context.model.architecture
         found = []
-        if self.kind == "expandable" and not facts.on_gpu:
+        if self.kind == "expandable" and not context.on_gpu:
             found.append(f"expandable segments are a GPU's, and {name} trains on the processor")
         if self.kind == "glibc" and not memory.is_glibc():
             found.append(
-                f"the C library of {facts.hardware.system} isn't glibc, so there is nothing to "
+                f"the C library of {context.hardware.system} isn't glibc, so there is nothing to "
                 f"tune for {name}"
             )
         if self.kind in memory.PACKAGES and memory.library(self.kind) is None:

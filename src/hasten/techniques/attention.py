@@ -38,16 +38,16 @@ class DocumentAttention(Technique):
 
         setup.attention = select
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        if facts.model.sliding_window:
-            return (f"this {facts.model.architecture} attends through a sliding window",)
-        other = attention.why_not_over(facts.model.attention or attention.USUAL[0])
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        if context.model.sliding_window:
+            return (f"this {context.model.architecture} attends through a sliding window",)
+        other = attention.why_not_over(context.model.attention or attention.USUAL[0])
         if other:
             return (other,)
-        if facts.model.architecture in attention.ARCHITECTURES:
-            return registry.faults(facts.device, kernel_variants.ATTENTION)
+        if context.model.architecture in attention.ARCHITECTURES:
+            return registry.faults(context.device, kernel_variants.ATTENTION)
         return (
-            f"not proven for the architecture {facts.model.architecture}; it is for "
+            f"not proven for the architecture {context.model.architecture}; it is for "
             + ", ".join(attention.ARCHITECTURES),
         )
 
@@ -58,7 +58,7 @@ class DocumentAttention(Technique):
         if seen is None:
             return EffectCheck(ours, f"the model's attention is {config._attn_implementation}")
         calls, kernel = probes.count(seen, *CALLS), probes.count(seen, KERNEL, *VARLEN)
-        layers = max(session.setup.facts.model.layers, 1)
+        layers = max(session.setup.context.model.layers, 1)
         said = f"{calls + kernel} calls of attention in {layers} layers over some examples"
         if kernel:
             return EffectCheck(True, f"{said}, {kernel} of them by a kernel for whole rows of documents")

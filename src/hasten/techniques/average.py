@@ -42,8 +42,8 @@ class WeightAverage(Technique):
     def apply(self, setup: Setup) -> None:
         setup.average = SavedAverage(self.decay, self.save)
 
-    def forecast(self, facts: JobContext) -> Forecast:
-        on_device = 0.0 if facts.on_gpu else 4.0 * facts.model.parameters
+    def forecast(self, context: JobContext) -> Forecast:
+        on_device = 0.0 if context.on_gpu else 4.0 * context.model.parameters
         return Forecast(resident_bytes=on_device)
 
     def check_effect(self, session: Session) -> EffectCheck:

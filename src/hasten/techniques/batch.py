@@ -45,7 +45,7 @@ def fits(session: Session, more: float) -> bool:
     """Whether every rank could use so many bytes more than ever so far; all ranks ask together."""
     used, limit = memory_meter(session.setup.job.device)()
     on_host = session.setup.job.device.startswith("cpu")
-    ranks = ranks_here(session.setup.facts.world) if on_host else 1
+    ranks = ranks_here(session.setup.context.world) if on_host else 1
     mine = torch.tensor([float(ranks * (used + more) <= FULL * limit)], dtype=torch.float64)
     return bool(session.setup.rank_sync.sum(mine).item() == session.setup.layout.size)
 
@@ -100,7 +100,7 @@ class GradientAccumulation(Technique):
         found = session.setup.split_micro_batches
         if not isinstance(found, FixedCut) or not session.setup.layout.whole:
             return ()
-        longest = session.setup.facts.examples.longest
+        longest = session.setup.context.examples.longest
         by_tokens = self.micro_batch_tokens > 0
         given = self.micro_batch_tokens or self.micro_batch_size
         fewest = longest if by_tokens else 1
@@ -116,8 +116,8 @@ class GradientAccumulation(Technique):
             ),
         )
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        longest = facts.examples.longest
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        longest = context.examples.longest
         if self.micro_batch_tokens and longest > self.micro_batch_tokens:
             return (
                 f"micro_batch_tokens={self.micro_batch_tokens} can't hold the longest example of "
@@ -125,7 +125,7 @@ class GradientAccumulation(Technique):
             )
         return ()
 
-    def forecast(self, facts: JobContext) -> Forecast:
+    def forecast(self, context: JobContext) -> Forecast:
         return Forecast(bytes=FURTHER_PASSES)
 
     def check_effect(self, session: Session) -> EffectCheck:
@@ -184,8 +184,8 @@ class AdaptiveBatch(Technique):
     def fidelity(self) -> Fidelity:
         return Fidelity.LOSSY if self.grow else Fidelity.ROUNDING
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        if not self.grow or not facts.examples.count:
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        if not self.grow or not context.examples.count:
             return ()
         return (
             "grow joins the batches of a loader of your own, and here a step has "
@@ -193,7 +193,7 @@ class AdaptiveBatch(Technique):
         )
 
     def apply(self, setup: Setup) -> None:
-        longest = max(setup.facts.examples.longest, 1)
+        longest = max(setup.context.examples.longest, 1)
         room = Headroom(
             self.initial_size * longest,
             self.max_size * longest,
@@ -204,7 +204,7 @@ class AdaptiveBatch(Technique):
         adaptive = AdaptiveCut(setup, room)
         setup.split_micro_batches, setup.run_passes = adaptive.cut, adaptive
 
-    def forecast(self, facts: JobContext) -> Forecast:
+    def forecast(self, context: JobContext) -> Forecast:
         return Forecast(bytes=FURTHER_PASSES)
 
     def check_effect(self, session: Session) -> EffectCheck:
@@ -299,7 +299,7 @@ class AdaptiveCut:
 
     def state_dict(self) -> dict[str, Any]:
         """What every rank has learnt of its memory; all ranks call it together."""
-        world, room = self.setup.facts.world, self.room
+        world, room = self.setup.context.world, self.room
         mine = torch.zeros(world.size, 3, dtype=torch.float64)
         mine[world.rank] = torch.tensor([room.size, room.good, room.ceiling])
         rows = self.setup.layout.all_reduce_world(mine).tolist()
@@ -308,7 +308,7 @@ class AdaptiveCut:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with this rank's size; with the smallest, if the number of ranks has changed."""
-        world, rooms = self.setup.facts.world, state["rooms"]
+        world, rooms = self.setup.context.world, state["rooms"]
         row = rooms[world.rank] if len(rooms) == world.size else min(rooms)
         self.room.load_state_dict(dict(zip(("size", "good", "ceiling"), row, strict=True)))
         self._epoch, self.joined = state.get("epoch", -1), list(state.get("joined", ()))

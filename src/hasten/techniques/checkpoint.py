@@ -148,7 +148,7 @@ class SessionCheckpoints:
             self.keeper.open(expected)
 
     def _first_rank_says(self, numbers: Sequence[float]) -> Sequence[float]:
-        main = self._setup.facts.world.is_main
+        main = self._setup.context.world.is_main
         values = torch.tensor(list(numbers), dtype=torch.float64)
         found: list[float] = self._setup.layout.all_reduce_world(values * float(main)).tolist()
         return found

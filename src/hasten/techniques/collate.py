@@ -31,17 +31,17 @@ class Packed(Technique):
     def apply(self, setup: Setup) -> None:
         setup.collate = with_language_counts(collate.packed)
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         known = attention.ARCHITECTURES
-        if facts.model.architecture in known:
+        if context.model.architecture in known:
             return ()
         return (
             f"packing is proven not to leak between documents for {', '.join(known)}, "
-            f"not for {facts.model.architecture}",
+            f"not for {context.model.architecture}",
         )
 
-    def forecast(self, facts: JobContext) -> Forecast:
-        examples = facts.examples
+    def forecast(self, context: JobContext) -> Forecast:
+        examples = context.examples
         if not examples.tokens:
             return Forecast()
         mean = examples.tokens / examples.count

@@ -61,7 +61,7 @@ class Compiled(Technique):
             raise ValueError(f"share is {self.share}; it is a share, above 0 and at most 1")
 
     def apply(self, setup: Setup) -> None:
-        expected = seconds_expected(setup.job, setup.facts)
+        expected = seconds_expected(setup.job, setup.context)
         cost = COMPILE_SECONDS
         if self.share < 1 and expected is not None and cost > self.share * expected:
             setup.compile = NotCompiled(
@@ -73,17 +73,17 @@ class Compiled(Technique):
         setup.compile = Compiling(blocks)
         setup.collate = Bucketed(setup.collate or setup.job.collate, self.bucket)
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        name = facts.model.architecture
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        name = context.model.architecture
         found = []
-        if self.mode == "reduce-overhead" and not facts.on_gpu:
+        if self.mode == "reduce-overhead" and not context.on_gpu:
             found.append(
                 f"reduce-overhead records CUDA graphs, and {name} trains on the processor; leave "
                 "mode out"
             )
-        if self.backend == "inductor" and facts.on_gpu and not importlib.util.find_spec("triton"):
+        if self.backend == "inductor" and context.on_gpu and not importlib.util.find_spec("triton"):
             found.append(f"compiling {name} for a GPU takes Triton, which isn't installed")
-        if self.backend == "inductor" and not facts.on_gpu:
+        if self.backend == "inductor" and not context.on_gpu:
             if not any(shutil.which(compiler) for compiler in COMPILERS):
                 found.append(
                     f"compiling {name} takes a C++ compiler, and none was found "
@@ -106,7 +106,7 @@ class Compiled(Technique):
                 f"torch.compile runs what lies in {shared}, and other users may write to it; "
                 "set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
             )
-        if facts.model.layers == 1:
+        if context.model.layers == 1:
             found.append(f"this {name} has one block, so there is nothing to share between blocks")
         return tuple(found)
 
@@ -168,13 +168,13 @@ class Bucketed:
         return replace(batch, inputs=inputs, counts=replace(batch.counts, positions=positions))
 
 
-def seconds_expected(job: Job, facts: JobContext) -> float | None:
+def seconds_expected(job: Job, context: JobContext) -> float | None:
     """How long the run takes without a compiler, as a rough guess; None where nothing is known."""
     tokens = _tokens_expected(job)
-    if tokens is None or not facts.model.parameters:
+    if tokens is None or not context.model.parameters:
         return None
-    rate = GPU_RATE if facts.on_gpu else CORE_RATE * facts.hardware.usable_cores
-    return 6 * facts.model.parameters * tokens / facts.world.size / rate
+    rate = GPU_RATE if context.on_gpu else CORE_RATE * context.hardware.usable_cores
+    return 6 * context.model.parameters * tokens / context.world.size / rate
 
 
 def _tokens_expected(job: Job) -> float | None:

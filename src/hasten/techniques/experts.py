@@ -65,19 +65,19 @@ class ExpertsImplementation(Technique):
         except ValueError as error:
             raise InputError(f"experts_implementation: {error}") from error
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         known = FUSED if self.kind == "fused" else ARCHITECTURES
-        if facts.model.architecture not in known or not facts.model.experts:
+        if context.model.architecture not in known or not context.model.experts:
             return (
-                f"there are no experts in {facts.model.architecture} here whose code can be "
+                f"there are no experts in {context.model.architecture} here whose code can be "
                 f"{self.kind}; it is for models with experts of {', '.join(known)}",
             )
         if self.kind != "fused":
             return ()
-        if facts.on_gpu:
-            return (f"the fused kernels are for the processor; this run is on {facts.device}",)
+        if context.on_gpu:
+            return (f"the fused kernels are for the processor; this run is on {context.device}",)
         reason = fused_experts.why_not()
-        return (reason,) if reason else registry.faults(facts.device, kernel_variants.ROUTED)
+        return (reason,) if reason else registry.faults(context.device, kernel_variants.ROUTED)
 
     def check_effect(self, session: Session) -> EffectCheck:
         model = causal_lm(session.model)

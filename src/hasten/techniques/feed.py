@@ -41,13 +41,13 @@ class Prefetched(Technique):
     def apply(self, setup: Setup) -> None:
         setup.feed = PrefetchedFeed(self)
 
-    def forecast(self, facts: JobContext) -> Forecast:
+    def forecast(self, context: JobContext) -> Forecast:
         # At least: token ids, labels and positions, int64, of one mean example in each waiting step.
         # How many examples a step has the facts don't say.
-        examples = facts.examples
+        examples = context.examples
         mean = examples.tokens / examples.count if examples.count else 0.0
         waiting = 3 * 8 * mean * self.lookahead
-        return Forecast(resident_bytes=min(waiting, self.memory_mb * 1e6) if facts.on_gpu else 0.0)
+        return Forecast(resident_bytes=min(waiting, self.memory_mb * 1e6) if context.on_gpu else 0.0)
 
     def check_effect(self, session: Session) -> EffectCheck:
         feed = session.setup.feed

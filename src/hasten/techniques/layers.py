@@ -47,22 +47,22 @@ class FusedLayers(Technique):
 
         setup.layers = fuse
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         known = fused_layers.ARCHITECTURES
-        if facts.model.architecture not in known:
+        if context.model.architecture not in known:
             return (
-                f"not proven for the architecture {facts.model.architecture}; it is for "
+                f"not proven for the architecture {context.model.architecture}; it is for "
                 + ", ".join(known),
             )
-        reason = fused_layers.why_not(facts.device)
-        return (reason,) if reason else registry.faults(facts.device, *KERNELS)
+        reason = fused_layers.why_not(context.device)
+        return (reason,) if reason else registry.faults(context.device, *KERNELS)
 
-    def forecast(self, facts: JobContext) -> Forecast:
+    def forecast(self, context: JobContext) -> Forecast:
         # A norm, a rotary embedding, a gate: one pass each over memory where there were four.
         return Forecast(bytes=0.6)
 
-    def gain(self, facts: JobContext) -> Gain | None:
-        return kernel_variants.layers_gain(facts.device)
+    def gain(self, context: JobContext) -> Gain | None:
+        return kernel_variants.layers_gain(context.device)
 
     def check_effect(self, session: Session) -> EffectCheck:
         bound = fused_layers.fused(causal_lm(session.model))

@@ -73,7 +73,7 @@ class LabelledTokenLoss(Technique):
         loss = session.loss_module
         if not isinstance(loss, LabelOnlyLoss) or not session.setup.layout.whole:
             return ()
-        rows, width = loss.chunk, 4 * max(session.setup.facts.model.vocabulary, 1)
+        rows, width = loss.chunk, 4 * max(session.setup.context.model.vocabulary, 1)
         values = [v for v in (rows // 4, rows // 2) if v >= 64]
         more = [2 * rows] if batch.fits(session, 2 * rows * width) else []
 
@@ -83,26 +83,26 @@ class LabelledTokenLoss(Technique):
         name = f"{self.name()}.chunk"
         return (LiveSetting(name, (*values, rows, *more), lambda: loss.chunk, change),)
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        if not facts.model.head_reason:
-            return registry.faults(facts.device, kernel_variants.LOSSES)
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        if not context.model.head_reason:
+            return registry.faults(context.device, kernel_variants.LOSSES)
         return (
-            f"the loss of {facts.model.architecture} is not only its head and cross-entropy: "
-            f"{facts.model.head_reason}",
+            f"the loss of {context.model.architecture} is not only its head and cross-entropy: "
+            f"{context.model.head_reason}",
         )
 
-    def rows(self, facts: JobContext) -> int:
+    def rows(self, context: JobContext) -> int:
         """Rows of logits that exist at once on the job's device, at most."""
-        gpus = facts.hardware.accelerators if facts.on_gpu else ()
+        gpus = context.hardware.accelerators if context.on_gpu else ()
         size = chunk_bytes(min((gpu.memory_bytes for gpu in gpus), default=0))
-        return chunk_rows(self.chunk, max(facts.model.vocabulary, 1), size)
+        return chunk_rows(self.chunk, max(context.model.vocabulary, 1), size)
 
-    def forecast(self, facts: JobContext) -> Forecast:
-        longest, share = facts.examples.longest, facts.examples.trained_share
+    def forecast(self, context: JobContext) -> Forecast:
+        longest, share = context.examples.longest, context.examples.trained_share
         # bytes, one row of float32
-        saved = 4 * facts.model.vocabulary * (longest - self.rows(facts))
-        head = facts.model.vocabulary * facts.model.hidden_size
-        trunk = max(facts.model.parameters - head * (1 if facts.model.tied_head else 2), 1)
+        saved = 4 * context.model.vocabulary * (longest - self.rows(context))
+        head = context.model.vocabulary * context.model.hidden_size
+        trunk = max(context.model.parameters - head * (1 if context.model.tied_head else 2), 1)
         head_share = head / (head + trunk)  # of the model's matrix work
         return Forecast(flops=1 - (1 - share) * head_share, resident_bytes=min(-saved, 0))
 

@@ -57,16 +57,16 @@ class MultiTokenPrediction(Technique):
 
         setup.objective = add
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        if facts.model.architecture in multi_token.ARCHITECTURES:
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        if context.model.architecture in multi_token.ARCHITECTURES:
             return ()
         return (
-            f"the layers of {facts.model.architecture} aren't known here; it is for "
+            f"the layers of {context.model.architecture} aren't known here; it is for "
             + ", ".join(multi_token.ARCHITECTURES),
         )
 
-    def forecast(self, facts: JobContext) -> Forecast:
-        model = facts.model
+    def forecast(self, context: JobContext) -> Forecast:
+        model = context.model
         head = model.vocabulary * model.hidden_size
         body = max(model.parameters - head * (1 if model.tied_head else 2), 1)
         module = body / max(model.layers, 1) + 2 * model.hidden_size**2

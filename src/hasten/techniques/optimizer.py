@@ -49,16 +49,16 @@ class FusedAdamW(Technique):
 
         setup.optimizer = _in_place_of_adamw(setup.optimizer, self.name(), build)
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        reason = fused_adamw.why_not(facts.device)
-        return (reason,) if reason else registry.faults(facts.device, kernel_variants.UPDATES)
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        reason = fused_adamw.why_not(context.device)
+        return (reason,) if reason else registry.faults(context.device, kernel_variants.UPDATES)
 
-    def forecast(self, facts: JobContext) -> Forecast:
-        return Forecast(resident_bytes=-2.0 * facts.model.parameters)
+    def forecast(self, context: JobContext) -> Forecast:
+        return Forecast(resident_bytes=-2.0 * context.model.parameters)
 
-    def gain(self, facts: JobContext) -> Gain | None:
+    def gain(self, context: JobContext) -> Gain | None:
         """A loss alone: the update is a small part of a step, and its gain none of the step's."""
-        found = kernel_variants.update_gain(facts.device)
+        found = kernel_variants.update_gain(context.device)
         return found if found is not None and found.lost else None
 
     def check_effect(self, session: Session) -> EffectCheck:
@@ -87,9 +87,9 @@ class CompactAdamW(Technique):
 
         setup.optimizer = _in_place_of_adamw(setup.optimizer, self.name(), build)
 
-    def forecast(self, facts: JobContext) -> Forecast:
+    def forecast(self, context: JobContext) -> Forecast:
         saved = ADAMW_BYTES - BYTES[self.moments]
-        return Forecast(resident_bytes=-saved * facts.model.parameters)
+        return Forecast(resident_bytes=-saved * context.model.parameters)
 
     def check_effect(self, session: Session) -> EffectCheck:
         optimizer = session.optimizer
@@ -122,10 +122,10 @@ class Muon(Technique):
 
         setup.optimizer = _in_place_of_adamw(setup.optimizer, self.name(), build)
 
-    def forecast(self, facts: JobContext) -> Forecast:
-        outer = facts.model.vocabulary * facts.model.hidden_size
-        outer *= 1 if facts.model.tied_head else 2
-        return Forecast(resident_bytes=-4.0 * max(facts.model.parameters - outer, 0))
+    def forecast(self, context: JobContext) -> Forecast:
+        outer = context.model.vocabulary * context.model.hidden_size
+        outer *= 1 if context.model.tied_head else 2
+        return Forecast(resident_bytes=-4.0 * max(context.model.parameters - outer, 0))
 
     def check_effect(self, session: Session) -> EffectCheck:
         optimizer = session.optimizer

@@ -43,34 +43,34 @@ def _capability(text: str) -> tuple[int, int]:
     return int(major), int(minor or 0)
 
 
-def _slow_bf16(facts: JobContext) -> tuple[str, ...]:
-    old = [g for g in facts.hardware.accelerators if _capability(g.capability) < BF16_CAPABILITY]
-    if facts.on_gpu and old:
+def _slow_bf16(context: JobContext) -> tuple[str, ...]:
+    old = [g for g in context.hardware.accelerators if _capability(g.capability) < BF16_CAPABILITY]
+    if context.on_gpu and old:
         return (f"{old[0].name} has no bf16 units (compute capability below 8.0)",)
-    known = facts.hardware.system.startswith("Linux")  # elsewhere nobody lists instruction sets
-    if facts.on_gpu or not known or set(BF16_KERNELS) & set(facts.hardware.instruction_sets):
+    known = context.hardware.system.startswith("Linux")  # elsewhere nobody lists instruction sets
+    if context.on_gpu or not known or set(BF16_KERNELS) & set(context.hardware.instruction_sets):
         return ()
     return (
-        f"{facts.hardware.cpu} multiplies bf16 in software only (neither AVX-512 nor AMX nor Arm's "
+        f"{context.hardware.cpu} multiplies bf16 in software only (neither AVX-512 nor AMX nor Arm's "
         "bf16), many times slower than float32: leave it out (emulate: true has it all the same)",
     )
 
 
-def gain_here(facts: JobContext) -> Gain | None:
+def gain_here(context: JobContext) -> Gain | None:
     """What bf16 gains on this job's device, as measured; None without products in bf16."""
-    return None if _slow_bf16(facts) else bf16_gain(facts.device)
+    return None if _slow_bf16(context) else bf16_gain(context.device)
 
 
-def why_no_gain(facts: JobContext) -> str:
+def why_no_gain(context: JobContext) -> str:
     """Why bf16 gains nothing on this job's processor; empty where it does, or nobody knows.
 
     Ranks each ask for themselves, and might not agree: there it isn't measured, nor on a GPU.
     """
-    if slow := _slow_bf16(facts):
+    if slow := _slow_bf16(context):
         return slow[0]
-    if facts.on_gpu or facts.world.size > 1:
+    if context.on_gpu or context.world.size > 1:
         return ""
-    gain = gain_here(facts)
+    gain = gain_here(context)
     if gain is None or gain.sure:
         return ""
     found = f"bf16 has {gain} the speed of float32 on this processor"
@@ -94,16 +94,16 @@ class BF16MasterWeights(Technique):
     def apply(self, setup: Setup) -> None:
         setup.precision = MasterWeights(torch.bfloat16)
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        slow = () if self.emulate else _slow_bf16(facts)
-        why = why_no_gain(facts) if self.only_if_faster else ""
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        slow = () if self.emulate else _slow_bf16(context)
+        why = why_no_gain(context) if self.only_if_faster else ""
         return slow or ((why,) if why else ())
 
-    def forecast(self, facts: JobContext) -> Forecast:
-        return Forecast(bytes=0.5, resident_bytes=2.0 * facts.model.parameters)
+    def forecast(self, context: JobContext) -> Forecast:
+        return Forecast(bytes=0.5, resident_bytes=2.0 * context.model.parameters)
 
-    def gain(self, facts: JobContext) -> Gain | None:
-        return gain_here(facts)
+    def gain(self, context: JobContext) -> Gain | None:
+        return gain_here(context)
 
     def check_effect(self, session: Session) -> EffectCheck:
         working = {p.dtype for p in session.module.parameters() if p.requires_grad}
@@ -147,24 +147,24 @@ class Autocast(Technique):
         if self.dtype == "fp16":
             setup.loss_scale = LossScale(self.initial_scale, interval=self.growth_interval)
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         if self.emulate:
             return ()
         if self.dtype != "fp16":
-            return _slow_bf16(facts)
+            return _slow_bf16(context)
         # Every GPU that torch supports has fp16 units; few processors do.
-        if facts.on_gpu or set(FP16_SETS) & set(facts.hardware.instruction_sets):
+        if context.on_gpu or set(FP16_SETS) & set(context.hardware.instruction_sets):
             return ()
         return (
-            f"{facts.hardware.cpu} multiplies fp16 in software only (neither avx512_fp16 nor "
+            f"{context.hardware.cpu} multiplies fp16 in software only (neither avx512_fp16 nor "
             "amx_fp16): choose dtype bf16",
         )
 
-    def forecast(self, facts: JobContext) -> Forecast:
+    def forecast(self, context: JobContext) -> Forecast:
         return Forecast(bytes=0.6)
 
-    def gain(self, facts: JobContext) -> Gain | None:
-        return gain_here(facts) if self.dtype == "bf16" else None
+    def gain(self, context: JobContext) -> Gain | None:
+        return gain_here(context) if self.dtype == "bf16" else None
 
     def check_effect(self, session: Session) -> EffectCheck:
         found = _format(session)
@@ -208,30 +208,30 @@ class Float8(Technique):
             setup.job.device, torch.bfloat16, layers, keep_weights=self.keep_weights
         )
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         found = []
         old = [
-            g for g in facts.hardware.accelerators if _capability(g.capability) < FLOAT8_CAPABILITY
+            g for g in context.hardware.accelerators if _capability(g.capability) < FLOAT8_CAPABILITY
         ]
-        if not self.emulate and not facts.on_gpu:
+        if not self.emulate and not context.on_gpu:
             found.append("a processor has no float8 products (emulate: true shows their rounding)")
         elif not self.emulate and old:
             found.append(f"{old[0].name} has no float8 products (compute capability below 9.0)")
         if not self.emulate and self.recipe == "blockwise":
             found.append("the blockwise recipe exists emulated only: say rowwise, or emulate: true")
-        if facts.model.hidden_size % SIDE:
+        if context.model.hidden_size % SIDE:
             found.append(
                 f"float8 products need sides that are multiples of {SIDE}, and this "
-                f"{facts.model.architecture} is {facts.model.hidden_size} wide"
+                f"{context.model.architecture} is {context.model.hidden_size} wide"
             )
-        if not facts.model.hidden_size:
+        if not context.model.hidden_size:
             found.append(
-                f"needs a language model's linear layers; {facts.model.architecture} is none"
+                f"needs a language model's linear layers; {context.model.architecture} is none"
             )
         return tuple(found)
 
-    def forecast(self, facts: JobContext) -> Forecast:
-        kept = 2.0 * facts.model.parameters if self.keep_weights else 0.0
+    def forecast(self, context: JobContext) -> Forecast:
+        kept = 2.0 * context.model.parameters if self.keep_weights else 0.0
         return Forecast(bytes=1.0 if self.emulate else 0.4, resident_bytes=kept)
 
     def check_effect(self, session: Session) -> EffectCheck:

@@ -54,9 +54,9 @@ class BalancedRouting(Technique):
     def apply(self, setup: Setup) -> None:
         setup.routing = RouterBalancing(self.speed, self.sequence_loss, setup.routing)
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        architecture = facts.model.architecture
-        if architecture not in (*BIASED, *UNBIASED) or not facts.model.experts:
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        architecture = context.model.architecture
+        if architecture not in (*BIASED, *UNBIASED) or not context.model.experts:
             return (
                 f"there are no routers that are known here in {architecture}; it is for models "
                 f"with experts of {', '.join((*BIASED, *UNBIASED))}",

@@ -36,7 +36,7 @@ class PackedEpoch(Technique):
         if setup.sampler is None:
             return  # the loader of the user's own decides
         order = self.order(setup)
-        rows, world = order.rows_per_step, setup.facts.world.size
+        rows, world = order.rows_per_step, setup.context.world.size
         if rows < world:
             raise InputError(
                 f"packed_epoch: a step has {rows} row(s) of {order.efficiency.row_tokens} tokens "
@@ -52,17 +52,17 @@ class PackedEpoch(Technique):
             raise InputError(f"packed_epoch: {_too_long(self.row_tokens, longest)}")
         of_step = job.batch.tokens or total * (job.batch.examples or 1) // len(job.lengths)
         row = max(min(self.row_tokens, of_step), longest)
-        quadratic = quadratic_share(setup.facts.model.hidden_size)
+        quadratic = quadratic_share(setup.context.model.hidden_size)
         order = PackedOrder(job.lengths, row, max(of_step // row, 1), job.seed, quadratic)
         if job.batch.examples:  # rows aren't all full: the average of examples is what was asked for
             found = order.efficiency.rows * job.batch.examples / len(job.lengths)
             order.rows_per_step = max(round(found), 1)
         return order
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        if facts.examples.longest > self.row_tokens:
-            return (_too_long(self.row_tokens, facts.examples.longest),)
-        return _no_lengths("packing an epoch", facts)
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        if context.examples.longest > self.row_tokens:
+            return (_too_long(self.row_tokens, context.examples.longest),)
+        return _no_lengths("packing an epoch", context)
 
     def check_effect(self, session: Session) -> EffectCheck:
         order = session.setup.sampler
@@ -107,11 +107,11 @@ class LengthGrouped(Technique):
                 seed=job.seed,
             )
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        return _no_lengths("grouping by length", facts)
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        return _no_lengths("grouping by length", context)
 
-    def forecast(self, facts: JobContext) -> Forecast:
-        examples = facts.examples
+    def forecast(self, context: JobContext) -> Forecast:
+        examples = context.examples
         if not examples.tokens:
             return Forecast()
         return Forecast(positions=examples.tokens / (examples.count * max(examples.longest, 1)))
@@ -141,7 +141,7 @@ def _too_long(row_tokens: int, longest: int) -> str:
     )
 
 
-def _no_lengths(what: str, facts: JobContext) -> tuple[str, ...]:
-    if facts.examples.longest > 0 or not facts.examples.count:
+def _no_lengths(what: str, context: JobContext) -> tuple[str, ...]:
+    if context.examples.longest > 0 or not context.examples.count:
         return ()
     return (f"{what} needs the examples' lengths in tokens, and this job gives none",)

@@ -49,7 +49,7 @@ class Threads(Technique):
             raise ValueError("numa chooses the cores that affinity keeps to; leave affinity on")
 
     def apply(self, setup: Setup) -> None:
-        host = HostThreads(self, setup.facts)
+        host = HostThreads(self, setup.context)
         setup.threads = host
         build = setup.optimizer
         if build is None or host.collector is None:
@@ -63,18 +63,18 @@ class Threads(Technique):
 
         setup.optimizer = watched
 
-    def environment(self, facts: JobContext) -> Mapping[str, str]:
+    def environment(self, context: JobContext) -> Mapping[str, str]:
         return {
-            "OMP_NUM_THREADS": str(self.threads(facts)),
+            "OMP_NUM_THREADS": str(self.threads(context)),
             **threads.waiting(self.waiting),
         }
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         found = []
-        name = facts.model.architecture
+        name = context.model.architecture
         if self.affinity and not threads.usable_cores():
             found.append(
-                f"{facts.hardware.system} has no core masks, so {name} can't keep to its cores; "
+                f"{context.hardware.system} has no core masks, so {name} can't keep to its cores; "
                 "say affinity: false"
             )
         nodes = len(threads.memory_nodes())
@@ -83,35 +83,35 @@ class Threads(Technique):
                 f"this machine shows {nodes} memory node, so there is none to keep {name} in; "
                 "leave numa out"
             )
-        elif self.numa and environment.ranks_here(facts.world) % nodes:
+        elif self.numa and environment.ranks_here(context.world) % nodes:
             found.append(
-                f"{environment.ranks_here(facts.world)} ranks of {name} can't be dealt evenly to "
+                f"{environment.ranks_here(context.world)} ranks of {name} can't be dealt evenly to "
                 f"{nodes} memory nodes; start a multiple of {nodes}, or leave numa out"
             )
-        cores = facts.hardware.usable_cores
+        cores = context.hardware.usable_cores
         if self.count is not None and self.count > cores:
             found.append(
                 f"count is {self.count}, but {name} may use {cores} cores here; give at most that"
             )
         return tuple(found)
 
-    def cores(self, facts: JobContext) -> tuple[int, ...]:
+    def cores(self, context: JobContext) -> tuple[int, ...]:
         """The cores of this rank; empty where the system has no masks."""
         usable = threads.usable_cores()
         if not usable:
             return ()
-        ranks = environment.ranks_here(facts.world)
+        ranks = environment.ranks_here(context.world)
         return threads.own_cores(
-            usable, facts.world.local_rank % ranks, ranks, threads.memory_nodes()
+            usable, context.world.local_rank % ranks, ranks, threads.memory_nodes()
         )
 
-    def threads(self, facts: JobContext) -> int:
+    def threads(self, context: JobContext) -> int:
         """Threads of an operator on this rank."""
         if self.count is not None:
             return self.count
-        ranks = environment.ranks_here(facts.world)
-        hardware = facts.hardware
-        logical = len(self.cores(facts)) or hardware.usable_cores // ranks
+        ranks = environment.ranks_here(context.world)
+        hardware = context.hardware
+        logical = len(self.cores(context)) or hardware.usable_cores // ranks
         return max(1, min(logical, hardware.physical_cores // ranks or 1))
 
     def check_effect(self, session: Session) -> EffectCheck:
@@ -124,8 +124,8 @@ class Threads(Technique):
 class HostThreads:
     """The settings, put into force when a run is assembled."""
 
-    def __init__(self, technique: Threads, facts: JobContext) -> None:
-        self._technique, self._facts = technique, facts
+    def __init__(self, technique: Threads, context: JobContext) -> None:
+        self._technique, self._facts = technique, context
         every = technique.collect_every
         self.collector = threads.QuietCollector(every) if every else None
         self._cores: tuple[int, ...] = ()

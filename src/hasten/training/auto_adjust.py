@@ -199,7 +199,7 @@ class LiveTuning:
         """Set a value; how many steps are to be left out then, on the rank that needs most."""
         if switch.now() == value:
             return 0
-        world = self._session.setup.facts.world
+        world = self._session.setup.context.world
         delays = torch.zeros(world.size, dtype=torch.float64)
         delays[world.rank] = switch.delay()
         switch.set(value)
@@ -213,7 +213,7 @@ class LiveTuning:
             return
         mine = torch.tensor([math.log(now.rates[True] / now.rates[False])], dtype=torch.float64)
         total = self._session.setup.rank_sync.sum(mine).item()
-        now.candidate.ratios.append(total / self._session.setup.facts.world.size)
+        now.candidate.ratios.append(total / self._session.setup.context.world.size)
         self._judge(now.candidate, step)
         switch = now.candidate.switch
         self._begin(step, self._give(switch, self._standing[switch.name]))
@@ -278,7 +278,7 @@ def adjust(session: Session, recipe: Recipe, output: Path, tell: Tell) -> None:
     """
     if not recipe.live_tuning:
         return
-    main = session.setup.facts.world.is_main
+    main = session.setup.context.world.is_main
 
     def note(line: dict[str, Any]) -> None:
         if main:

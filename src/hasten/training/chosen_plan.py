@@ -71,15 +71,15 @@ def with_chosen_plan(
     return _with_plan(recipe, choice.entries), choice
 
 
-def same_on_all_ranks(recipe: Recipe, known: JobContext, tell: Callable[[str], None]) -> Recipe:
+def same_on_all_ranks(recipe: Recipe, context: JobContext, tell: Callable[[str], None]) -> Recipe:
     """The recipe with the first rank's choice, in ranks that a launcher has started and that meet.
 
     Raises:
         InputError: the choice can't be used on this rank.
     """
     told: list[Any] = [None]
-    if known.world.is_main:
-        choice = choose_by_forecast(recipe, known, "a launcher's ranks can't race plans")
+    if context.world.is_main:
+        choice = choose_by_forecast(recipe, context, "a launcher's ranks can't race plans")
         tell(choice.sentence)
         told = [choice.entries]
     dist.broadcast_object_list(told, src=0)
@@ -107,13 +107,13 @@ def _proven(recipe: Recipe, choice: Choice, audience: Audience) -> Choice:
     """The choice without techniques whose proof of equal quality failed."""
     settled = _with_plan(recipe, choice.entries)
     prepared = prepare_run(settled, lambda text: None, ranks=settled.nproc)
-    known, plan, data = prepared.known, prepared.plan, prepared.data
+    context, plan, data = prepared.context, prepared.plan, prepared.data
     if settled.nproc > 1:
-        known = replace(known, world=World(size=settled.nproc))
+        context = replace(context, world=World(size=settled.nproc))
     budget = PROOF_SHARE * (recipe.auto_budget or LONGEST_SECONDS)
     lossy = recipe.auto_plan is not None and recipe.auto_plan.fidelity == "lossy"
     design = VerificationDesign(seeds=SEEDS if lossy else 0, budget_seconds=budget)
-    found = verified(settled, known, plan, data.note.key, design, audience.tell, fresh=False)
+    found = verified(settled, context, plan, data.note.key, design, audience.tell, fresh=False)
     wrong = {row["technique"]: row["text"] for row in found["verification"] if row["verdict"] in FAILED}
     whole = [row["what"] for row in found["invariance"] if row["verdict"] in FAILED]
     untested = [row["technique"] for row in found["verification"] if row["verdict"] == "not tested"]

@@ -140,7 +140,7 @@ def save_weights(
         A sentence for each part beside the weights that couldn't be written.
     """
     with session.setup.layout.gather(session.model):
-        if session.setup.facts.world.is_main:
+        if session.setup.context.world.is_main:
             return _write(session.model, data, folder, formats)
     return []
 
@@ -159,7 +159,7 @@ def save_all(
     if session.preempted:  # samples take long on a large model
         return [], unsaved
     with session.setup.layout.gather(session.model):
-        if session.setup.facts.world.is_main:
+        if session.setup.context.world.is_main:
             try:
                 return write_samples(session, data.tokenizer, data.eval_data), unsaved
             except Exception as error:  # all is saved by now, and a summary is worth more

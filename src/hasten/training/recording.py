@@ -185,15 +185,15 @@ def _processor_temperature() -> float | None:
 @contextmanager
 def recorded(watch: EvaluationSchedule, session: Session, recipe: Recipe, output: Path) -> Iterator[EvaluationSchedule]:
     """Around a run's steps, on every rank: the watch with the recording of the run in it."""
-    known = session.setup.facts
+    context = session.setup.context
     recording = Recording(
         output,
         start_of(session, recipe),
-        rank=known.world.rank,
-        ranks=known.world.size,
+        rank=context.world.rank,
+        ranks=context.world.size,
         parts=session.setup.clock.steps,
         log_to=recipe.log_to,
-        gpus=host.accelerator_uuids(known.device, environment.ranks_here(known.world)),
+        gpus=host.accelerator_uuids(context.device, environment.ranks_here(context.world)),
     )
     with recording:
         yield replace(
@@ -206,13 +206,13 @@ def recorded(watch: EvaluationSchedule, session: Session, recipe: Recipe, output
 def start_of(session: Session, recipe: Recipe) -> dict[str, Any]:
     """What ``run.json`` says of a run."""
     setup, price = session.setup, recipe.price
-    size = setup.facts.world.size
+    size = setup.context.world.size
     return {
         "model": recipe.model,
         "total_steps": setup.job.schedule.total_steps,
         "world_size": size,
         "plan": setup.plan.to_list(),
-        "hardware": setup.facts.hardware.short,
+        "hardware": setup.context.hardware.short,
         "currency": price.currency if price else None,
         "price_per_hour": price.hour * price.paid(size) if price else None,
     }

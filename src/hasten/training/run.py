@@ -139,21 +139,21 @@ def _prepare_and_train(
     began = time.perf_counter()
     output = Path(recipe.output)
     prepared = prepare_run(recipe, tell, on_tokens, held=held)
-    known = prepared.known
+    context = prepared.context
     seconds = {"imports": import_seconds, "data": time.perf_counter() - began}
-    host.reset_memory_peak(known.device)
-    world, met = known.world, time.perf_counter()
+    host.reset_memory_peak(context.device)
+    world, met = context.world, time.perf_counter()
     timeout = datetime.timedelta(seconds=recipe.link_seconds)
-    group = process_group(world, known.device, timeout, recipe.backend)
+    group = process_group(world, context.device, timeout, recipe.backend)
     with group, reporting_errors(), naming_ranks(world):
         if recipe.auto_plan is not None:
-            recipe = same_on_all_ranks(recipe, known, tell if world.is_main else _silent)
-            plan = plan_of(recipe, known, tell)
-            job = job_of(recipe, prepared.data, known, plan)
+            recipe = same_on_all_ranks(recipe, context, tell if world.is_main else _silent)
+            plan = plan_of(recipe, context, tell)
+            job = job_of(recipe, prepared.data, context, plan)
             prepared = replace(prepared, recipe=recipe, plan=plan, job=job)
-        check_agreement(world, terms_of_all_ranks(recipe, known))
-        if known.on_gpu:
-            check_ranks(world, known.device)
+        check_agreement(world, terms_of_all_ranks(recipe, context))
+        if context.on_gpu:
+            check_ranks(world, context.device)
         seconds["meeting"] = time.perf_counter() - met
         run = _Run(prepared, output, tell if world.is_main else _silent)
         noting = noting_first_step(began, *hooks[:2])
@@ -199,7 +199,7 @@ def set_step_checks(session: Session, recipe: Recipe, output: Path) -> None:
 
 def watch_notices(session: Session, recipe: Recipe) -> AbstractContextManager[Any]:
     """Leave when the recipe's file appears or its command says so; on the first rank."""
-    if not session.setup.facts.world.is_main or not (recipe.leave_file or recipe.leave_command):
+    if not session.setup.context.world.is_main or not (recipe.leave_file or recipe.leave_command):
         return nullcontext()
     file = Path(recipe.leave_file) if recipe.leave_file else None
     leave = partial(request_stop, session, haste=True)
@@ -223,7 +223,7 @@ def _train(
     on_step: OnStep,
     on_evaluation: OnEvaluation,
 ) -> dict[str, Any]:
-    prepared, recipe, known = run.prepared, run.prepared.recipe, run.prepared.known
+    prepared, recipe, known = run.prepared, run.prepared.recipe, run.prepared.context
     main = known.world.is_main
     helps: Any = None
 
@@ -296,7 +296,7 @@ def _watch(
             run.tell(f"warning: {best}: {problem}")
 
     watch = replace(watch, on_best=keep_best if recipe.eval_every else _silent)
-    if not run.prepared.known.world.is_main:
+    if not run.prepared.context.world.is_main:
         return watch
     if attempt_number() > 1:
         keep_lines_until(run.output, session.progress.step)
@@ -318,7 +318,7 @@ def _leave(
     noted: tuple[dict[str, Any], dict[str, Any], Sequence[Sample]],
     unsaved: list[str],
 ) -> dict[str, Any]:
-    recipe, known, data = run.prepared.recipe, run.prepared.known, run.prepared.data
+    recipe, known, data = run.prepared.recipe, run.prepared.context, run.prepared.data
     output = run.output
     seconds = outcome.seconds
     proofs, energy, samples = noted

@@ -36,7 +36,7 @@ class RecipeWorkers:
         self._recipe = folder / "recipe.yaml"
         self._recipe.write_text(self._given.recipe.model_copy(update=steps).to_yaml())
         forks = self._given.recipe.nproc == 1
-        with WorkerPool(folder, self._given.known.device, forks, self._recipe) as self.pool:
+        with WorkerPool(folder, self._given.context.device, forks, self._recipe) as self.pool:
             self.pool.warm_up(self._environ(likely))
             try:
                 yield
@@ -57,6 +57,6 @@ class RecipeWorkers:
         """Remembered by the techniques that it depends on: studies ask for many plans."""
         wishing = frozenset(t for t in plan if type(t).environment is not Technique.environment)
         if wishing not in self._environs:
-            recipe, known = self._given.recipe, self._given.known
+            recipe, known = self._given.recipe, self._given.context
             self._environs[wishing] = environment(plan, known, recipe.transport)
         return self._environs[wishing]

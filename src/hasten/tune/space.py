@@ -178,7 +178,7 @@ class PlanSpace:
     space: Space
     kinds: Mapping[str, Technique]  # by name, as they are without a knob turned
     kept: tuple[Technique, ...]  # of slots that aren't tuned
-    facts: JobContext
+    context: JobContext
     plan: Callable[[Point], Plan]  # of a point; the errors are its techniques'
 
     def gain(self, point: Point) -> float:
@@ -191,12 +191,12 @@ class PlanSpace:
             for name, value in self.space.settings(point).items()
             if "." in name
         )
-        first = expected(self.plan(self.space.start), self.facts)
-        return expected(self.plan(point), self.facts) - first - TURNED * turned
+        first = expected(self.plan(self.space.start), self.context)
+        return expected(self.plan(point), self.context) - first - TURNED * turned
 
     def resident(self, point: Point) -> float:
         """Bytes that its techniques are forecast to keep, more or less than without any."""
-        return math.fsum(t.forecast(self.facts).resident_bytes for t in self.plan(point))
+        return math.fsum(t.forecast(self.context).resident_bytes for t in self.plan(point))
 
     def without(self, point: Point, names: Collection[str]) -> tuple[Point, list[str]]:
         """The point without these techniques, as far as it is one without them; whom it lost.
@@ -219,7 +219,7 @@ class PlanSpace:
 def plan_space(  # noqa: C901  # a clause for each kind of choice
     catalogue: Sequence[type[Technique]],
     base: Plan,
-    facts: JobContext,
+    context: JobContext,
     bounds: Bounds | None = None,
     lossy: bool = False,
     only: Collection[str] = (),
@@ -230,7 +230,7 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
     Args:
         catalogue: all techniques.
         base: the recipe's plan, where the search starts.
-        facts: of machine, model and records.
+        context: of machine, model and records.
         bounds: of ``technique.knob`` ranges, narrower than the technique's own.
         lossy: let techniques of other mathematics take part.
         only: slots or techniques by name that are tuned; all others stay as they are.
@@ -239,7 +239,7 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
     Raises:
         InputError: nothing is left to choose, or ``only`` names nothing.
     """
-    fixed = KEPT if facts.world.size > 1 else KEPT | AMONG_RANKS
+    fixed = KEPT if context.world.size > 1 else KEPT | AMONG_RANKS
     present = {t.slot: t for t in base}
     kinds: dict[str, Technique] = {}
     dimensions: list[Dimension] = []
@@ -250,7 +250,7 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
         raise InputError(f"only: {name!r} is neither a technique nor a slot{near}")
     for slot in Slot:
         own = present.get(slot)
-        offered = _offered(slot, catalogue, own, facts, lossy, more)
+        offered = _offered(slot, catalogue, own, context, lossy, more)
         if wanted and slot.name.lower() not in wanted:
             offered = {n: t for n, t in offered.items() if t.name() in wanted}
         if slot in fixed or not offered or (own is not None and own not in offered.values()):
@@ -267,7 +267,7 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
 
     @functools.cache
     def hindered(technique: Technique) -> list[str]:
-        return unsupported_reasons(Plan([technique]), facts)
+        return unsupported_reasons(Plan([technique]), context)
 
     def refuse(point: Point) -> str | None:
         """Why a plan can't be tried here; None if it can."""
@@ -281,10 +281,10 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
         return next((text for t in wanted for text in hindered(t)), None)
 
     raw = Space(tuple(dimensions), _start(dimensions, base))
-    return PlanSpace(replace(raw, refuse=refuse), kinds, kept, facts, plan)
+    return PlanSpace(replace(raw, refuse=refuse), kinds, kept, context, plan)
 
 
-def expected(plan: Plan, facts: JobContext) -> float:
+def expected(plan: Plan, context: JobContext) -> float:
     """How much faster a plan is expected to be than none, as a logarithm.
 
     What a technique's kernels were measured to gain on this machine comes first. A forecast is of
@@ -294,12 +294,12 @@ def expected(plan: Plan, facts: JobContext) -> float:
     """
     total = 0.0
     for technique in plan:
-        if (measured := technique.gain(facts)) is not None:
+        if (measured := technique.gain(context)) is not None:
             total += math.log(measured.ratio)
             continue
-        cast = technique.forecast(facts)
+        cast = technique.forecast(context)
         terms = {name: getattr(cast, name) for name in TRUST}
-        if not facts.world.size > 1:
+        if not context.world.size > 1:
             terms.pop("comm_bytes")
         gain = -math.fsum(TRUST[n] * math.log(max(v, 1e-3)) for n, v in terms.items())
         if gain == 0.0:
@@ -313,7 +313,7 @@ def _offered(
     slot: Slot,
     catalogue: Sequence[type[Technique]],
     own: Technique | None,
-    facts: JobContext,
+    context: JobContext,
     lossy: bool,
     more: Sequence[Technique],
 ) -> dict[str, Technique]:
@@ -324,11 +324,11 @@ def _offered(
             continue
         instance = own if own is not None and isinstance(own, kind) else kind()
         allowed = instance is own or lossy or instance.fidelity is not Fidelity.LOSSY
-        if allowed and not instance.unsupported_reasons(facts):
+        if allowed and not instance.unsupported_reasons(context):
             found[kind.name()] = instance
     for one in more:
         allowed = lossy or one.fidelity is not Fidelity.LOSSY
-        if one.slot is slot and allowed and one != own and not one.unsupported_reasons(facts):
+        if one.slot is slot and allowed and one != own and not one.unsupported_reasons(context):
             found[str(one)] = one
     return found
 

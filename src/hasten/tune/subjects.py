@@ -86,7 +86,7 @@ class RecipeSubject:
     def __init__(
         self, given: Subject_, options: TuneOptions, audience: Audience, prove: Prove | None = None
     ) -> None:
-        recipe, known = given.recipe, given.known
+        recipe, known = given.recipe, given.context
         self._given, self._options, self._audience = given, options, audience
         self._prove, self._device = prove, known.device
         # A micro-batch is no larger than half a step; what is cut is cut by examples alone.
@@ -117,8 +117,8 @@ class RecipeSubject:
             "recipe": given.recipe.model_dump(mode="json", exclude={"price", "output"}),
             "data": given.data_key,
             "space": [(d.name, [str(v) for v in d.values]) for d in self.space.dimensions],
-            "hardware": {**asdict(given.known.hardware), "device": self._device},
-            "versions": dict(given.known.versions),
+            "hardware": {**asdict(given.context.hardware), "device": self._device},
+            "versions": dict(given.context.versions),
         }
 
     def opened(self, folder: Path) -> AbstractContextManager[None]:
@@ -127,7 +127,7 @@ class RecipeSubject:
 
     def known(self, noise: float, memory: float | None) -> PriorKnowledge:
         """Forecasts of the techniques; the memory that is left beside the start's process."""
-        hardware = self._given.known.hardware
+        hardware = self._given.context.hardware
         free = processes.available_bytes(hardware.memory_limit_bytes)
         free //= self._given.recipe.nproc  # a peak is that of one rank, and ranks share a host
         if not self._device.startswith("cpu"):

@@ -65,8 +65,8 @@ class RecipeTrainings:
             "recipe": given.recipe.model_dump(mode="json", exclude={"price", "output"}),
             "data": given.data_key,
             "space": [(d.name, [str(v) for v in d.values]) for d in self.space.dimensions],
-            "device": given.known.device,
-            "versions": dict(given.known.versions),
+            "device": given.context.device,
+            "versions": dict(given.context.versions),
         }
 
     def recipe_at(self, point: Point) -> Recipe:
@@ -102,7 +102,7 @@ class RecipeTrainings:
 
     def _steps_of(self, recipe: Recipe) -> int:
         given = self.given
-        return job_of(recipe, self._data, given.known, given.plan).schedule.total_steps
+        return job_of(recipe, self._data, given.context, given.plan).schedule.total_steps
 
     def _space(self, steps: int, only: Sequence[str]) -> Space:
         recipe, own = self.given.recipe, self._own or 1

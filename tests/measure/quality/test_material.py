@@ -27,10 +27,10 @@ from hasten.measure.quality.bench import (
 )
 from hasten.parts.data.collate import tokenized_example
 from measure.quality.verify_plants import bench
-from tiny import job_facts, language_job, examples, tiny_model
+from tiny import job_context, language_job, examples, tiny_model
 
 SEVEN = ModelFacts("llama", 6_900_000_000, 4096, 30, 102_400)
-KNOWN = job_facts(language_job())
+KNOWN = job_context(language_job())
 
 
 def test_a_small_model_is_taken_whole() -> None:

@@ -25,7 +25,7 @@ from hasten.measure.workers import Reply, merge_replies
 from hasten.parts.data import collate
 from hasten.techniques import CATALOGUE
 from hasten.techniques.layout.ddp import DDP
-from tiny import job_facts, language_job, tiny_model
+from tiny import job_context, language_job, tiny_model
 
 
 class Planted(Technique):
@@ -194,8 +194,8 @@ def bench(
         alone = world is None or world.size == 1 or Slot.LAYOUT in plan
         return plan if alone else plan.with_(DDP())
 
-    known = job_facts(job_of(Plan(), None, None), architecture, world)
-    return CheckContext(job_of, read, known, folder)
+    context = job_context(job_of(Plan(), None, None), architecture, world)
+    return CheckContext(job_of, read, context, folder)
 
 
 class Here:

@@ -24,7 +24,7 @@ from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
-from tiny import job_facts, language_job, examples, tiny_model
+from tiny import job_context, language_job, examples, tiny_model
 
 CASES: dict[str, tuple[str, tuple[Technique, ...]]] = {
     "plain": ("llama", (GradientAccumulation(micro_batch_size=2),)),
@@ -62,7 +62,7 @@ def session(world: World, name: str, once: bool) -> Session:
     known = "llama" if architecture == "tied" else architecture
     job = language_job(Factory(architecture), data=examples(9), batch=4, steps=4)
     plan = Plan((*techniques, FSDP2(build_once=once)))
-    return assemble(prepare(job, plan, job_facts(job, known, world)))
+    return assemble(prepare(job, plan, job_context(job, known, world)))
 
 
 def train(world: World) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.loss import LabelledTokenLoss
-from tiny import job_facts, language_job, examples, run, session_of, tiny_model
+from tiny import job_context, language_job, examples, run, session_of, tiny_model
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler"
@@ -170,7 +170,7 @@ def test_without_a_compiler_the_reason_is_one_sentence(without_compiler: None) -
 
 
 def test_without_a_compiler_fused_layers_say_so(without_compiler: None) -> None:
-    (sentence,) = FusedLayers().unsupported_reasons(job_facts(language_job()))
+    (sentence,) = FusedLayers().unsupported_reasons(job_context(language_job()))
     assert "no C++ compiler was found" in sentence
     with pytest.raises(ValueError, match="no C\\+\\+ compiler"):
         fuse_layers(tiny_model())

@@ -16,7 +16,7 @@ from hasten.parts.kernels import registry
 from hasten.parts.nn import attention, fused_functions, fused_gpu
 from hasten.parts.nn.fused_layers import why_not
 from hasten.techniques.layers import FusedLayers
-from tiny import job_facts, language_job
+from tiny import job_context, language_job
 
 
 @pytest.mark.skipif(fused_gpu.liger() is None, reason="Liger isn't installed")
@@ -108,7 +108,7 @@ def test_a_refused_kernel_leaves_its_layer_to_torch(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_job_on_a_gpu_hears_it_as_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpu = replace(job_facts(language_job()), device="cuda:0")
+    on_gpu = replace(job_context(language_job()), device="cuda:0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (reason,) = FusedLayers().unsupported_reasons(on_gpu)

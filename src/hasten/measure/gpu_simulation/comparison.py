@@ -35,13 +35,13 @@ ELSEWHERE = ("c10d", "_c10d_functional", "prim")  # messages between ranks; ques
 
 
 def comparison_of(
-    session: Session, known: JobContext, tell: Callable[[str], None]
+    session: Session, context: JobContext, tell: Callable[[str], None]
 ) -> SimulationComparison | None:
     """For a training on one GPU that is known; compiled code hides its operators."""
     compiled = any(t.name() == "compiled" for t in session.setup.plan)
-    if not known.on_gpu or known.world.size > 1 or compiled:
+    if not context.on_gpu or context.world.size > 1 or compiled:
         return None
-    name = known.hardware.accelerators[0].name
+    name = context.hardware.accelerators[0].name
     try:
         device = simulated_device(name.removeprefix("NVIDIA "))
     except InputError:

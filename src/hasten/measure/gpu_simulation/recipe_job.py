@@ -28,7 +28,7 @@ from hasten.measure.gpu_simulation.step import treats_alike
 from hasten.models.load import load_tokenizer, read_config
 from hasten.models.presets import PRESETS
 from hasten.parts.data.collate import TokenizedExample, tokenized_example
-from hasten.recipe.build import batch_of, facts_of, job_of, plan_of
+from hasten.recipe.build import batch_of, context_of, job_of, plan_of
 from hasten.recipe.candidates import candidates, first_plan
 from hasten.recipe.peak_flops import meter_of
 from hasten.recipe.prepared_data import PreparedData, PreparedDataIndex
@@ -130,11 +130,11 @@ class SimulatedRecipe:
     def plan(self) -> Plan:
         """What trains the whole job; of ``plan: auto``, what it would begin with."""
         with self._sized(self.layers, self.examples, {}) as whole:
-            plan = plan_of(whole.recipe, whole.facts)
+            plan = plan_of(whole.recipe, whole.context)
             if self.recipe.auto_plan is None:
                 return plan
             fidelity = self.recipe.auto_plan.fidelity
-            return first_plan(candidates(whole.recipe, whole.facts, fidelity), plan, whole.facts)
+            return first_plan(candidates(whole.recipe, whole.context, fidelity), plan, whole.context)
 
     @cached_property
     def passes(self) -> int:
@@ -200,14 +200,14 @@ class SizedRecipe:
         return PreparedData(cast(Any, SimulatedTokenizer(rows)), cast(Any, examples), (), note)
 
     @cached_property
-    def facts(self) -> JobContext:
-        return facts_of(self.recipe, self.data)
+    def context(self) -> JobContext:
+        return context_of(self.recipe, self.data)
 
     def setup(self) -> Setup:
-        plan = plan_of(self.recipe, self.facts)
-        job = job_of(self.recipe, self.data, self.facts, plan)
-        job = replace(job, model=MetaModelFactory(job.model, self.facts.device))
-        return prepare(job, plan, self.facts, Path(self.recipe.output) / "checkpoints")
+        plan = plan_of(self.recipe, self.context)
+        job = job_of(self.recipe, self.data, self.context, plan)
+        job = replace(job, model=MetaModelFactory(job.model, self.context.device))
+        return prepare(job, plan, self.context, Path(self.recipe.output) / "checkpoints")
 
     def passes(self) -> int:
         """Of this rank in the first step."""
@@ -219,5 +219,5 @@ class SizedRecipe:
 
     def session(self) -> Session:
         session = assemble(self.setup())
-        session.meter = meter_of(self.recipe, self.facts, session.model)
+        session.meter = meter_of(self.recipe, self.context, session.model)
         return session

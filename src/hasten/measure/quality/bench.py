@@ -56,13 +56,13 @@ class CheckContext:
 
     job_of: Callable[[Plan, int | None, int | None], Job]
     read: Callable[[list[Any]], Plan]
-    known: JobContext
+    context: JobContext
     folder: Path
     ranks: int = 1
 
     @property
     def limits(self) -> CheckBudget:
-        return limits_of(self.known, ranks=self.ranks)
+        return limits_of(self.context, ranks=self.ranks)
 
     def small(self, plan: Plan) -> Job:
         """The plan's job on the proof's examples: one step holds them all."""
@@ -86,21 +86,21 @@ class CheckContext:
     def taken(self, examples: Any) -> dict[str, Any]:
         """What of the job a proof was made on."""
         tokens = sum(r.length for r in examples)
-        layers, limits = self.known.model.layers, self.limits
+        layers, limits = self.context.model.layers, self.limits
         return {"examples": len(examples), "tokens": tokens, "layers": limits.layers or layers}
 
 
 def limits_of(
-    known: JobContext, memory: float | None = None, work: float | None = None, ranks: int = 1
+    context: JobContext, memory: float | None = None, work: float | None = None, ranks: int = 1
 ) -> CheckBudget:
     """What half of the memory and some seconds allow; ranks share a processor's memory.
 
     Raises:
         InputError: not even one layer fits.
     """
-    model = known.model
-    room = (memory or _memory(known)) * SHARE / BYTES  # parameters
-    room /= 1 if known.on_gpu else ranks
+    model = context.model
+    room = (memory or _memory(context)) * SHARE / BYTES  # parameters
+    room /= 1 if context.on_gpu else ranks
     outer = model.vocabulary * model.hidden_size * (1 if model.tied_head else 2)
     each = max(model.parameters - outer, 0) / max(model.layers, 1)
     layers, kept = None, float(model.parameters)
@@ -113,7 +113,7 @@ def limits_of(
                 "verification on a larger machine"
             )
         kept = outer + layers * each
-    work = work or (GPU_WORK if known.on_gpu else CPU_WORK)
+    work = work or (GPU_WORK if context.on_gpu else CPU_WORK)
     tokens = int(min(MOST_TOKENS, max(work / (6 * max(kept, 1.0)), FEWEST * SHORTEST)))
     return CheckBudget(layers, tokens, max(SHORTEST, tokens // FEWEST))
 
@@ -196,9 +196,9 @@ def _cut(example: TokenizedExample, tokens: int) -> TokenizedExample:
     )
 
 
-def _memory(known: JobContext) -> float:
-    sizes = [gpu.memory_bytes for gpu in known.hardware.accelerators] if known.on_gpu else []
-    return float(min([known.hardware.memory_limit_bytes, *sizes]))
+def _memory(context: JobContext) -> float:
+    sizes = [gpu.memory_bytes for gpu in context.hardware.accelerators] if context.on_gpu else []
+    return float(min([context.hardware.memory_limit_bytes, *sizes]))
 
 
 def seeded(job: Job) -> None:

@@ -87,7 +87,7 @@ def reference(bench: CheckContext, plan: Plan) -> dict[str, Any]:
     """
     (bench.folder / REFERENCE).unlink(missing_ok=True)  # of an earlier verification that was killed
     job = bench.small(plan)
-    adapter = prepare(job, plan, bench.known, bench.folder).adapter or job.adapter
+    adapter = prepare(job, plan, bench.context, bench.folder).adapter or job.adapter
     seeded(job)
     model = adapter(job.build_model())
     if hasattr(model, "set_experts_implementation"):
@@ -117,7 +117,7 @@ def gradient(
         step: which one with a finite gradient; no weight moves, so that all should have the same.
     """
     job = replace(bench.small(plan), optimizer=GradientRecorder, max_grad_norm=None)
-    setup = prepare(job, plan, bench.known, bench.folder)
+    setup = prepare(job, plan, bench.context, bench.folder)
     if cut != "planned":
         setup.split_micro_batches = in_one_piece if cut == "whole" else lambda examples: [[r] for r in examples]
         setup.run_passes = run_once
@@ -132,7 +132,7 @@ def gradient(
     passes = session.progress.micro_batches / max(session.progress.step, 1)
     said = {"loss": metrics.loss, "micro_batches": passes, "ranks": setup.layout.size}
     whole = session.optimizer.whole(setup.layout)
-    if not (setup.layout.whole or bench.known.world.is_main):
+    if not (setup.layout.whole or bench.context.world.is_main):
         return said  # it has brought its part
     known = torch.load(bench.folder / REFERENCE, mmap=True)
     loss = abs(metrics.loss - known["loss"]) / max(abs(known["loss"]), 1e-30)
@@ -178,7 +178,7 @@ DOCUMENTS = 4  # of the proof's examples, laid out together
 def leak(bench: CheckContext, plan: Plan) -> dict[str, Any]:
     """The largest relative change of a document's loss by changes of the others."""
     job = bench.small(plan)
-    session = assemble(prepare(job, plan, bench.known, bench.folder))
+    session = assemble(prepare(job, plan, bench.context, bench.folder))
     still(session.loss_module)
     examples: list[TokenizedExample] = [job.examples[i] for i in range(min(DOCUMENTS, len(job.examples)))]
     changed = others(examples)
@@ -245,7 +245,7 @@ def update(bench: CheckContext, without: Plan, plan: Plan) -> dict[str, Any]:
 
 
 def _session(bench: CheckContext, plan: Plan) -> Session:
-    session = assemble(prepare(bench.small(plan), plan, bench.known, bench.folder))
+    session = assemble(prepare(bench.small(plan), plan, bench.context, bench.folder))
     still(session.loss_module)
     return session
 

@@ -22,7 +22,7 @@ from hasten.recipe.build import total_steps
 def losses(bench: CheckContext, plan: Plan, steps: int) -> dict[str, Any]:
     """The losses of the job's first steps, no bit lost, and a digest of the weights after them."""
     job = replace(bench.job_of(plan, None, None), stop=Stop(steps=steps))
-    session = assemble(prepare(job, plan, bench.known, bench.folder / f"variant-{plan.key}"))
+    session = assemble(prepare(job, plan, bench.context, bench.folder / f"variant-{plan.key}"))
     found = [m.loss.hex() for m in itertools.islice(training(session), steps)]
     effective = [{"technique": t.name(), **asdict(t.check_effect(session))} for t in plan]
     return {"losses": found, "weights": _digest(session), "effective": effective}
@@ -48,7 +48,7 @@ def train(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> dict[str, 
 
 def _until(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> Setup:
     """A training to so many tokens."""
-    known, folder = bench.known, bench.folder / f"variant-{plan.key}-{seed}"
+    known, folder = bench.context, bench.folder / f"variant-{plan.key}-{seed}"
     try:
         return prepare(bench.job_of(plan, seed, tokens), plan, known, folder)
     except InputError:

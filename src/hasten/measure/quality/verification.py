@@ -104,7 +104,7 @@ Rows = dict[str, list[dict[str, Any]]]
 
 def verified(
     recipe: Recipe,
-    known: JobContext,
+    context: JobContext,
     plan: Plan,
     data_key: str,
     design: VerificationDesign,
@@ -123,10 +123,10 @@ def verified(
     if design.seeds and lossy and recipe.eval_data == 0:
         raise InputError("eval_data: seeds are compared by the eval loss; hold examples out")
     if design.seeds and not design.tokens:
-        design = replace(design, tokens=tokens_of(recipe, known))
+        design = replace(design, tokens=tokens_of(recipe, context))
     folder = Path(recipe.output) / "data" / "verification"
     folder.mkdir(parents=True, exist_ok=True)
-    kept = folder / f"{_key(recipe, known, plan, data_key, design)}.json"
+    kept = folder / f"{_key(recipe, context, plan, data_key, design)}.json"
     before = None if fresh else _kept(kept)
     if before is not None:
         tell(f"verification: proven before: {kept}")
@@ -134,7 +134,7 @@ def verified(
     resolved = folder / "recipe.yaml"
     resolved.write_text(recipe.to_yaml())
 
-    environ = partial(environment, known=known, transport=recipe.transport)
+    environ = partial(environment, context=context, transport=recipe.transport)
     budget = math.inf if design.budget_seconds is None else design.budget_seconds
     perform = QualityRunner(resolved, folder, environ, ranks=recipe.nproc, budget_seconds=budget)
     try:
@@ -158,7 +158,7 @@ def _kept(path: Path) -> Rows | None:
     return found
 
 
-def _key(recipe: Recipe, known: JobContext, plan: Plan, data_key: str, design: VerificationDesign) -> str:
+def _key(recipe: Recipe, context: JobContext, plan: Plan, data_key: str, design: VerificationDesign) -> str:
     """Of everything that a proof depends on."""
     return key_of(
         {
@@ -166,16 +166,16 @@ def _key(recipe: Recipe, known: JobContext, plan: Plan, data_key: str, design: V
             "data": data_key,
             "plan": plan.to_list(),
             "design": asdict(design),
-            "hardware": {**asdict(known.hardware), "device": known.device},
-            "versions": dict(known.versions),
+            "hardware": {**asdict(context.hardware), "device": context.device},
+            "versions": dict(context.versions),
             "source": source_digest(),
         }
     )
 
 
-def tokens_of(recipe: Recipe, known: JobContext) -> int:
+def tokens_of(recipe: Recipe, context: JobContext) -> int:
     """Tokens of some steps of the recipe, or of all where it has fewer."""
-    batch, examples = batch_of(recipe), known.examples
+    batch, examples = batch_of(recipe), context.examples
     of_step = batch.tokens or (batch.examples or 1) * examples.tokens / max(examples.count, 1)
     limits = [STEPS * of_step]
     limits += [recipe.max_steps * of_step] if recipe.max_steps else []

@@ -39,7 +39,7 @@ class Half(CompressesGradients):
     def method(self) -> dict[str, Any]:
         return {"sparsity_method": "half" if self.dtype == "fp16" else "bf16"}
 
-    def forecast(self, facts: JobContext) -> Forecast:
+    def forecast(self, context: JobContext) -> Forecast:
         return Forecast(comm_bytes=0.5)
 
 
@@ -63,9 +63,9 @@ class Quantised(CompressesGradients):
     def method(self) -> dict[str, Any]:
         return {"sparsity_method": f"int{self.bits}"}
 
-    def forecast(self, facts: JobContext) -> Forecast:
+    def forecast(self, context: JobContext) -> Forecast:
         share = (self.bits / 8 + 2 / 256) / 4  # codes, and a bf16 scale for each 256
-        return Forecast(comm_bytes=share, resident_bytes=memory(facts))
+        return Forecast(comm_bytes=share, resident_bytes=memory(context))
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class TopK(CompressesGradients):
             "momentum": self.momentum,
         }
 
-    def forecast(self, facts: JobContext) -> Forecast:
+    def forecast(self, context: JobContext) -> Forecast:
         # Three bytes for what is kept, from every rank to every other.
-        share = 3 * self.ratio * facts.world.size / RING_BYTES
-        return Forecast(comm_bytes=share, resident_bytes=memory(facts))
+        share = 3 * self.ratio * context.world.size / RING_BYTES
+        return Forecast(comm_bytes=share, resident_bytes=memory(context))
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ class PowerSGD(CompressesGradients):
     def method(self) -> dict[str, Any]:
         return {"sparsity_method": "powersgd", "rank": self.rank}
 
-    def forecast(self, facts: JobContext) -> Forecast:
+    def forecast(self, context: JobContext) -> Forecast:
         # Of a square matrix of the model's width: 2 factors of 2 bytes against 4.
-        share = min(1.0, self.rank / max(facts.model.hidden_size, 1))
-        return Forecast(comm_bytes=share, resident_bytes=memory(facts))
+        share = min(1.0, self.rank / max(context.model.hidden_size, 1))
+        return Forecast(comm_bytes=share, resident_bytes=memory(context))
 
 
 def technique_of(compressor: GradientCompressor) -> Technique:

@@ -154,14 +154,14 @@ class CompressesGradients(Technique):
 
     def apply(self, setup: Setup) -> None:
         """With one rank nothing travels, and nothing is to be done."""
-        if setup.facts.world.size == 1:
+        if setup.context.world.size == 1:
             return
         settings = self.settings()
         start = dense_steps(setup, settings.get("dense_share", 0.0))
         given = {**self._given(), "dense_steps": start}
         setup.communication = Compressed(setup, self.name(), given, settings["check_every"])
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         return no_torch_distributed()
 
     def check_effect(self, session: Session) -> EffectCheck:
@@ -232,7 +232,7 @@ class Compressed:
         return {"technique": self.kind, "ranks": states if self.is_main else []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        world, states = self._setup.facts.world, state["ranks"]
+        world, states = self._setup.context.world, state["ranks"]
         if state["technique"] != self.kind:
             raise InputError(
                 f"the checkpoint was written with {state['technique']} and the plan has "
@@ -280,11 +280,11 @@ class Compressed:
 
     @property
     def is_main(self) -> bool:
-        return self._setup.facts.world.is_main
+        return self._setup.context.world.is_main
 
     @property
     def size(self) -> int:
-        return self._setup.facts.world.size
+        return self._setup.context.world.size
 
 
 def dense_steps(setup: Setup, share: float) -> int:
@@ -297,9 +297,9 @@ def dense_steps(setup: Setup, share: float) -> int:
     return UNKNOWN_START if steps is None else math.ceil(share * steps)
 
 
-def memory(facts: JobContext) -> float:
+def memory(context: JobContext) -> float:
     """Error feedback in float32, twice while a step lasts."""
-    return 8.0 * facts.model.parameters if facts.world.size > 1 else 0.0
+    return 8.0 * context.model.parameters if context.world.size > 1 else 0.0
 
 
 def _of_ranks(value: Any, communication: Compressed) -> list[Any]:

@@ -37,7 +37,7 @@ class TrainsApart(Technique):
     slot = Slot.COMMUNICATION
     fidelity = Fidelity.LOSSY
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         return no_torch_distributed()
 
     def check_effect(self, session: Session) -> EffectCheck:
@@ -78,9 +78,9 @@ class LocalSteps(TrainsApart):
 
         enable_local_steps(setup, self, build)
 
-    def forecast(self, facts: JobContext) -> Forecast:
+    def forecast(self, context: JobContext) -> Forecast:
         copies = 2 if self.outer == "nesterov" else 1
-        return _forecast(facts, self.codec, self.every, copies)
+        return _forecast(context, self.codec, self.every, copies)
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,9 @@ class Stream(TrainsApart):
 
         enable_local_steps(setup, self, build)
 
-    def forecast(self, facts: JobContext) -> Forecast:
+    def forecast(self, context: JobContext) -> Forecast:
         name = streaming_local_sgd.USUAL if self.codec == AUTO else self.codec
-        return _forecast(facts, name, self._count or 2, copies=1)
+        return _forecast(context, name, self._count or 2, copies=1)
 
 
 class Apart(Communication):
@@ -171,7 +171,7 @@ class Apart(Communication):
 
     def gather_states(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         """Tensor by tensor, so that a rank beside the first holds no more than its own."""
-        size, first = self.setup.layout.size, self.setup.facts.world.rank == 0
+        size, first = self.setup.layout.size, self.setup.context.world.rank == 0
         found: list[dict[str, Tensor]] = [{} for _ in range(size - 1)] if first else []
         for name, tensor in state.items():
             here = [torch.empty_like(tensor) for _ in range(size)] if first else None
@@ -213,7 +213,7 @@ def enable_local_steps(setup: Setup, technique: Technique, build: Build) -> None
     Raises:
         InputError: the plan or the job needs what ranks that train apart don't know.
     """
-    if setup.facts.world.size == 1:
+    if setup.context.world.size == 1:
         return
     name = technique.name()
     if setup.job.stop.tokens is not None:
@@ -234,10 +234,10 @@ def _check_timeout(seconds: int) -> None:
         raise ValueError(f"timeout_seconds is {seconds}; a rank waits for at least 1 second")
 
 
-def _forecast(facts: JobContext, name: str, rarer: int, copies: int) -> Forecast:
+def _forecast(context: JobContext, name: str, rarer: int, copies: int) -> Forecast:
     """Every rank's message goes to every other, once in ``rarer`` steps; float32 in DDP's ring."""
-    numbers = max(facts.model.parameters, 1)
+    numbers = max(context.model.parameters, 1)
     per_weight = codec(name).message_bytes(numbers) / numbers
-    whole = per_weight * facts.world.size / DDP_BYTES if name != "none" else 1.0
+    whole = per_weight * context.world.size / DDP_BYTES if name != "none" else 1.0
     share = whole / rarer
-    return Forecast(comm_bytes=share, resident_bytes=4.0 * copies * facts.model.parameters)
+    return Forecast(comm_bytes=share, resident_bytes=4.0 * copies * context.model.parameters)

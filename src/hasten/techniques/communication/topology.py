@@ -55,20 +55,20 @@ class Hierarchical(Technique):
         return Fidelity.ROUNDING if plain else Fidelity.LOSSY
 
     def apply(self, setup: Setup) -> None:
-        if setup.facts.world.size > 1:
+        if setup.context.world.size > 1:
             route = Route("hierarchical", self.within, self.between)
-            backend = "nccl" if setup.facts.on_gpu else "gloo"
+            backend = "nccl" if setup.context.on_gpu else "gloo"
             collective = TopoAwareCollective(backend, self.topology, timeout=self.timeout)
             scale = lambda: setup.loss_factor  # noqa: E731
             buckets = RoutedBuckets(collective, route, self.feedback, scale)
             setup.communication = RoutedCommunication(self.name(), buckets, self.check_every)
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        return no_torch_distributed() if facts.world.size > 1 else ()
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        return no_torch_distributed() if context.world.size > 1 else ()
 
-    def forecast(self, facts: JobContext) -> Forecast:
+    def forecast(self, context: JobContext) -> Forecast:
         """Of what a host with one rank sends; with more ranks less than a flat ring does."""
-        if facts.world.size == 1:
+        if context.world.size == 1:
             return Forecast()
         return Forecast(comm_bytes=codec(self.between).message_bytes(NUMBERS) / (4 * NUMBERS))
 

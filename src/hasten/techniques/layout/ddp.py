@@ -47,12 +47,12 @@ class DDP(Technique):
         return Fidelity.ROUNDING
 
     def apply(self, setup: Setup) -> None:
-        world = setup.facts.world
+        world = setup.context.world
         if world.size > 1:
             setup.layout = Replicas(world, self.bucket_cap_mb, setup.job.device)
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        if facts.world.size > 1 and not dist.is_available():
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        if context.world.size > 1 and not dist.is_available():
             return ("this torch was built without torch.distributed",)
         return ()
 

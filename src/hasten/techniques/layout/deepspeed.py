@@ -99,7 +99,7 @@ class DeepSpeed(Technique):
         return found
 
     def apply(self, setup: Setup) -> None:
-        if setup.facts.world.size == 1:
+        if setup.context.world.size == 1:
             return
         for technique in setup.plan:
             if technique.slot in OWN:
@@ -129,22 +129,22 @@ class DeepSpeed(Technique):
 
     def _known(self, setup: Setup) -> TrainerSettings:
         return TrainerSettings(
-            world=setup.facts.world.size,
+            world=setup.context.world.size,
             batch=setup.job.batch.examples,
             clipping=setup.job.max_grad_norm,
-            hidden=setup.facts.model.hidden_size,
+            hidden=setup.context.model.hidden_size,
             fp16=self.dtype == "fp16",
             bf16=self.dtype == "bf16",
         )
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        reason = why_not(not facts.on_gpu, _extensions(facts))
-        return (f"{reason} (to train this {facts.model.architecture} under it)",) if reason else ()
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        reason = why_not(not context.on_gpu, _extensions(context))
+        return (f"{reason} (to train this {context.model.architecture} under it)",) if reason else ()
 
-    def forecast(self, facts: JobContext) -> Forecast:
-        ranks, stage = facts.world.size, self._stage()
+    def forecast(self, context: JobContext) -> Forecast:
+        ranks, stage = context.world.size, self._stage()
         dealt = {1: 8.0, 2: 12.0, 3: 16.0}[stage]  # bytes of state per weight
-        gone = dealt * facts.model.parameters * (1 - 1 / ranks)
+        gone = dealt * context.model.parameters * (1 - 1 / ranks)
         return Forecast(comm_bytes=1.5 if stage == 3 else 1.0, resident_bytes=-gone)
 
     def _stage(self) -> int:
@@ -169,10 +169,10 @@ class DeepSpeed(Technique):
         )
 
 
-def _extensions(facts: JobContext) -> Path:
+def _extensions(context: JobContext) -> Path:
     """Where DeepSpeed's operators are compiled: a folder of their own for each torch."""
     given = environment.variable(EXTENSIONS)
-    name = f"torch-{facts.versions.get('torch', torch.__version__)}"
+    name = f"torch-{context.versions.get('torch', torch.__version__)}"
     return Path(given) if given else Path.home() / ".cache" / "hasten" / "deepspeed" / name
 
 
@@ -182,7 +182,7 @@ class Zero:
     whole = False
 
     def __init__(self, setup: Setup) -> None:
-        world = setup.facts.world
+        world = setup.context.world
         self.size = self.data_size = self.averages = world.size
         self.data_rank = world.rank
         self.zero: ZeroTrainer | None = None  # once the engine is built
@@ -221,8 +221,8 @@ class ZeroEngine:
     def __init__(self, assembly: EngineParts, config: dict[str, Any]) -> None:
         setup = assembly.setup
         assert isinstance(setup.layout, Zero)  # the technique has set both
-        missing = {EXTENSIONS: str(_extensions(setup.facts))}
-        if not setup.facts.on_gpu:
+        missing = {EXTENSIONS: str(_extensions(setup.context))}
+        if not setup.context.on_gpu:
             missing["DS_ACCELERATOR"] = "cpu"  # it would take a GPU that the job leaves alone
         environment.take_over({k: v for k, v in missing.items() if environment.variable(k) is None})
         self.setup, self.optimizer = setup, assembly.optimizer

@@ -68,17 +68,17 @@ class ExpertParallel(Technique):
         return Fidelity.ROUNDING
 
     def apply(self, setup: Setup) -> None:
-        if setup.facts.world.size == 1:
+        if setup.context.world.size == 1:
             return
         refuse_own_choices(setup)
-        world, ranks = setup.facts.world, self._ranks(setup.facts)
+        world, ranks = setup.context.world, self._ranks(setup.context)
         setup.layout = ExpertsInDDP(world, ranks, self.bucket_cap_mb, setup.job.device)
 
-    def _ranks(self, facts: JobContext) -> int:
-        return self.size or facts.world.size
+    def _ranks(self, context: JobContext) -> int:
+        return self.size or context.world.size
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        model, ranks, world = facts.model, self._ranks(facts), facts.world.size
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        model, ranks, world = context.model, self._ranks(context), context.world.size
         if model.architecture not in ARCHITECTURES or not model.experts:
             return (
                 f"{model.architecture} has no experts to share out here; it is for models with "
@@ -97,8 +97,8 @@ class ExpertParallel(Technique):
             )
         return ()
 
-    def forecast(self, facts: JobContext) -> Forecast:
-        return forecast(facts, self._ranks(facts))
+    def forecast(self, context: JobContext) -> Forecast:
+        return forecast(context, self._ranks(context))
 
     def check_effect(self, session: Session) -> EffectCheck:
         layout = session.setup.layout
@@ -106,21 +106,21 @@ class ExpertParallel(Technique):
         return EffectCheck(False, "every rank holds all experts") if shared is None else proof(shared)
 
 
-def routed(facts: JobContext) -> float:
+def routed(context: JobContext) -> float:
     """About how many of the model's weights belong to routed experts."""
-    model = facts.model
+    model = context.model
     if not model.experts:
         return 0.0
     sizes = model.hidden_size, model.layers, model.vocabulary
     return routed_weights(model.parameters, *sizes, model.tied_head)
 
 
-def forecast(facts: JobContext, ranks: int, shards: int = 1) -> Forecast:
+def forecast(context: JobContext, ranks: int, shards: int = 1) -> Forecast:
     """State of experts on so many ranks, the rest in so many pieces."""
-    if facts.world.size == 1:
+    if context.world.size == 1:
         return Forecast()
-    experts = routed(facts)
-    rest = facts.model.parameters - experts
+    experts = routed(context)
+    rest = context.model.parameters - experts
     gone = ADAMW_FLOAT32 * (experts * (1 - 1 / ranks) + rest * (1 - 1 / shards))
     return Forecast(resident_bytes=-gone)
 
@@ -282,7 +282,7 @@ class ExpertsInFSDP:
     def __init__(
         self, setup: Setup, sizes: MeshSizes, ranks: int, reshard: bool, whole_gradients: bool
     ) -> None:
-        world = setup.facts.world
+        world = setup.context.world
         refuse_own_choices(setup)
         try:
             sizes.check(world.size)

@@ -45,34 +45,34 @@ class FSDP2(Technique):
         return Fidelity.ROUNDING
 
     def apply(self, setup: Setup) -> None:
-        world = setup.facts.world.size
+        world = setup.context.world.size
         sharding = Sharding(self.reshard, self.offload)
         how = LayoutOptions(self.name(), sharding, self.whole_gradients, once=self.build_once)
         lay_out(setup, MeshSizes(dp=self.replicas, shard=max(world // self.replicas, 1)), how)
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        found = list(no_ranks(facts))
-        if facts.world.size % self.replicas:
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        found = list(no_ranks(context))
+        if context.world.size % self.replicas:
             found.append(
-                f"{facts.world.size} ranks can't be dealt into {self.replicas} copies of equal size"
+                f"{context.world.size} ranks can't be dealt into {self.replicas} copies of equal size"
             )
-        if self.offload and not facts.on_gpu:
+        if self.offload and not context.on_gpu:
             found.append(
-                f"the weights of {facts.model.architecture} are in host memory already on a "
+                f"the weights of {context.model.architecture} are in host memory already on a "
                 "processor; leave offload out"
             )
         return tuple(found)
 
-    def forecast(self, facts: JobContext) -> Forecast:
+    def forecast(self, context: JobContext) -> Forecast:
         """Communication is an all-gather more for each pass: 3/2 of an all-reduce, or 1.
 
         What is offloaded isn't on the device at all.
         """
-        shards = max(facts.world.size // self.replicas, 1)
+        shards = max(context.world.size // self.replicas, 1)
         if shards == 1:
             return Forecast()
-        here = 0.0 if self.offload and facts.on_gpu else 1 / shards
-        gone = ADAMW_FLOAT32 * facts.model.parameters * (1 - here)
+        here = 0.0 if self.offload and context.on_gpu else 1 / shards
+        gone = ADAMW_FLOAT32 * context.model.parameters * (1 - here)
         return Forecast(comm_bytes=1.5 if self.reshard else 1.0, resident_bytes=-gone)
 
     def check_effect(self, session: Session) -> EffectCheck:

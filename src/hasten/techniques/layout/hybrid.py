@@ -75,7 +75,7 @@ class Hybrid(Technique):
 
     def apply(self, setup: Setup) -> None:
         other, sizes = self._other(), self._sizes()
-        alone = sizes.shard == sizes.tp == 1 or setup.facts.world.size == 1
+        alone = sizes.shard == sizes.tp == 1 or setup.context.world.size == 1
         if isinstance(other, Pipeline) and not alone:
             other.fill(setup, StagesInPieces(setup, other.settings_on(self.pp), sizes))
         elif other is not None and not alone:
@@ -89,8 +89,8 @@ class Hybrid(Technique):
         pieces = self.sequence, self.parallel_loss
         cut(setup, sizes, self.name(), pieces, sharding, self.whole_gradients)
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        size, world = self._sizes().size * self.pp, facts.world.size
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        size, world = self._sizes().size * self.pp, context.world.size
         if size != world:
             axes = [f"{n} {getattr(self, n)}" for n in ("dp", "shard", "tp", "pp")]
             return (
@@ -98,16 +98,16 @@ class Hybrid(Technique):
                 "or nproc",
             )
         other = self._other()
-        found = other.unsupported_reasons(facts) if other else no_ranks(facts)
-        return (*found, *no_plan(facts, self.tp))
+        found = other.unsupported_reasons(context) if other else no_ranks(context)
+        return (*found, *no_plan(context, self.tp))
 
-    def forecast(self, facts: JobContext) -> Forecast:
+    def forecast(self, context: JobContext) -> Forecast:
         other, sizes = self._other(), self._sizes()
         if self.pp > 1 and sizes.shard * sizes.tp > 1:
-            return forecast(facts, replace(sizes, shard=sizes.shard * self.pp))
+            return forecast(context, replace(sizes, shard=sizes.shard * self.pp))
         if self.ep > 1:
-            return experts.forecast(facts, self.ep, self.shard)
-        return other.forecast(facts) if other else forecast(facts, sizes)
+            return experts.forecast(context, self.ep, self.shard)
+        return other.forecast(context) if other else forecast(context, sizes)
 
     def check_effect(self, session: Session) -> EffectCheck:
         other, layout = self._other(), session.setup.layout

@@ -89,7 +89,7 @@ class MeshLayout:
     pieces = True
 
     def __init__(self, setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:
-        world = setup.facts.world
+        world = setup.context.world
         self.sizes, self.how = sizes, how
         self.size, self.data_size = world.size, sizes.data_size
         self.data_rank = sizes.data_rank(world.rank)
@@ -110,7 +110,7 @@ class MeshLayout:
         adapters = [t.settings() for t in setup.plan if t.slot is Slot.ADAPTER]
         looks = any(given.get("base") or given.get("dora") for given in adapters)
         plain = setup.routing is None and not looks
-        has_skeleton = setup.job.skeleton is not None and setup.facts.world.size > 1
+        has_skeleton = setup.job.skeleton is not None and setup.context.world.size > 1
         self._sends = how.once and plain and has_skeleton
         self.builds = not self._sends or world.local_rank == 0
 
@@ -200,17 +200,17 @@ def lay_out(setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:
     Raises:
         InputError: the sizes don't make up the ranks that run.
     """
-    if setup.facts.world.size == 1 and sizes.size == 1:
+    if setup.context.world.size == 1 and sizes.size == 1:
         return
     try:
-        sizes.check(setup.facts.world.size)
+        sizes.check(setup.context.world.size)
     except ValueError as error:
         raise InputError(f"{how.name}: {error}; change the sizes, or nproc") from error
     setup.layout = MeshLayout(setup, sizes, how)
 
 
-def no_ranks(facts: JobContext) -> tuple[str, ...]:
+def no_ranks(context: JobContext) -> tuple[str, ...]:
     """Why a layout for several ranks can't work here at all."""
-    if facts.world.size > 1 and not dist.is_available():
+    if context.world.size > 1 and not dist.is_available():
         return ("this torch was built without torch.distributed",)
     return ()

@@ -142,7 +142,7 @@ class Pipeline(Technique):
         return Fidelity.ROUNDING
 
     def apply(self, setup: Setup) -> None:
-        world = setup.facts.world
+        world = setup.context.world
         if world.size == 1 and self.stages <= 1:
             return
         self.fill(setup, Stages(setup, self.settings_on(world.size)))
@@ -167,24 +167,24 @@ class Pipeline(Technique):
         """Ranks of one pipeline in a world of a size."""
         return self.stages or world_size
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        ranks, layers = self.ranks(facts.world.size), facts.model.layers
-        architecture, found = facts.model.architecture, []
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        ranks, layers = self.ranks(context.world.size), context.model.layers
+        architecture, found = context.model.architecture, []
         if architecture not in KNOWN:
             found.append(
                 f"{architecture} can't be cut into pipeline stages here; known are "
                 f"{', '.join(KNOWN)}"
             )
-        if facts.model.router_loss:
+        if context.model.router_loss:
             found.append(
                 f"the last stage computes the loss, and that of {architecture} has a part for the "
                 "routers of all stages; set output_router_logits to false in its config.json"
             )
         if reason := why_missing(self.schedule):
             found.append(reason)
-        if facts.world.size % ranks:
+        if context.world.size % ranks:
             found.append(
-                f"{facts.world.size} ranks can't be dealt into pipelines of {ranks} stages; make "
+                f"{context.world.size} ranks can't be dealt into pipelines of {ranks} stages; make "
                 "nproc a multiple of stages"
             )
         wanted = ranks * stages_per_rank(self.schedule)
@@ -195,10 +195,10 @@ class Pipeline(Technique):
             )
         return tuple(found)
 
-    def forecast(self, facts: JobContext) -> Forecast:
+    def forecast(self, context: JobContext) -> Forecast:
         """The rank's part of the weights; hidden states travel instead of gradients."""
-        share = 1 - 1 / self.ranks(facts.world.size)
-        return Forecast(resident_bytes=-ADAMW_FLOAT32 * facts.model.parameters * share)
+        share = 1 - 1 / self.ranks(context.world.size)
+        return Forecast(resident_bytes=-ADAMW_FLOAT32 * context.model.parameters * share)
 
     def check_effect(self, session: Session) -> EffectCheck:
         engine = session.engine

@@ -230,7 +230,7 @@ class Stages(StageWeightsSplit):
     whole = False
 
     def __init__(self, setup: Setup, settings: PipelineSettings) -> None:
-        world = setup.facts.world
+        world = setup.context.world
         if world.size % settings.ranks:
             raise InputError(
                 f"pipeline: {world.size} ranks can't be dealt into pipelines of {settings.ranks} "
@@ -336,7 +336,7 @@ class StagesInPieces(StageWeightsSplit):
     pieces = True
 
     def __init__(self, setup: Setup, settings: PipelineSettings, sizes: MeshSizes) -> None:
-        world = setup.facts.world
+        world = setup.context.world
         if sizes.size * settings.ranks != world.size:
             raise InputError(
                 f"hybrid: {sizes} x pp {settings.ranks} is {sizes.size * settings.ranks} ranks and "

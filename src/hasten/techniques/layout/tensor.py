@@ -49,31 +49,31 @@ class TensorParallel(Technique):
         return Fidelity.ROUNDING
 
     def apply(self, setup: Setup) -> None:
-        size = self.size or setup.facts.world.size
+        size = self.size or setup.context.world.size
         cut(setup, MeshSizes(tp=size), self.name(), (self.sequence, self.parallel_loss))
 
-    def unsupported_reasons(self, facts: JobContext) -> tuple[str, ...]:
-        size = self.size or facts.world.size
-        found = [*no_ranks(facts), *no_plan(facts, size)]
-        if self.size is not None and self.size != facts.world.size:
+    def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
+        size = self.size or context.world.size
+        found = [*no_ranks(context), *no_plan(context, size)]
+        if self.size is not None and self.size != context.world.size:
             found.append(
-                f"{size} ranks share each layer and {facts.world.size} are running; say "
+                f"{size} ranks share each layer and {context.world.size} are running; say "
                 f"hybrid with tp: {size}, or change nproc"
             )
         return tuple(found)
 
-    def forecast(self, facts: JobContext) -> Forecast:
-        return forecast(facts, MeshSizes(tp=self.size or facts.world.size))
+    def forecast(self, context: JobContext) -> Forecast:
+        return forecast(context, MeshSizes(tp=self.size or context.world.size))
 
     def check_effect(self, session: Session) -> EffectCheck:
         return proof(session)
 
 
-def no_plan(facts: JobContext, size: int) -> tuple[str, ...]:
+def no_plan(context: JobContext, size: int) -> tuple[str, ...]:
     """Why this model's layers can't be cut so often."""
     if size == 1:
         return ()
-    name, model = facts.model.architecture, facts.model
+    name, model = context.model.architecture, context.model
     if name not in TENSOR_PLANS:
         return (f"how to cut the layers of {name} isn't known; it is of {', '.join(TENSOR_PLANS)}",)
     for heads, what in ((model.heads, "attention"), (model.key_value_heads, "key and value")):
@@ -137,14 +137,14 @@ def _split(module: nn.Module, mesh: DeviceMesh, sequence: bool, parallel_loss: b
     return module
 
 
-def forecast(facts: JobContext, sizes: MeshSizes) -> Forecast:
+def forecast(context: JobContext, sizes: MeshSizes) -> Forecast:
     """Pieces of layers hold what shards do, save for what stays whole: routed experts, and of small
     things norms, routers, latents."""
     pieces = sizes.shard * sizes.tp
-    if facts.world.size == 1 or pieces == 1:
+    if context.world.size == 1 or pieces == 1:
         return Forecast()
-    experts = routed(facts)
-    rest = facts.model.parameters - experts
+    experts = routed(context)
+    rest = context.model.parameters - experts
     gone = ADAMW_FLOAT32 * (rest * (1 - 1 / pieces) + experts * (1 - 1 / sizes.shard))
     return Forecast(flops=1 / sizes.tp, resident_bytes=-gone)
 
