@@ -25,7 +25,7 @@ from typing import Any
 from smoke import arguments
 
 from hasten.core.plan import Plan
-from hasten.measure.ablation import Variant, Design, Kind
+from hasten.measure.ablation import Design, Kind, Variant
 from hasten.measure.choose import choose
 from hasten.measure.recipe_experiment import measured, prepared
 from hasten.progress import Display
@@ -87,7 +87,10 @@ def three_plans(recipe: Recipe, design: Design, display: Display) -> None:
     columns = [_figures(subject, base, variant, found.design | known) for variant in others]
     print(f"\n{choice.sentence}")
     for variant in others:
-        print(f"{variant.name}: {variant.plan}; effective: {variant.effective}; failed: {variant.failed}")
+        print(
+            f"{variant.name}: {variant.plan}; effective: {variant.effective}; failed: "
+            f"{variant.failed}"
+        )
     print(f"\n| what the articles say | {ARTICLE} | | {AUTO} | |")
     print("|---|---|---|---|---|")
     for rows in zip(*columns, strict=True):
@@ -95,7 +98,9 @@ def three_plans(recipe: Recipe, design: Design, display: Display) -> None:
         print(f"| {rows[0]['claimed']} | {' | '.join(cells)} |")
 
 
-def _figures(subject: Any, base: Variant, variant: Variant, design: dict[str, Any]) -> Sequence[dict[str, str]]:
+def _figures(
+    subject: Any, base: Variant, variant: Variant, design: dict[str, Any]
+) -> Sequence[dict[str, str]]:
     """The preset's rows on the whole plan, with this variant in the place of it."""
     price, ranks = subject.recipe.price, subject.recipe.nproc
     report = report_of(

@@ -3,10 +3,10 @@
     python benchmarks/bench_auto.py [--budget 3m] [--rounds 8] [--change KEY=VALUE] [RECIPE ...]
     python benchmarks/bench_auto.py --planted 3 [--budget 3m] [--change KEY=VALUE]
 
-For each recipe: a choice is raced anew; the techniques of the first plan are measured as a cumulative;
-then the choice, the best row of the cumulative, the whole first plan (which a forecast alone would
-take) and the job without techniques take turns. Printed are the choice, the best row, ratios with
-their intervals, and the time of the search with its share of an hour's training.
+For each recipe: a choice is raced anew; the techniques of the first plan are measured as a
+cumulative; then the choice, the best row of the cumulative, the whole first plan (which a forecast
+alone would take) and the job without techniques take turns. Printed are the choice, the best row,
+ratios with their intervals, and the time of the search with its share of an hour's training.
 
 Planted: so many choices on a job of some milliseconds a step, with three techniques beside those of
 the catalogue that keep every bit: one costs 20 %, one does nothing, one gains 10 %. The first two
@@ -124,11 +124,16 @@ def _row(name: str, recipe: Recipe, rounds: int, folder: Path) -> str:
     cumulative = measured(subject, plan.cumulative(), {}, design, True, silent).variants
     best = max(
         (variant for variant in cumulative if variant.rounds),
-        key=lambda variant: paired_ratio(variant.beside, variant.rounds).median if variant.beside else 1.0,
+        key=lambda variant: (
+            paired_ratio(variant.beside, variant.rounds).median if variant.beside else 1.0
+        ),
     )
     final = Design(rounds=rounds, steps=3, warmup=2, longest_warmup=6, evaluations=0)
     plans = {"none": Plan(), "best": best.plan, "chosen": chosen, "first plan": plan}
-    variants = {variant.name: variant for variant in measured(subject, plans, {}, final, True, silent).variants}
+    variants = {
+        variant.name: variant
+        for variant in measured(subject, plans, {}, final, True, silent).variants
+    }
     ratios = [
         _said(variants, *pair)
         for pair in (

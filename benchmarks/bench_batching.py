@@ -1,7 +1,7 @@
 """What padding costs: padded, budgeted, length-grouped and packed batches of three data sets.
 
-One process per variant, taking turns, the same examples in the same order (length_grouped: its own), a
-fresh model each, real tokens per second, eval loss at equal tokens.
+One process per variant, taking turns, the same examples in the same order (length_grouped: its
+own), a fresh model each, real tokens per second, eval loss at equal tokens.
 
     HASTEN_TEST_DATA=FOLDER python benchmarks/bench_batching.py [--rounds 6] [--steps 3]
 
@@ -19,7 +19,7 @@ from smoke import arguments
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
-from hasten.measure.ablation import Variant, Design
+from hasten.measure.ablation import Design, Variant
 from hasten.measure.experiment import experiment_context, measure_variants
 from hasten.measure.recipe_experiment import prepared, recipe_worker
 from hasten.measure.statistics import paired_ratio

@@ -99,7 +99,10 @@ class Bench:
         first = messages[0]
         return {
             "encode": (lambda: communication.encode(flat, first), 1),
-            "feedback": (lambda: communication.encode_with_feedback(flat, residual, first, kept), 1),
+            "feedback": (
+                lambda: communication.encode_with_feedback(flat, residual, first, kept),
+                1,
+            ),
             "in place": (lambda: communication.encode_with_feedback(flat, residual, first), 1),
             "decode": (lambda: communication.decode(first, n, out), 1),
             "add": (lambda: communication.decode(first, n, out, add=True), 1),

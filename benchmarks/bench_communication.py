@@ -1,9 +1,10 @@
 """What keeping ranks together costs over a slow link, and what it does to the loss.
 
     python benchmarks/bench_communication.py speed --rate 100mbit --json speed.json
-    python benchmarks/bench_communication.py speed --rate 10mbit --delay-ms 20 --methods apart,diloco:50
-    python benchmarks/bench_communication.py loss --seeds 3 --steps 1000 --jsonl loss.jsonl --minutes 60
-    python benchmarks/bench_communication.py table --minutes 25 --json table.json
+    python benchmarks/bench_communication.py speed --rate 10mbit --delay-ms 20 --methods
+    apart,diloco:50 python benchmarks/bench_communication.py loss --seeds 3 --steps 1000 --jsonl
+    loss.jsonl --minutes 60 python benchmarks/bench_communication.py table --minutes 25 --json
+    table.json
 
 Two hosts of a lab (docs/netlab.md) with a rank each on a core of its own, a Llama of 10.8 M
 parameters over bytes, 3 x 256 per rank and step (``--rows``), AdamW, bf16 autocast, layers and
@@ -12,8 +13,9 @@ attention fused.
 ``speed`` takes turns between all methods in the same processes, barrier to barrier, in another
 order each round. It has two denominators: ``apart`` (the ranks compute at the same time and
 exchange nothing) and ``alone`` (one rank computes, the other sleeps). Shares are medians over
-rounds of the ratio within a round. ``table`` does so on all links of ``communication/links.py``, in short
-sittings whose rounds are kept in the file: started again, it goes on until the minutes are used.
+rounds of the ratio within a round. ``table`` does so on all links of ``communication/links.py``, in
+short sittings whose rounds are kept in the file: started again, it goes on until the minutes are
+used.
 
 ``loss`` trains each method whole on a link without a limit, since mathematics doesn't depend on it,
 and compares the eval loss with DDP's of the same seed. ``again`` is DDP from weights that
@@ -39,8 +41,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from smoke import arguments
 from communication import links
+from smoke import arguments
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
@@ -61,7 +63,9 @@ SLOW = {"ddp": 3, "half": 3, "int8": 5}  # steps of a turn over a slow link
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", nargs="?", default="speed", choices=("speed", "loss", "table"))
-    parser.add_argument("--methods", help="comma-separated, see benchmarks/communication/methods.py")
+    parser.add_argument(
+        "--methods", help="comma-separated, see benchmarks/communication/methods.py"
+    )
     parser.add_argument("--size", default="10M", choices=("10M", "3M", "tiny"))
     parser.add_argument("--text", type=Path)
     parser.add_argument("--rate", default="100mbit", help="of the link, or none")

@@ -27,7 +27,9 @@ def main() -> None:
     worst = max(int(lengths[b].max()) * len(b) for b in fixed)
     print(f"{EXAMPLES} examples, {lengths.sum()} tokens, budget {BUDGET}")
     print(f"{'batches':28} {'tokens/slots':>12} {'largest':>8} {'straggle':>9} {'plan s':>7}")
-    print(f"{f'{size} examples, shuffled':28} {lengths.sum() / slots:12.4f} {worst:8} {'':9} {'':7}")
+    print(
+        f"{f'{size} examples, shuffled':28} {lengths.sum() / slots:12.4f} {worst:8} {'':9} {'':7}"
+    )
     for world in (1, 2, 4):
         began = time.perf_counter()
         made = [

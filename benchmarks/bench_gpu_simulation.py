@@ -2,8 +2,8 @@
 
     python benchmarks/bench_gpu_simulation.py [NAME ...] [--device h200]
 
-The recipes are those of tests/common/simulated_recipes.py, whose bounds long tests hold the code to.
-Nothing is measured: tokens per second are what the device's datasheet allows at most.
+The recipes are those of tests/common/simulated_recipes.py, whose bounds long tests hold the code
+to. Nothing is measured: tokens per second are what the device's datasheet allows at most.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def main() -> None:
     parser.add_argument("name", nargs="*", help=f"of {', '.join(WHOLE_MODELS)}; all if left out")
     parser.add_argument("--device", default="h200")
     given = arguments(parser, name=list(WHOLE_MODELS)[:1])
-    print(f"| by simulation, {given.device} | syncs | launches per layer and pass (optimizer's a step) ")
+    print(
+        f"| by simulation, {given.device} | syncs | launches per layer and pass (optimizer's a "
+        f"step) "
+    )
     print("| MB a token | peak GB | tokens/s at most | MFU | host / device s |")
     for name in given.name or WHOLE_MODELS:
         with tempfile.TemporaryDirectory() as folder:

@@ -2,9 +2,10 @@
 
     python benchmarks/bench_host.py [--rounds 6]
 
-Every variant is a process of its own, started with its technique's variables, and trains the same small
-llama on the same rows. Variants take turns of a few steps, in an order that shifts from round to round;
-the others are stopped. Ratios are medians over rounds to the plain variant of the same round.
+Every variant is a process of its own, started with its technique's variables, and trains the same
+small llama on the same rows. Variants take turns of a few steps, in an order that shifts from round
+to round; the others are stopped. Ratios are medians over rounds to the plain variant of the same
+round.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hasten.core.context import JobContext, ModelFacts
 from hasten.core.job import Job, Stop
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
-from hasten.core.setup import unsupported_reasons, prepare
+from hasten.core.setup import prepare, unsupported_reasons
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine import environment, host

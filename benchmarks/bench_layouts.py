@@ -8,8 +8,8 @@ On 2 and 4 processes of this machine, and on two hosts of a lab with 1 Gbit/s an
 them (docs/netlab.md) where one can be made. Every process has one thread on a core of its own (or
 shares one, where there are more processes than cores) and four examples of 128 tokens a step, of a
 Llama of 7 M parameters or a DeepSeek-V3 of about as many; a step's examples are dealt out as the
-layout does it, so that all layouts train on the same. All variants are built in the same processes and
-take turns, barrier to barrier, in another order each round. Ratios are within rounds:
+layout does it, so that all layouts train on the same. All variants are built in the same processes
+and take turns, barrier to barrier, in another order each round. Ratios are within rounds:
 
     alone    one process trains by itself, the others sleep: a layout's throughput divided by the
              number of processes, as a share of this
@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layouts.variants import Load, variants
 from layouts.table import PLACES, Place, due, rows, together
+from layouts.variants import Load, variants
 from smoke import arguments
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
@@ -58,7 +58,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("layouts.json"))
     parser.add_argument("--table", action="store_true", help="measure nothing more")
     given = arguments(
-        parser, minutes=0.1, places="2", size="tiny", examples=2, tokens=16, rounds=2, STARTING=300.0
+        parser,
+        minutes=0.1,
+        places="2",
+        size="tiny",
+        examples=2,
+        tokens=16,
+        rounds=2,
+        STARTING=300.0,
     )
     places = given.places.split(",")
     if strange := [name for name in places if name not in PLACES]:

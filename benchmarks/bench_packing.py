@@ -4,13 +4,14 @@
     python benchmarks/bench_packing.py --trl       # where trl, datasets and transformers are there
 
 Prints tables. Packing: CPU seconds for all lengths (one thread, median of interleaved rounds), how
-full the rows are, and how full micro-batches of 16 examples are when examples are grouped by length;
-then sets of few different lengths, and sets that have a perfect packing. Dealing: straggler loss
+full the rows are, and how full micro-batches of 16 examples are when examples are grouped by
+length; then sets of few different lengths, and sets that have a perfect packing. Dealing: straggler
+loss
 (1 - mean / maximum of the ranks' costs) of a step of random rows dealt at random, of the same step
 dealt by cost, and of the steps that PackedOrder makes (stratified by cost).
 
-TRL's strategy ``bfd`` is measured as its ``pack_dataset`` runs it, on batches of 1,000 examples (the
-default of ``datasets.map``), and once on all examples in one batch.
+TRL's strategy ``bfd`` is measured as its ``pack_dataset`` runs it, on batches of 1,000 examples
+(the default of ``datasets.map``), and once on all examples in one batch.
 """
 
 from __future__ import annotations

@@ -6,14 +6,15 @@
     python benchmarks/bench_step.py --workload fixed --architecture v3 --hidden 1024 ...
 
 Every run is a process of its own with the same weights, examples, batch of 32, AdamW, clipping,
-threads, waiting and allocator; rounds go over all variants in random order. PYTHON is the interpreter
-of an environment with trl, datasets and lightning; without it these variants are "not installed".
+threads, waiting and allocator; rounds go over all variants in random order. PYTHON is the
+interpreter of an environment with trl, datasets and lightning; without it these variants are "not
+installed".
 
 Tokens/s are sums over the steps after the warm-up, padding not counted: steps of grouped or packed
-examples differ in length, and a median over unlike steps would be nobody's speed (it has a column of
-its own, as has the whole run from the model's loading on). Most variants take hasten's examples step by
-step; grouping and packing choose their own, except under ``--loss``, where only packing does.
-A run whose tokens or first loss differ from hasten's is reported under the table.
+examples differ in length, and a median over unlike steps would be nobody's speed (it has a column
+of its own, as has the whole run from the model's loading on). Most variants take hasten's examples
+step by step; grouping and packing choose their own, except under ``--loss``, where only packing
+does. A run whose tokens or first loss differ from hasten's is reported under the table.
 
 What torch.compile has compiled is kept from round to round, as hasten's kernels are from run to run
 (in the user's cache, compiled once per machine): the compile column is the longest, that is the
@@ -136,7 +137,9 @@ class Bench:
         return {**note, **json.loads((out / "result.json").read_text())}
 
     def ceiling(self) -> float | None:
-        """FLOP/s of the best bf16 product of a short sweep, on as many threads as the variants have."""
+        """FLOP/s of the best bf16 product of a short sweep, on as many threads as the variants
+        have.
+        """
         out = self.place / "sweep"
         order = [sys.executable, __file__, "--sweep", str(self.chosen.sweep_seconds)]
         done = subprocess.run([*order, "--out", str(out)], env=self.env)

@@ -5,13 +5,13 @@
     python benchmarks/bench_tokenize.py --trl PYTHON   # of an environment with trl and datasets
 
 Examples are dialogues of one or two turns, their texts slices and joins of the two data sets'; the
-same file, tokenizer and chat template for all. Each variant is a process of its own; they take turns.
-TRL's part is ``load_dataset`` and ``SFTTrainer._prepare_dataset`` (assistant-only loss), called
-without a model; hasten's is ``prepare_data``. Seconds are taken after the imports. The second start
-is a new process that finds everything prepared. CPU seconds count all processes of a variant and
-hardly depend on what else the machine does. Memory is the peak over the whole tree of processes,
-sampled: resident pages, and with shared ones divided by who shares them (PSS). The trained tokens
-must be the same in all variants, or nothing is printed.
+same file, tokenizer and chat template for all. Each variant is a process of its own; they take
+turns. TRL's part is ``load_dataset`` and ``SFTTrainer._prepare_dataset`` (assistant-only loss),
+called without a model; hasten's is ``prepare_data``. Seconds are taken after the imports. The
+second start is a new process that finds everything prepared. CPU seconds count all processes of a
+variant and hardly depend on what else the machine does. Memory is the peak over the whole tree of
+processes, sampled: resident pages, and with shared ones divided by who shares them (PSS). The
+trained tokens must be the same in all variants, or nothing is printed.
 """
 
 from __future__ import annotations

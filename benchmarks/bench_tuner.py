@@ -14,8 +14,9 @@ choice (as errors of a model's terms are), or, harder, of each point by itself (
 it and then what Optuna's Gaussian process proposes. The wide space has six further knobs that
 matter little, and so many points that hasten's own looks at a sample and climbs from there.
 
-Counted are the trials until one of the three best by measured value, which is what a final comparison would
-decide among, is within 3 % of the best point there is. Median over seeds ("-": not within 40).
+Counted are the trials until one of the three best by measured value, which is what a final
+comparison would decide among, is within 3 % of the best point there is. Median over seeds ("-": not
+within 40).
 """
 
 from __future__ import annotations

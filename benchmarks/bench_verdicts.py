@@ -8,8 +8,8 @@
 
 Coverage: how often 95 % intervals hold a known ratio. Replays: seven variants of which the truth is
 known, beside a baseline and its second copy, in speeds that were recorded on a busy machine, by
-number of rounds. Real: the same variants as processes that take turns, so many experiments. Spread: how
-far fresh builds of one program lie apart, by default and with memory kept in huge pages, as the
+number of rounds. Real: the same variants as processes that take turns, so many experiments. Spread:
+how far fresh builds of one program lie apart, by default and with memory kept in huge pages, as the
 real experiments have it. Record: measures the speeds anew.
 """
 

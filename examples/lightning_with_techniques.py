@@ -17,9 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hasten.integrations.lightning import with_techniques
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
+from hasten.techniques.communication.compress import Quantised
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.sampler import LengthGrouped
-from hasten.techniques.communication.compress import Quantised
 
 
 class Counting(lightning.LightningModule):

@@ -305,7 +305,10 @@ def experiment_view(folder: Path) -> dict[str, Any]:
         "key": [_record(folder).parent.name, head],
         "events": counts,
         "steps": steps,
-        "variants": [[variant["name"], variant["kind"], variant["techniques"]] for variant in report["variants"]],
+        "variants": [
+            [variant["name"], variant["kind"], variant["techniques"]]
+            for variant in report["variants"]
+        ],
         "report's keys": keys_of(report),
         "page": (folder / "run" / "report.html").is_file(),
     }
@@ -447,7 +450,13 @@ def with_failure(events: list[Event]) -> list[Event]:
     mine = [event for event in events if event.get("variant") == "only packed"]
     turns = [event for event in mine if event["event"] == "turn"]
     gone = mine[mine.index(turns[1]) :]
-    why = {"event": "failed", "at": 14.0, "sitting": 1, "variant": "only packed", "why": "no memory"}
+    why = {
+        "event": "failed",
+        "at": 14.0,
+        "sitting": 1,
+        "variant": "only packed",
+        "why": "no memory",
+    }
     kept = [event for event in events if event not in gone]
     return [*kept[:-1], why, kept[-1]]
 

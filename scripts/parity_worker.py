@@ -55,7 +55,10 @@ PLACES: dict[str, tuple[str, ...]] = {
         "hasten.core.batch:with_language_counts",
     ),
     "padded": ("hasten.parts.data.collate:padded", "hasten.parts.collate:padded"),
-    "tokenized_example": ("hasten.parts.data.collate:tokenized_example", "hasten.parts.examples:tokenized_example"),
+    "tokenized_example": (
+        "hasten.parts.data.collate:tokenized_example",
+        "hasten.parts.examples:tokenized_example",
+    ),
     "pack_lengths": ("hasten.parts.data.packing:pack_lengths", "hasten.parts.packing:pack_lengths"),
     "FORMATS": ("hasten.recipe.importers:FORMATS", "hasten.recipe.importing:FORMATS"),
     "with_techniques": (

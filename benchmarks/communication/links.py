@@ -1,4 +1,5 @@
-"""The links of bench_communication.py's table, and how its minutes are dealt over them: in short sittings.
+"""The links of bench_communication.py's table, and how its minutes are dealt over them: in short
+sittings.
 
 A sitting is one lab with all of a link's methods in turns; what it found is written after each
 round, so a table that was cut off goes on with the link that has had the least of its share.

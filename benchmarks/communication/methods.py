@@ -1,4 +1,5 @@
-"""The ways to keep ranks together that bench_communication.py compares, each a model with its own loop.
+"""The ways to keep ranks together that bench_communication.py compares, each a model with its own
+loop.
 
 All have the same model, weights, records of a rank, AdamW, clipping and bf16 autocast, and fused
 layers and attention where the processor's kernels can be compiled. A method's name is ``KIND`` or

@@ -1,6 +1,8 @@
-"""One row, measured: variants are built once and take turns, five repeats each, until the time is up.
+"""One row, measured: variants are built once and take turns, five repeats each, until the time is
+up.
 
-  1. for each variant the first choice that fits by simulation, and that gets through its warm-up in truth
+  1. for each variant the first choice that fits by simulation, and that gets through its warm-up in
+  truth
   2. one step in which the host's waits for the device are counted
   3. turns of some steps, all variants in each repeat, the order shifted from repeat to repeat
   4. after every repeat the file is written
@@ -27,11 +29,11 @@ from gpu.predictions import simulated_step
 from gpu.results import Found, summary, write
 from gpu.rows import Choice, Row
 from gpu.work import Variant, Work
-from hasten.core.context import JobContext, ModelFacts, ExampleStats
+from hasten.core.context import ExampleStats, JobContext, ModelFacts
 from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
-from hasten.core.setup import unsupported_reasons, prepare
+from hasten.core.setup import prepare, unsupported_reasons
 from hasten.core.step import training
 from hasten.core.timing import clock_on
 from hasten.machine import host
@@ -59,7 +61,9 @@ def device_memory(device: str) -> int:
 
 
 def examples_of(row: Row) -> list[TokenizedExample]:
-    """The same for every variant: full rows, or lengths of a log-normal kind as dialogues have them."""
+    """The same for every variant: full rows, or lengths of a log-normal kind as dialogues have
+    them.
+    """
     draw = np.random.default_rng(0)
     count = row.batch * STEPS_OF_RECORDS
     lengths = np.full(count, row.length)
@@ -120,7 +124,9 @@ def context_of(row: Row, device: str, lengths: list[int]) -> JobContext:
 class HastenVariant:
     """A session of hasten, a few steps at a time."""
 
-    def __init__(self, row: Row, choice: Choice, device: str, examples: list[TokenizedExample]) -> None:
+    def __init__(
+        self, row: Row, choice: Choice, device: str, examples: list[TokenizedExample]
+    ) -> None:
         lengths = [r.length for r in examples]
         context = context_of(row, device, lengths)
         asked = Plan(choice.techniques(row.batch))
@@ -159,7 +165,9 @@ class HastenVariant:
     def proofs(self) -> list[str]:
         """What each technique was seen to do."""
         probes = ((t.name(), t.check_effect(self.session)) for t in self.plan)
-        return [f"{name}: {'' if p.effective else 'DID NOT ACT: '}{p.evidence}" for name, p in probes]
+        return [
+            f"{name}: {'' if p.effective else 'DID NOT ACT: '}{p.evidence}" for name, p in probes
+        ]
 
 
 def first_that_fits(
@@ -336,4 +344,6 @@ def _digest(found: Found) -> None:
         variant["model_flops_per_second"] = statistics.median(rates)
         for kind in ("datasheet", "measured"):
             ceiling = machine.get(f"{kind}_flops_per_second")
-            variant[f"mfu_{kind}"] = variant["model_flops_per_second"] / ceiling if ceiling else None
+            variant[f"mfu_{kind}"] = (
+                variant["model_flops_per_second"] / ceiling if ceiling else None
+            )

@@ -1,11 +1,12 @@
-"""Transformers' Trainer as a variant: its own loop, collation by padding, bf16 autocast, fused AdamW.
+"""Transformers' Trainer as a variant: its own loop, collation by padding, bf16 autocast, fused
+AdamW.
 
 With Liger's kernels in its model, where asked.
 
-It gets the same examples, the same number of them in a step, and the settings that its documentation
-advises for speed (bf16, fused optimizer, pinned memory); the model is given in float32, as its
-masters. A turn is a call of ``train``; its clock runs from the loop's beginning to its end, so that
-building the Trainer costs it nothing.
+It gets the same examples, the same number of them in a step, and the settings that its
+documentation advises for speed (bf16, fused optimizer, pinned memory); the model is given in
+float32, as its masters. A turn is a call of ``train``; its clock runs from the loop's beginning to
+its end, so that building the Trainer costs it nothing.
 """
 
 from __future__ import annotations

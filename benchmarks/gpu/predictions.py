@@ -1,4 +1,5 @@
-"""What a step of each choice takes by simulation: memory, waits, seconds by part on several devices.
+"""What a step of each choice takes by simulation: memory, waits, seconds by part on several
+devices.
 
 `gpu.simulated` traces the figures and writes ``paper.json``; here they are read. They say which
 choices a device has room for, and what a measured step is compared with.
@@ -55,7 +56,8 @@ def kept_steps(file: Path = FILE) -> Mapping[str, Mapping[str, SimulatedStep]]:
     """What was traced, by row and choice."""
     found = json.loads(file.read_text()) if file.exists() else {}
     return {
-        row: {key: SimulatedStep(**step) for key, step in steps.items()} for row, steps in found.items()
+        row: {key: SimulatedStep(**step) for key, step in steps.items()}
+        for row, steps in found.items()
     }
 
 

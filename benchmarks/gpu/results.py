@@ -33,12 +33,16 @@ def write(path: Path | None, found: Found) -> None:
 
 
 def summary(repeats: Mapping[str, list[Found]], goal_variant: str = "hasten") -> Found:
-    """Median and interval of each variant, and the ratio of ``hasten`` to each other within turns."""
+    """Median and interval of each variant, and the ratio of ``hasten`` to each other within
+    turns.
+    """
     rates = {variant: [r["tokens_per_second"] for r in turns] for variant, turns in repeats.items()}
     whole = min((len(v) for v in rates.values()), default=0)
     if not whole:
         return {}
-    found: Found = {variant: spread(values).summary() for variant, values in rates.items() if values}
+    found: Found = {
+        variant: spread(values).summary() for variant, values in rates.items() if values
+    }
     for variant, values in rates.items():
         if variant != goal_variant and goal_variant in rates:
             ratio = paired_ratio(values[:whole], rates[goal_variant][:whole]).summary()
@@ -85,7 +89,9 @@ def said_of(found: Found) -> str:
         lines.append(f"  {variant}: {_interval(value, ',.2f')}")
     for name, variant in found.get("variants", {}).items():
         lines.append(f"  {name}: {', '.join(variant['plan_words'])}")
-        lines += [f"    {line}" for line in (*_beside_paper(found, variant), *variant.get("proofs", []))]
+        lines += [
+            f"    {line}" for line in (*_beside_paper(found, variant), *variant.get("proofs", []))
+        ]
     lines += [f"  left out: {reason}" for reason in found.get("left_out", [])]
     peers = found.get("peers", {}).items()
     lines += [f"  {peer} left out: {reason}" for peer, reason in peers if reason]
@@ -115,7 +121,9 @@ def _beside_paper(found: Found, variant: Found) -> list[str]:
 
 
 def simulated_seconds(found: Found, variant: Found) -> Mapping[str, float]:
-    """Seconds of a step's parts by simulation, on the device of the row; none where it wasn't traced."""
+    """Seconds of a step's parts by simulation, on the device of the row; none where it wasn't
+    traced.
+    """
     by_device = (variant.get("paper") or {}).get("seconds", {})
     name = found["machine"]["device_name"].lower()
     here = [device for device in by_device if device.partition("-")[0] in name]

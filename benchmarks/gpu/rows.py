@@ -1,8 +1,8 @@
 """The rows of docs/measurements/gpu.md as data: shape, load, the ways to fit it, and the goal.
 
 Shapes repeat the published ``config.json`` of each model; the weights are random. A row lists its
-choices in the order in which they are tried: the first that fits the device's memory by simulation is
-run, and where memory runs out after all, the next.
+choices in the order in which they are tried: the first that fits the device's memory by simulation
+is run, and where memory runs out after all, the next.
 
 A full 8 B with float32 masters fits an H200 (141 GB) once its moments have 8 bits. An H100 (80 GB)
 takes weights in bf16 alone; its optimizer rounds them at random, so that small updates count in the
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hasten.core.technique import Technique
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import GradientAccumulation
@@ -24,7 +25,6 @@ from hasten.techniques.layers import FusedLayers
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 
 Shape = Mapping[str, Any]
 
@@ -111,7 +111,9 @@ class Choice:
 
     def techniques(self, batch: int) -> tuple[Technique, ...]:
         """The whole plan, where a step has ``batch`` examples."""
-        cut = (GradientAccumulation(micro_batch_size=self.examples),) if self.examples < batch else ()
+        cut = (
+            (GradientAccumulation(micro_batch_size=self.examples),) if self.examples < batch else ()
+        )
         return (*self.plan, *cut)
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "benchmarks"), str(REPOSITORY / "src")]
 
-from hasten.measure.gpu_simulation.simulated_device import simulate_devices  # noqa: E402
 from hasten.measure.gpu_simulation.roofline import simulated_device  # noqa: E402
+from hasten.measure.gpu_simulation.simulated_device import simulate_devices  # noqa: E402
 
 DEVICE, OTHERS = simulated_device("h200"), (simulated_device("h100"),)
 if __name__ == "__main__":

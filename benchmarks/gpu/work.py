@@ -6,7 +6,9 @@ from typing import NamedTuple, Protocol
 
 
 class Work(NamedTuple):
-    """What a turn did: tokens, their pairs, and seconds where the variant has a clock of its own."""
+    """What a turn did: tokens, their pairs, and seconds where the variant has a clock of its
+    own.
+    """
 
     tokens: int
     pairs: int

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from layouts.variants import Variant, Load, variants, session
 from layouts.table import ALONE, APART
+from layouts.variants import Load, Variant, session, variants
 
 TURN_SECONDS, MOST = 1.5, 10  # a turn has as many steps as fit, this many at most
 WARM = 2  # steps before a variant's first turn

@@ -5,8 +5,8 @@
     apart   as many processes train by themselves at the same time, and nothing travels: what is
             left after the machine's share is what the layout costs
 
-A variant's ratio is taken within a round; the table has the median over rounds, and the 95 % Student
-interval of the mean logarithm.
+A variant's ratio is taken within a round; the table has the median over rounds, and the 95 %
+Student interval of the mean logarithm.
 """
 
 from __future__ import annotations

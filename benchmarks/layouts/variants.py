@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.core.context import JobContext, ModelFacts, ExampleStats
+from hasten.core.context import ExampleStats, JobContext, ModelFacts
 from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
-from hasten.core.setup import unsupported_reasons, prepare
+from hasten.core.setup import prepare, unsupported_reasons
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine import host
@@ -55,13 +55,17 @@ class Load:
 
 
 def variants(world: int) -> dict[str, Variant]:
-    """Every layout that ``world`` ranks allow; a step's examples are ``world`` times a process's."""
+    """Every layout that ``world`` ranks allow; a step's examples are ``world`` times a
+    process's.
+    """
     found = {
         "ddp": Variant(DENSE, DDP()),
         "fsdp2": Variant(DENSE, FSDP2()),
         "tensor_parallel": Variant(DENSE, TensorParallel()),
         "pipeline 1f1b": Variant(DENSE, Pipeline(micro_batch_size=2)),
-        "pipeline zero_bubble": Variant(DENSE, Pipeline(micro_batch_size=2, schedule="zero_bubble")),
+        "pipeline zero_bubble": Variant(
+            DENSE, Pipeline(micro_batch_size=2, schedule="zero_bubble")
+        ),
         "ddp of experts": Variant(EXPERTS, DDP()),
         "expert_parallel": Variant(EXPERTS, ExpertParallel()),
     }

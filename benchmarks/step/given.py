@@ -1,7 +1,7 @@
 """What every variant of the step benchmark starts from: settings, token examples, steps, weights.
 
-``prepare.py`` writes the folder once; each variant's process reads it. Nothing here imports hasten, so
-that a peer's process runs what its own user's would.
+``prepare.py`` writes the folder once; each variant's process reads it. Nothing here imports hasten,
+so that a peer's process runs what its own user's would.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from hasten.models.load import quiet
 from hasten.models.presets import PRESETS, build_config
 from hasten.recipe.prepared_data import prepare_data
 from hasten.recipe.schema import Recipe
-from step.given import Given, Examples, Settings, write_settings
+from step.given import Examples, Given, Settings, write_settings
 
 PRESET = {
     "llama": "deepseek-llm-small",

@@ -10,7 +10,14 @@ from hasten.measure.statistics import Interval, paired_ratio, spread
 
 REFERENCE = "hasten"
 COLUMNS = (
-    *("variant", "tokens/s [95 %]", "of hasten [95 %]", "median step", "whole run", "first step, s"),
+    *(
+        "variant",
+        "tokens/s [95 %]",
+        "of hasten [95 %]",
+        "median step",
+        "whole run",
+        "first step, s",
+    ),
     *("compile, s", "peak MB", "MFU", "eval loss", "tokens"),
 )
 
@@ -20,9 +27,13 @@ def variants_table(found: dict[str, Any]) -> list[str]:
     runs, chosen = found["runs"], found["variants"]
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     for variant in chosen:
-        mine = {run["round"]: run for run in runs if run["variant"] == variant and "error" not in run}
+        mine = {
+            run["round"]: run for run in runs if run["variant"] == variant and "error" not in run
+        }
         if variant in found["not_installed"]:
-            lines.append(f"| {variant} | not installed: {', '.join(found['not_installed'][variant])} |")
+            lines.append(
+                f"| {variant} | not installed: {', '.join(found['not_installed'][variant])} |"
+            )
         elif not mine:
             errors = [run["error"] for run in runs if run["variant"] == variant]
             lines.append(f"| {variant} | {'failed: ' + errors[-1] if errors else 'no run yet'} |")
@@ -70,12 +81,16 @@ def circumstances(found: dict[str, Any]) -> list[str]:
 def mismatches(found: dict[str, Any]) -> list[str]:
     """What should be equal and isn't: token counts of steps, and the first loss where matched."""
     said = []
-    reference = next((r for r in found["runs"] if r["variant"] == REFERENCE and "error" not in r), None)
+    reference = next(
+        (r for r in found["runs"] if r["variant"] == REFERENCE and "error" not in r), None
+    )
     for run in found["runs"]:
         if reference is None or "error" in run or run["chose_records"]:
             continue
         if run["step_tokens"] != found["step_tokens"]:
-            said.append(f"{run['variant']}, round {run['round']}: other tokens than hasten's order has")
+            said.append(
+                f"{run['variant']}, round {run['round']}: other tokens than hasten's order has"
+            )
         first, theirs = run["losses"][0], reference["losses"][0]
         if abs(first - theirs) > 0.005 * theirs:
             said.append(f"{run['variant']}: first loss {first:.4f}, hasten's {theirs:.4f}")

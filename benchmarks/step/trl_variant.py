@@ -65,7 +65,9 @@ def train(
         counts.append(tokens_of(examples))
         batch = flatten(examples)
         if batch["input_ids"].numel() != counts[-1]:
-            raise RuntimeError("TRL's batch holds padding; the variant counts on padding-free packing")
+            raise RuntimeError(
+                "TRL's batch holds padding; the variant counts on padding-free packing"
+            )
         return batch
 
     trainer.data_collator = collate

@@ -33,7 +33,7 @@ from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.machine import host
 from hasten.machine.files import write_atomic
-from hasten.measure.ablation import AGAIN, BASELINE, Variant, Design
+from hasten.measure.ablation import AGAIN, BASELINE, Design, Variant
 from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared, recipe_worker
 from hasten.measure.statistics import hodges_lehmann
 from hasten.measure.workers import Worker, WorkerError, WorkerPool
@@ -270,7 +270,9 @@ def _apart(
         "noise_floor": floor_of(found.variants),
         "rounds": {name: list(variant.rounds) for name, variant in variants.items()},
         "control": _pairs([variants[n] for n in (AGAIN, first) if n in variants], variants[first]),
-        "pairs": _pairs([variant for name, variant in variants.items() if name != AGAIN], variants[first]),
+        "pairs": _pairs(
+            [variant for name, variant in variants.items() if name != AGAIN], variants[first]
+        ),
     }
 
 

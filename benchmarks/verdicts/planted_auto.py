@@ -1,6 +1,7 @@
 """Techniques of known truth for ``plan: auto``: one slows, one does nothing, one gains.
 
-Every variant's job waits a tenth of each step unless `Gains` is in its plan: so a gain can be planted.
+Every variant's job waits a tenth of each step unless `Gains` is in its plan: so a gain can be
+planted.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, EffectCheck, Technique
+from hasten.core.technique import EffectCheck, Fidelity, Technique
 from hasten.measure.worker import Serve, recipe_job
 from measure.planted_techniques import Waits
 

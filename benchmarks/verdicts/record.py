@@ -1,8 +1,8 @@
 """Records how step times of the real job vary on a machine that is busy on purpose.
 
 Copies of the baseline, each a process of its own, take turns in an order drawn anew for each round,
-as the variants of an experiment do; beside them a process burns a core for some seconds, then rests for
-some. What is kept is tokens per second of every step: [round][copy][step].
+as the variants of an experiment do; beside them a process burns a core for some seconds, then rests
+for some. What is kept is tokens per second of every step: [round][copy][step].
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Copies of one plan, half of them with glibc's defaults and half with memory that is kept in huge
 pages, take turns and are built anew several times. Within a kind, what neither the copy nor the
-build explains is the process_variance of a process, and the noise of its rounds besides.
+build explains is the process variance of a process, and the noise of its rounds besides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hasten.core.plan import Plan
 from hasten.machine import memory
-from hasten.measure.ablation import Variant, Design, Kind
+from hasten.measure.ablation import Design, Kind, Variant
 from hasten.measure.experiment import experiment_context, measure_variants
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.techniques.allocator import TUNABLE, Allocator

@@ -1,4 +1,6 @@
-"""Sampling by budget, packing, adaptive cuts, worker processes and reading ahead lose no example."""
+"""Sampling by budget, packing, adaptive cuts, worker processes and reading ahead lose no
+example.
+"""
 
 from __future__ import annotations
 

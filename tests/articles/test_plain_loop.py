@@ -32,9 +32,9 @@ def train(
     loss: nn.Module,
     optimizer: Optimizer,
     collate: Collate = padded,
-    micro_batches: Callable[[Sequence[TokenizedExample]], Iterable[Sequence[TokenizedExample]]] = lambda r: [
-        r
-    ],
+    micro_batches: Callable[
+        [Sequence[TokenizedExample]], Iterable[Sequence[TokenizedExample]]
+    ] = lambda r: [r],
     steps: Iterable[Sequence[TokenizedExample]] = STEPS,
 ) -> list[float]:
     """The loop anybody would write; the mean loss of each step."""

@@ -83,7 +83,9 @@ def test_bench_shows_what_kernels_gain_and_what_is_wrong_and_measures_again_when
 
 
 @pytest.mark.slow
-def test_speedup_measures_once_and_every_variant_has_its_mfu(tmp_path: Path, hasten: Hasten) -> None:
+def test_speedup_measures_once_and_every_variant_has_its_mfu(
+    tmp_path: Path, hasten: Hasten
+) -> None:
     values = small(tmp_path, ceiling="measure", plan=["packed"], device="cpu", max_examples=60)
     path = written(tmp_path / "r.yaml", **values)
     code, out, err = hasten(

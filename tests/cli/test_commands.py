@@ -289,7 +289,8 @@ def test_two_processes_train_like_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "option"), [("speedup", "--json"), ("speedup", "--bundle"), ("verification", "--json")]
+    ("command", "option"),
+    [("speedup", "--json"), ("speedup", "--bundle"), ("verification", "--json")],
 )
 def test_a_file_that_could_not_be_written_is_refused_before_any_work(
     command: str, option: str, tmp_path: Path, hasten: Hasten

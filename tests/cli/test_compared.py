@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hasten.cli.report import conclusion
-from hasten.measure.ablation import Variant, Design
+from hasten.measure.ablation import Design, Variant
 from hasten.measure.experiment import Measured, design_words
 from hasten.report.bundle import ArmChange, read_bundle
 from sample_data import small
@@ -67,7 +67,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gain: list[float]) -> None:
             own = [v * (gain[0] + i / 1000) if len(plan) else v for i, v in enumerate(base)]
             effective = [{"technique": t.name(), "effective": True, "evidence": ""} for t in plan]
             kind = named["kinds"][name]
-            variants.append(Variant(name, plan, rounds=own, beside=base, effective=effective, kind=kind))
+            variants.append(
+                Variant(name, plan, rounds=own, beside=base, effective=effective, kind=kind)
+            )
         return Measured(variants, design_words([], next(iter(plans)), design))
 
     monkeypatch.setattr("hasten.measure.recipe_experiment.measure_variants", measured)

@@ -66,7 +66,11 @@ def test_the_demo_measures_verifies_trains_and_says_one_figure(
     module.demo(tmp_path)
     out, err = capsys.readouterr()
     report = json.loads((tmp_path / "report.json").read_text())
-    assert [a["name"] for a in report["variants"]] == ["baseline", "+ packed", "+ document_attention"]
+    assert [a["name"] for a in report["variants"]] == [
+        "baseline",
+        "+ packed",
+        "+ document_attention",
+    ]
     for variant in report["variants"]:
         assert len(variant["rounds"]) == 2
         assert variant["eval_loss"] == pytest.approx(report["variants"][0]["eval_loss"], rel=1e-4)
@@ -158,7 +162,9 @@ def test_the_model_follows_the_machine(tmp_path: Path, gpu_bytes: float, model: 
 def subject_on(tmp_path: Path, sets: tuple[str, ...], gpu: bool = False) -> ExperimentSubject:
     context = job_context(language_job())
     gpus = (Accelerator("H100", int(80e9), "9.0"),) if gpu else ()
-    hardware = replace(context.hardware, instruction_sets=sets, system="Linux 6.1", accelerators=gpus)
+    hardware = replace(
+        context.hardware, instruction_sets=sets, system="Linux 6.1", accelerators=gpus
+    )
     context = replace(context, hardware=hardware, device="cuda:0" if gpu else "cpu")
     return ExperimentSubject(module.recipe_for(tmp_path, 0), context, Plan(), "key")
 

@@ -121,7 +121,11 @@ def test_an_experiment_s_page_has_the_run_of_its_folder_too(hasten: Hasten, tmp_
     one = {"median": 1.0, "low": 1.0, "high": 1.0}
     variant = {"name": "baseline", "techniques": [], "tokens_per_second": one, "ratio": one}
     report = {"schema": 2, "title": "t", "created": "2026-11-21T00:00:00+00:00", "command": "c"}
-    report |= {"variants": [{**variant, "verdict": "baseline"}], "recipe": {"model": "m"}, "seed": 0}
+    report |= {
+        "variants": [{**variant, "verdict": "baseline"}],
+        "recipe": {"model": "m"},
+        "seed": 0,
+    }
     report |= {"hardware": {}, "versions": {}}
     (run / "report.json").write_text(json.dumps(report))
     code, _, err = hasten("report", run)

@@ -15,7 +15,7 @@ from hasten.cli import plan
 from hasten.cli.main import app
 from hasten.errors import InputError
 from hasten.launch.cluster import CloudConfig
-from hasten.measure.gpu_simulation.request import SimulatedTrace, RankTrace
+from hasten.measure.gpu_simulation.request import RankTrace, SimulatedTrace
 from hasten.measure.gpu_simulation.roofline import simulated_device
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import PlannedJob, PlannedLayout
@@ -78,7 +78,8 @@ def test_options_of_the_planner_are_not_ignored(recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "part"), [("h10", "take one of h100"), ("mi300x", "by simulation there are a100-40gb")]
+    ("device", "part"),
+    [("h10", "take one of h100"), ("mi300x", "by simulation there are a100-40gb")],
 )
 def test_a_device_without_figures_is_refused(recipe: str, device: str, part: str) -> None:
     assert part in complaint(recipe, "--device", device)

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from hasten.cli.verify import beforehand
 from hasten.cli.main import app
+from hasten.cli.verify import beforehand
 from hasten.core.context import ExampleStats
 from hasten.core.plan import Plan
 from hasten.errors import FAILED, InputError
@@ -136,7 +136,11 @@ def test_eval_data_records_that_are_trained_on_are_counted(tmp_path: Path) -> No
     lines = Path(data).read_text().splitlines()[:40]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     (tmp_path / "held.jsonl").write_text("\n".join(lines[:3]))
-    words = [f"dataset={tmp_path}/train.jsonl", f"eval_data={tmp_path}/held.jsonl", "cutoff_len=512"]
+    words = [
+        f"dataset={tmp_path}/train.jsonl",
+        f"eval_data={tmp_path}/held.jsonl",
+        "cutoff_len=512",
+    ]
     found = call("check", path, *words)
     assert "3 of 3 eval examples stand in the training data too" in found.output
     assert found.exit_code == 0

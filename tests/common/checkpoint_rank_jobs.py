@@ -22,7 +22,7 @@ from hasten.machine.environment import World
 from hasten.parts.checkpoint import SmartCheckpointer
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.ddp import DDP
-from tiny import job_context, language_job, examples
+from tiny import examples, job_context, language_job
 
 
 def saved_and_resumed(world: World) -> dict[str, Any]:

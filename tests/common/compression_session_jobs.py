@@ -16,11 +16,11 @@ from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.parts.comm import exchange
 from hasten.techniques.adapter import LoRA
-from hasten.techniques.batch import GradientAccumulation, AdaptiveBatch
+from hasten.techniques.batch import AdaptiveBatch, GradientAccumulation
+from hasten.techniques.communication.compress import Half, PowerSGD, Quantised, TopK
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast, BF16MasterWeights
-from hasten.techniques.communication.compress import Half, PowerSGD, Quantised, TopK
-from tiny import job_context, language_job, examples, run, tiny_model
+from tiny import examples, job_context, language_job, run, tiny_model
 
 COMMUNICATIONS: tuple[Technique, ...] = (
     Half(minimum=0, check_every=1),
@@ -59,7 +59,10 @@ def seen(found: Session, communication: Technique) -> dict[str, Any]:
 
 
 def runs(world: World) -> dict[str, Any]:
-    found = {communication.name(): seen(session(world, communication), communication) for communication in COMMUNICATIONS}
+    found = {
+        communication.name(): seen(session(world, communication), communication)
+        for communication in COMMUNICATIONS
+    }
     beside: dict[str, tuple[Technique, ...]] = {
         "gradient_accumulation": (GradientAccumulation(micro_batch_size=2),),
         "adaptive_batch": (AdaptiveBatch(initial_size=2),),

@@ -16,7 +16,7 @@ from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.layout.ddp import DDP
-from tiny import job_context, language_job, examples, tiny_model
+from tiny import examples, job_context, language_job, tiny_model
 
 
 def both_ways(world: World) -> dict[str, Any]:

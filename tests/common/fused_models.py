@@ -103,7 +103,8 @@ def rounding_bounds(wide: Any, batch: dict[str, Any]) -> dict[str, float]:
 def check_half(found: dict[str, Tensor], plain: dict[str, Tensor], wide: dict[str, Tensor]) -> None:
     """No further from float64 than the plain model in the same format, by name and as a whole.
 
-    Both distances are sums of many roundings, of which the factors leave room for the process_variance.
+    Both distances are sums of many roundings, of which the factors leave room for the process
+    variance.
     """
     near, far = distance(found, wide), distance(plain, wide)
     assert {n: (e, far[n]) for n, e in near.items() if e > 3 * far[n] + 2**-8} == {}

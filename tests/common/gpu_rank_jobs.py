@@ -53,7 +53,11 @@ def summed(world: World) -> list[Any]:
     """What ranks of a GPU tell each other lies on the host, and stays there."""
     values = torch.tensor([1.0 + world.rank, 2.0], dtype=torch.float64)
     layout = Replicas(world, 25, f"cuda:{world.local_rank}")
-    return [layout.all_reduce_data(values).tolist(), layout.all_reduce_world(values).tolist(), values.tolist()]
+    return [
+        layout.all_reduce_data(values).tolist(),
+        layout.all_reduce_world(values).tolist(),
+        values.tolist(),
+    ]
 
 
 def of_nccl_alone(world: World) -> list[str]:

@@ -21,7 +21,7 @@ from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.precision import BF16MasterWeights
-from tiny import job_context, language_job, examples, tiny_config
+from tiny import examples, job_context, language_job, tiny_config
 
 WIDTH, LAYERS, VOCABULARY = 128, 3, 1000
 ON_RANKS: dict[str, tuple[Technique, ...]] = {

@@ -14,23 +14,31 @@ from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.average import WeightAverage
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
-from tiny import job_context, language_job, examples, tiny_model
+from tiny import examples, job_context, language_job, tiny_model
 
 CASES: dict[str, tuple[Technique, ...]] = {
     "plain": (),
     "accumulated": (GradientAccumulation(micro_batch_size=2),),
-    "packed, label-only": (Packed(), LabelledTokenLoss(chunk=16), GradientAccumulation(micro_batch_size=2)),
+    "packed, label-only": (
+        Packed(),
+        LabelledTokenLoss(chunk=16),
+        GradientAccumulation(micro_batch_size=2),
+    ),
     "packed epoch": (PackedEpoch(row_tokens=40), Packed()),
     "grouped": (LengthGrouped(window=5),),
-    "recomputed, averaged": (ActivationCheckpointing(), WeightAverage(), GradientAccumulation(micro_batch_size=2)),
+    "recomputed, averaged": (
+        ActivationCheckpointing(),
+        WeightAverage(),
+        GradientAccumulation(micro_batch_size=2),
+    ),
     "masters, accumulated": (BF16MasterWeights(), GradientAccumulation(micro_batch_size=2)),
 }
 

@@ -126,7 +126,12 @@ WHOLE_MODELS = {
     ),
     "full-v2-lite": WholeModel(
         *(V2_LITE, 4096, 2),
-        (*MASTERS, {"experts_implementation": {"kind": "grouped_mm"}}, SMALL_MOMENTS, "activation_checkpointing"),
+        (
+            *MASTERS,
+            {"experts_implementation": {"kind": "grouped_mm"}},
+            SMALL_MOMENTS,
+            "activation_checkpointing",
+        ),
         *(Budget(1, 257, 766, 131, 190.5), Budget(1, 190, 766, 120, 190)),
     ),
 }
@@ -134,7 +139,9 @@ WHOLE_MODELS = {
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """A layout or communication on a node of eight ranks: what joins the plan, and syncs of a step."""
+    """A layout or communication on a node of eight ranks: what joins the plan, and syncs of a
+    step.
+    """
 
     plan: tuple[Any, ...]
     bound: int
@@ -183,6 +190,9 @@ LAYOUTS = {
     "hybrid of pipelines": NodeLayout(({"hybrid": {"dp": 4, "pp": 2}},), 1, 1, DEEP, passes=2),
     "hybrid of shards": NodeLayout(({"hybrid": {"shard": 2, "tp": 4}},), 2, 2, DEEP),
     "expert_parallel": NodeLayout(("bf16_master_weights", "expert_parallel"), 2, 2, TOY_EXPERTS),
-    **{f"ddp {communication}": NodeLayout(("ddp", communication), 1, 1, WIDE) for communication in COMMUNICATIONS},
+    **{
+        f"ddp {communication}": NodeLayout(("ddp", communication), 1, 1, WIDE)
+        for communication in COMMUNICATIONS
+    },
     "fsdp2 quantised": NodeLayout(("fsdp2", "quantised"), 2, 2),
 }

@@ -69,7 +69,9 @@ def pretend(
 
     with WorkerPool(folder) as pool:
         at = ExperimentContext(pool, spec, memory, 2, joules)
-        return measure_variants(at, plans or PLANS, design, kinds=kinds or KINDS, example=example, **more)
+        return measure_variants(
+            at, plans or PLANS, design, kinds=kinds or KINDS, example=example, **more
+        )
 
 
 def log(folder: Path) -> list[str]:

@@ -1,4 +1,6 @@
-"""Small jobs for tests: real architectures at toy size, examples of uneven lengths, no downloads."""
+"""Small jobs for tests: real architectures at toy size, examples of uneven lengths, no
+downloads.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hasten.core.context import JobContext, ModelFacts, ExampleStats
+from hasten.core.context import ExampleStats, JobContext, ModelFacts
 from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble

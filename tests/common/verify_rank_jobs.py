@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.core.health import StepChecks, ReplicasDifferError
+from hasten.core.health import ReplicasDifferError, StepChecks
 from hasten.core.job import GlobalBatch, ShuffledOrder
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
@@ -24,7 +24,7 @@ from hasten.core.step import training
 from hasten.machine.environment import World
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.layout.ddp import DDP
-from tiny import job_context, language_job, examples
+from tiny import examples, job_context, language_job
 
 STEPS = 6
 

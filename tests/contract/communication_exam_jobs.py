@@ -1,4 +1,6 @@
-"""The exam of every communication beside what a training may have; each rank returns plain JSON values."""
+"""The exam of every communication beside what a training may have; each rank returns plain JSON
+values.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ from hasten.machine.environment import World
 from hasten.parts.comm import collectives
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import GradientAccumulation
-from hasten.techniques.layout.ddp import DDP
-from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.communication.compress import Half, PowerSGD, Quantised, TopK
 from hasten.techniques.communication.local import LocalSteps, Stream
 from hasten.techniques.communication.topology import Hierarchical
-from tiny import job_context, language_job, examples, run, tiny_config, tiny_model
+from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.precision import Autocast, BF16MasterWeights
+from tiny import examples, job_context, language_job, run, tiny_config, tiny_model
 
 COMMUNICATIONS: dict[str, Technique] = {
     "half": Half(minimum=0, check_every=1),
@@ -95,7 +97,9 @@ def exam(world: World, communications: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def session(world: World, communication: Technique, case: Case, steps: int | None = None) -> Session:
+def session(
+    world: World, communication: Technique, case: Case, steps: int | None = None
+) -> Session:
     job = language_job(
         lambda: case.model(case.architecture), data=examples(16), steps=steps or case.steps
     )

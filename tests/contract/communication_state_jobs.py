@@ -1,4 +1,6 @@
-"""The state of a communication method beside a host's checkpoint: made by one version, read by another."""
+"""The state of a communication method beside a host's checkpoint: made by one version, read by
+another.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.integrations.checkpoints import keep_communication, take_communication
 from hasten.machine.environment import World
-from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.communication.compress import TopK
-from tiny import VOCABULARY, job_context, language_job, examples
+from hasten.techniques.layout.ddp import DDP
+from tiny import VOCABULARY, examples, job_context, language_job
 
 GOLDEN = Path(__file__).with_name("golden") / "host"
 STEPS = 3
@@ -54,7 +56,9 @@ def made(world: World) -> Any:
 
 
 def taken(world: World) -> Any:
-    """What a communication method has that goes on from the stored state, and how it was when it was stored."""
+    """What a communication method has that goes on from the stored state, and how it was when it
+    was stored.
+    """
     found = session(world)
     take_communication(found.setup, GOLDEN)
     communication: Any = found.setup.communication

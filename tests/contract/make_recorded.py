@@ -84,7 +84,9 @@ def numbers(variants: list[Any]) -> dict[str, Any]:
                 "peak_memory_bytes": variant.peak_memory_bytes,
                 "joules_per_token": variant.joules_per_token,
                 "failed": variant.failed,
-                "process_variance": None if variant.process_variance is None else asdict(variant.process_variance),
+                "process_variance": None
+                if variant.process_variance is None
+                else asdict(variant.process_variance),
                 "ratio": None if ratio is None else asdict(ratio),
             }
         )

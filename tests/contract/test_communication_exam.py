@@ -1,4 +1,6 @@
-"""The exam that every communication takes on two ranks, and those with a memory of their own on four."""
+"""The exam that every communication takes on two ranks, and those with a memory of their own on
+four.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,17 @@ from typing import Any
 
 import pytest
 
-from contract.communication_exam_jobs import APART, CASES, ON_FOUR, COMMUNICATIONS
+from contract.communication_exam_jobs import APART, CASES, COMMUNICATIONS, ON_FOUR
 from ranks import on_ranks
 
-every = [pytest.param(2, communication, id=f"2 ranks-{communication}") for communication in COMMUNICATIONS]
-every += [pytest.param(4, communication, id=f"4 ranks-{communication}", marks=pytest.mark.long) for communication in ON_FOUR]
+every = [
+    pytest.param(2, communication, id=f"2 ranks-{communication}")
+    for communication in COMMUNICATIONS
+]
+every += [
+    pytest.param(4, communication, id=f"4 ranks-{communication}", marks=pytest.mark.long)
+    for communication in ON_FOUR
+]
 communications = pytest.mark.parametrize(("ranks", "communication"), every)
 cases = pytest.mark.parametrize("case", CASES)
 pytestmark = pytest.mark.slow
@@ -74,7 +82,9 @@ def test_a_run_that_ended_goes_on_with_what_each_rank_remembered(
     for rank in found:
         seen = rank[communication]["resumed"]
         assert seen["same"]
-        assert seen["rest"] == pytest.approx(seen["whole"], rel=0.1 if communication in APART else 0.05)
+        assert seen["rest"] == pytest.approx(
+            seen["whole"], rel=0.1 if communication in APART else 0.05
+        )
         assert seen["weights"] == found[0][communication]["resumed"]["weights"]
     owed = sum(rank[communication]["resumed"]["remembered"] for rank in found)
     assert (owed > 0) == (communication not in ("half", *APART))

@@ -100,7 +100,9 @@ def test_a_record_gives_the_figures_of_its_report() -> None:
         report = read_report(read_object(GOLDEN / "report.json"))
         design = Design(rounds=3, steps=2, warmup=1)
         plans = {"baseline": Plan(), "plan": Plan()}
-        variants = {variant.name: variant for variant in variants_of(example.events, plans, {}, design)}
+        variants = {
+            variant.name: variant for variant in variants_of(example.events, plans, {}, design)
+        }
     for row in report["variants"]:
         if row["tokens_per_second"]["median"] is not None:
             assert row["rounds"] == pytest.approx(variants[row["name"]].rounds)

@@ -20,13 +20,14 @@ from hasten.core.job import Job
 from hasten.core.plan import Plan
 from hasten.core.session import Session
 from hasten.core.slot import Slot
-from hasten.core.technique import Claim, Fidelity, Forecast, EffectCheck, Technique
+from hasten.core.technique import Claim, EffectCheck, Fidelity, Forecast, Technique
 from hasten.parts.kernels import rowwise
 from hasten.techniques import CATALOGUE
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.average import WeightAverage
-from hasten.techniques.batch import GradientAccumulation, AdaptiveBatch
+from hasten.techniques.batch import AdaptiveBatch, GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
@@ -34,15 +35,14 @@ from hasten.techniques.layout.deepspeed import DeepSpeed
 from hasten.techniques.layout.experts import ExpertParallel
 from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from tiny import (
     ARCHITECTURES,
     NEWER,
+    examples,
     job_context,
     language_job,
-    examples,
     run,
     session_of,
     tiny_model,
@@ -89,8 +89,8 @@ BF16_BOUND, FLOAT32_BOUND = 4e-2, 2e-5
 
 kinds = pytest.mark.parametrize("kind", CATALOGUE, ids=lambda k: k.name())
 instances = pytest.mark.parametrize("technique", INSTANCES, ids=str)
-# Techniques of these slots look into the model; others see parameters, examples, or the machine, and
-# one dense architecture and one of experts stand for all.
+# Techniques of these slots look into the model; others see parameters, examples, or the machine,
+# and one dense architecture and one of experts stand for all.
 INSIDE = {
     *(Slot.ADAPTER, Slot.ROUTING, Slot.ATTENTION, Slot.LAYERS, Slot.EXPERTS, Slot.LOSS),
     *(Slot.OBJECTIVE, Slot.RECOMPUTE, Slot.COMPILE, Slot.LAYOUT),
@@ -247,7 +247,8 @@ def test_its_probe_tells_a_run_with_it_from_one_without(
     if technique.name() == "checkpoints":
         technique = dataclasses.replace(technique, interval=1)  # type: ignore[type-var]
     if technique.name() == "gradient_accumulation" and technique == GradientAccumulation():
-        technique = GradientAccumulation(micro_batch_size=4)  # the default holds this tiny step whole
+        # the default holds this tiny step whole
+        technique = GradientAccumulation(micro_batch_size=4)
     if technique.name() == "adaptive_batch":
         technique = AdaptiveBatch(initial_size=2)
     if technique.name() == "length_grouped":  # a window of one step groups nothing

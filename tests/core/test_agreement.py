@@ -1,4 +1,6 @@
-"""What ranks tell each other in a step: sums over all, unless the communication method has its own way."""
+"""What ranks tell each other in a step: sums over all, unless the communication method has its own
+way.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hasten.core.job import WorkCounts
-from hasten.core.setup import RankSync, NoCompression, SumsEachStep
+from hasten.core.setup import NoCompression, RankSync, SumsEachStep
 from hasten.parts.comm import streaming_local_sgd as parts
 from hasten.parts.comm.codecs import codec
 from hasten.techniques.communication.local import Apart, Stream

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from hasten.core.job import MicroBatch
 from hasten.core.layout import OneProcess
-from hasten.core.setup import Setup, Communication
+from hasten.core.setup import Communication, Setup
 from hasten.core.slot import Slot
 from hasten.core.step import EngineParts, PlainEngine
-from hasten.core.technique import Fidelity, EffectCheck, Technique
+from hasten.core.technique import EffectCheck, Fidelity, Technique
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.precision import BF16MasterWeights

@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from hasten.core.loop import HASTE, ShutdownNotice, EvaluationSchedule, request_stop, fit, defer_signals
+from hasten.core.loop import (
+    HASTE,
+    EvaluationSchedule,
+    ShutdownNotice,
+    defer_signals,
+    fit,
+    request_stop,
+)
 from hasten.core.session import Session
 from tiny import language_job, session_of
 

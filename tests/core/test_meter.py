@@ -22,7 +22,7 @@ from hasten.models.flops import config_flops, model_flops
 from hasten.parts.data.collate import packed, padded
 from hasten.techniques import CATALOGUE
 from hasten.techniques.batch import GradientAccumulation
-from tiny import job_context, language_job, examples, session_of, tiny_config, tiny_model
+from tiny import examples, job_context, language_job, session_of, tiny_config, tiny_model
 
 EDITS = {Slot.ROUTING, Slot.ATTENTION, Slot.LAYERS, Slot.LOSS, Slot.RECOMPUTE, Slot.COMPILE}
 EDITS |= {Slot.PRECISION, Slot.LAYOUT}

@@ -11,7 +11,7 @@ import yaml
 
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Knob, EffectCheck, Technique, knob, setting
+from hasten.core.technique import EffectCheck, Fidelity, Knob, Technique, knob, setting
 from hasten.errors import InputError
 
 

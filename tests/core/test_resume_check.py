@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from hasten.core.job import GlobalBatch, Schedule, Stop
-from hasten.core.resume_check import check_same_job, resume_check
 from hasten.core.plan import Plan
+from hasten.core.resume_check import check_same_job, resume_check
 from hasten.core.setup import Setup, prepare
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
+from hasten.techniques.communication.compress import TopK
 from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.optimizer import Muon
 from hasten.techniques.sampler import LengthGrouped
-from hasten.techniques.communication.compress import TopK
 from tiny import job_context, language_job
 
 COSINE, WSD = Schedule("cosine", 2, 10), Schedule("wsd", 2, 10)

@@ -15,7 +15,7 @@ from hasten.core.session import Session
 from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.techniques.checkpoint import Checkpoints
-from tiny import language_job, examples, run, session_of
+from tiny import examples, language_job, run, session_of
 
 POLICY = SpikePolicy(sigmas=4, window=8, in_a_row=2, lower=0.5, at_most=2)
 

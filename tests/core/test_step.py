@@ -18,11 +18,13 @@ from hasten.core.step import NotFiniteError, batches, train_step, training
 from hasten.errors import InputError
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
-from tiny import job_context, language_job, examples, run, session_of, tiny_model
+from tiny import examples, job_context, language_job, run, session_of, tiny_model
 
 
 def reference(data: Any, step: list[int]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of a step, example by example, without batches, padding or micro-batches."""
+    """Loss and gradients of a step, example by example, without batches, padding or
+    micro-batches.
+    """
     model = tiny_model(dtype=torch.float64)
     trained = sum(data[i].trained_tokens for i in step)
     total = torch.zeros((), dtype=torch.float64)

@@ -1,4 +1,6 @@
-"""StepChecks: what isn't finite moves nothing and is written down; replicas that differ are named."""
+"""StepChecks: what isn't finite moves nothing and is written down; replicas that differ are
+named.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ from torch import Tensor
 
 from fault_kit import PlantedLoss
 from hasten.core.health import (
-    StepChecks,
     NotFiniteError,
     ReplicasDifferError,
+    StepChecks,
     check_comparable,
     compare_replicas,
     fingerprints,
@@ -27,7 +29,7 @@ from hasten.core.job import GlobalBatch, ShuffledOrder
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from ranks import on_ranks
-from tiny import language_job, examples, run, session_of
+from tiny import examples, language_job, run, session_of
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -74,7 +76,9 @@ def test_a_finite_step_between_them_begins_the_count_anew() -> None:
 
 def test_a_quarantine_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
     session = session_of(language_job(steps=3, loss=lambda m: PlantedLoss(m, {2: math.nan})))
-    session.setup.step_checks = StepChecks(quarantine=tmp_path / "no such folder" / "quarantined.jsonl")
+    session.setup.step_checks = StepChecks(
+        quarantine=tmp_path / "no such folder" / "quarantined.jsonl"
+    )
     assert [m.skipped for m in run(session)] == [False, True, False]
 
 

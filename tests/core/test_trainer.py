@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from hasten.core.job import Stop
-from hasten.core.loop import Evaluation, Outcome, EvaluationSchedule, request_stop, evaluate, fit
+from hasten.core.loop import Evaluation, EvaluationSchedule, Outcome, evaluate, fit, request_stop
 from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.errors import InputError
@@ -27,7 +27,7 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
-from tiny import language_job, examples, run, session_of, tiny_model
+from tiny import examples, language_job, run, session_of, tiny_model
 
 
 def test_eval_loss_is_the_mean_over_trained_tokens_of_all_records() -> None:

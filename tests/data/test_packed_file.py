@@ -44,7 +44,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 def made(count: int = 40) -> InMemory:
     draw = np.random.default_rng(0)
     sizes = draw.integers(2, 30, count)
-    return InMemory([tokenized_example(draw.integers(0, 99, n), draw.random(n) < 0.5) for n in sizes])
+    return InMemory(
+        [tokenized_example(draw.integers(0, 99, n), draw.random(n) < 0.5) for n in sizes]
+    )
 
 
 formats = pytest.mark.parametrize("suffix", [".arrow", ".parquet"])

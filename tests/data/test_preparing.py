@@ -227,7 +227,9 @@ def test_a_chunk_whose_workers_die_is_named_and_what_is_done_stays(
         if not killed:
             kill_all(started(), killed)
 
-    words = r"the chunk of examples \d+ to \d+ \(data.jsonl:\d+ to data.jsonl:\d+\) was ended by sig"
+    words = (
+        r"the chunk of examples \d+ to \d+ \(data.jsonl:\d+ to data.jsonl:\d+\) was ended by sig"
+    )
     with pytest.raises(InputError, match=words):
         tokenize(dialogues(COUNT), tokenizer, tmp_path / "out", 64, on_progress=kill, workers=2)
     assert gone([process.pid for process in started()])

@@ -70,7 +70,10 @@ def test_a_record_of_another_training_is_refused_by_name_whatever_may_be_rejecte
     tmp_path: Path, name: str
 ) -> None:
     example, said = OTHERS[name]
-    for examples in ([example] * 3, [PAIR, example] if "messages" not in example else [turn(), example]):
+    for examples in (
+        [example] * 3,
+        [PAIR, example] if "messages" not in example else [turn(), example],
+    ):
         path = put(tmp_path, *examples)
         with pytest.raises(InputError, match=f"data.jsonl:[12]: .*{said}") as refused:
             read_examples([path], max_rejected=10**6)

@@ -79,7 +79,9 @@ def test_a_flipped_bit_or_a_cut_anywhere_is_noticed(tmp_path: Path) -> None:
 
 
 def test_other_arrow_readers_see_the_records(tmp_path: Path) -> None:
-    arrow_file.write(tmp_path / "a.arrow", [tokenized_example([1, 2]), tokenized_example([3], [False])])
+    arrow_file.write(
+        tmp_path / "a.arrow", [tokenized_example([1, 2]), tokenized_example([3], [False])]
+    )
     with pa.OSFile(str(tmp_path / "a.arrow")) as file:
         table = pa.ipc.open_stream(file).read_all()
     assert table.to_pydict() == {

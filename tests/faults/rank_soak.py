@@ -54,7 +54,7 @@ from hasten.parts.checkpoint import STATE, checkpoints
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.ddp import DDP
 from hasten.training.folder import LineFiles, keep_lines_until
-from tiny import job_context, language_job, examples, tiny_model
+from tiny import examples, job_context, language_job, tiny_model
 
 gc.freeze()  # what is loaded: ranks look for garbage in what is their own
 HANG_SECONDS = 1.0

@@ -24,11 +24,11 @@ import torch
 import torch._dynamo  # an optimizer does so: here once, and not in each life
 import transformers.models.llama.modeling_llama  # noqa: F401
 
-from hasten.core.loop import HASTE, EvaluationSchedule, fit, defer_signals
+from hasten.core.loop import HASTE, EvaluationSchedule, defer_signals, fit
 from hasten.core.session import Session
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.training.folder import LineFiles
-from tiny import language_job, examples, session_of, tiny_model
+from tiny import examples, language_job, session_of, tiny_model
 
 gc.freeze()  # what is loaded: lives look for garbage in what is their own
 CODES = {"done": 0, "interrupted": 130, "left": 75}

@@ -44,7 +44,9 @@ def test_a_disk_that_fills_up_at_any_call_leaves_what_there_was(
     disk.call = disk.calls + call
     if asynchronous:
         saver.save(2, state(2), {"n": 2})
-    next_look = saver.wait_for_writer if asynchronous else partial(saver.save, 2, state(2), {"n": 2})
+    next_look = (
+        saver.wait_for_writer if asynchronous else partial(saver.save, 2, state(2), {"n": 2})
+    )
     with pytest.warns(UserWarning, match="No space left on device; training goes on"):
         next_look()
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]

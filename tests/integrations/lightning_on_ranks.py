@@ -1,4 +1,6 @@
-"""What test_wire_in_lightning starts on two ranks: Lightning's DDP with a compressed communication."""
+"""What test_wire_in_lightning starts on two ranks: Lightning's DDP with a compressed
+communication.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from hasten.core.technique import Technique
 from hasten.integrations.lightning import with_techniques
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
+from hasten.techniques.communication.compress import Half, TopK
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.sampler import LengthGrouped
-from hasten.techniques.communication.compress import Half, TopK
 from integrations.test_techniques_in_lightning import (
     BATCH,
     SEED,
@@ -38,8 +40,8 @@ COMMUNICATIONS: dict[str, tuple[Technique, ...]] = {
 
 
 def fit(folder: Path, communication: tuple[Technique, ...], passes: int = 1, **more: Any) -> Any:
-    """Losses of this rank's passes, bytes that have left it and steps that its communication has counted;
-    ``ckpt`` is gone on from."""
+    """Losses of this rank's passes, bytes that have left it and steps that its communication has
+    counted; ``ckpt`` is gone on from."""
     checkpoint = more.pop("ckpt", None)
     trainer = trainer_of(
         folder,
@@ -71,7 +73,9 @@ def fit(folder: Path, communication: tuple[Technique, ...], passes: int = 1, **m
 
 
 def main(folder: Path) -> None:
-    found: dict[str, Any] = {n: fit(folder / n, communication) for n, communication in COMMUNICATIONS.items()}
+    found: dict[str, Any] = {
+        n: fit(folder / n, communication) for n, communication in COMMUNICATIONS.items()
+    }
     found["passes"] = fit(folder / "passes", (), passes=2)
     saver: Any = importlib.import_module("lightning.pytorch.callbacks").ModelCheckpoint
     saves = saver(dirpath=folder / "saved", every_n_train_steps=2, save_top_k=-1)

@@ -1,4 +1,6 @@
-"""Two ranks of Lightning under DDP: hasten's losses, a compressed communication, and both resumed."""
+"""Two ranks of Lightning under DDP: hasten's losses, a compressed communication, and both
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from hasten.errors import InputError
 from hasten.integrations import lightning
 from hasten.integrations.lightning import with_techniques
 from hasten.techniques.collate import Packed
-from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.communication.compress import Half
+from hasten.techniques.loss import LabelledTokenLoss
 from integrations.test_techniques_in_lightning import (
     GROUPED,
     lightning_only,

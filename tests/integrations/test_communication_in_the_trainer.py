@@ -1,4 +1,6 @@
-"""Two ranks of the Trainer under DDP: hasten's losses, and gradients over a compressed communication."""
+"""Two ranks of the Trainer under DDP: hasten's losses, and gradients over a compressed
+communication.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,9 @@ def test_ranks_have_the_losses_of_one_send_fewer_bytes_and_are_resumed(tmp_path:
     assert found["half"][0] == pytest.approx(alone, rel=1e-2)
     assert found["topk"][0][-1] < found["topk"][0][0]
     assert 0 < found["topk"][1] < found["half"][1]
-    # What messages left out is in the Trainer's checkpoint, and the communication method goes on from its step 4.
-    # DDP lays its buckets anew after its first step: in step 5 others are the largest of a chunk.
+    # What messages left out is in the Trainer's checkpoint, and the communication method goes on
+    # from its step 4. DDP lays its buckets anew after its first step: in step 5 others are the
+    # largest of a chunk.
     whole, then = found["topk"], found["resumed"]
     assert then[2] == whole[2] == 6
     assert then[0][:5] == pytest.approx(whole[0][:5], rel=1e-5)

@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import hasten
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, EffectCheck, Technique, setting
+from hasten.core.technique import EffectCheck, Fidelity, Technique, setting
 from hasten.integrations.transformers import TrainerTechniques
 from hasten.measure.quality.first_step import GradientRecord, uneven_documents
 from hasten.parts.nn.causal_lm import causal_lm, trunk

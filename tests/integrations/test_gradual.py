@@ -14,10 +14,10 @@ from hasten import InputError, gradual_optimize
 from hasten.core.plan import Plan
 from hasten.integrations import gradual
 from hasten.measure.ablation import Variant
-from hasten.techniques.batch import GradientAccumulation, AdaptiveBatch
+from hasten.techniques.batch import AdaptiveBatch, GradientAccumulation
+from hasten.techniques.communication.compress import Half
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast
-from hasten.techniques.communication.compress import Half
 from ranks import on_ranks
 
 
@@ -101,7 +101,9 @@ def test_the_order_may_follow_the_gain_alone(monkeypatch: pytest.MonkeyPatch) ->
         asked.append(after)
         rate = [sum(rates[t] for t in after)] * 4
         effective = [{"technique": t.name(), "effective": True, "evidence": ""} for t in after]
-        return Variant("a", before, [1.0] * 4), Variant("b", after, rate, effective=effective, beside=[1.0] * 4)
+        return Variant("a", before, [1.0] * 4), Variant(
+            "b", after, rate, effective=effective, beside=[1.0] * 4
+        )
 
     monkeypatch.setattr(gradual._Comparison, "__call__", measured)
     more = {"techniques": [first, second], "rounds": 2, "steps": 1}

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 import hasten
-from hasten.core.context import ModelFacts, ExampleStats
+from hasten.core.context import ExampleStats, ModelFacts
 from hasten.errors import InputError
 from hasten.integrations import lightning as lightning_host
 from hasten.integrations.adapt import context_of

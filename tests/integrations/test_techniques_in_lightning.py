@@ -19,6 +19,7 @@ from hasten.integrations import lightning as lightning_host
 from hasten.integrations.batches import padded_rows
 from hasten.integrations.lightning import with_techniques
 from hasten.integrations.loop import in_loop
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
@@ -27,9 +28,8 @@ from hasten.techniques.feed import Prefetched
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import Muon
 from hasten.techniques.precision import Autocast
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
-from tiny import COMMON, language_job, examples, run, session_of, tiny_model
+from tiny import COMMON, examples, language_job, run, session_of, tiny_model
 
 STEPS, BATCH, RATE, SEED = 6, 8, 1e-2, 3
 DATA = examples(24)
@@ -39,7 +39,13 @@ PLANS: dict[str, tuple[Technique, ...]] = {
     "packed epoch": (PackedEpoch(row_tokens=90), Packed()),
     "muon": (GROUPED, Packed(), Muon()),
     "everything": (
-        *(GROUPED, Packed(), DocumentAttention(), LabelledTokenLoss(chunk=128), ActivationCheckpointing()),
+        *(
+            GROUPED,
+            Packed(),
+            DocumentAttention(),
+            LabelledTokenLoss(chunk=128),
+            ActivationCheckpointing(),
+        ),
     ),
 }
 plans = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())

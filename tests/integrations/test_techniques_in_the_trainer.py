@@ -16,11 +16,13 @@ from hasten.integrations.transformers import with_techniques
 from hasten.parts.checkpoint import SmartCheckpointer
 from hasten.parts.kernels import rowwise
 from hasten.techniques import CATALOGUE
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.allocator import Allocator
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
+from hasten.techniques.communication.compress import TopK
 from hasten.techniques.experts import ExpertsImplementation
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.layers import FusedLayers
@@ -28,18 +30,22 @@ from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import Autocast
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from hasten.techniques.threads import Threads
-from hasten.techniques.communication.compress import TopK
-from tiny import language_job, examples, run, session_of, tiny_model
+from tiny import examples, language_job, run, session_of, tiny_model
 
 STEPS, BATCH, RATE, SEED = 6, 8, 1e-2, 3
 DATA = examples(24)
 GROUPED = LengthGrouped(window=64)
 compiles = pytest.mark.skipif(rowwise.library().library is None, reason="needs a compiler")
 EVERYTHING: tuple[Technique, ...] = (
-    *(GROUPED, Packed(), DocumentAttention(), LabelledTokenLoss(chunk=128), ActivationCheckpointing()),
+    *(
+        GROUPED,
+        Packed(),
+        DocumentAttention(),
+        LabelledTokenLoss(chunk=128),
+        ActivationCheckpointing(),
+    ),
 )
 PLANS: dict[str, tuple[Technique, ...]] = {
     "grouped": (GROUPED,),

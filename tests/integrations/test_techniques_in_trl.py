@@ -14,13 +14,13 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.transformers import with_techniques
 from hasten.parts.kernels import rowwise
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.sampler import LengthGrouped
 from tiny import tiny_model
 

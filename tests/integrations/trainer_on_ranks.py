@@ -1,4 +1,6 @@
-"""What test_wire_in_the_trainer starts on two ranks: the Trainer with a compressed communication."""
+"""What test_wire_in_the_trainer starts on two ranks: the Trainer with a compressed
+communication.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hasten.core.technique import Technique
 from hasten.integrations.transformers import with_techniques
 from hasten.techniques.collate import Packed
+from hasten.techniques.communication.compress import Half, TopK
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.sampler import LengthGrouped
-from hasten.techniques.communication.compress import Half, TopK
 from integrations.test_techniques_in_the_trainer import BATCH, trainer_of
 
 COMMUNICATIONS: dict[str, Technique | None] = {
@@ -27,8 +29,12 @@ COMMUNICATIONS: dict[str, Technique | None] = {
 }
 
 
-def trained(folder: Path, communication: Technique | None, checkpoint: str | None = None) -> list[Any]:
-    """Losses that are logged, bytes that left this rank, and steps that its communication has counted."""
+def trained(
+    folder: Path, communication: Technique | None, checkpoint: str | None = None
+) -> list[Any]:
+    """Losses that are logged, bytes that left this rank, and steps that its communication has
+    counted.
+    """
     plan = [LengthGrouped(window=64), Packed(), LabelledTokenLoss(chunk=128)]
     trainer = trainer_of(
         folder,
@@ -48,7 +54,10 @@ def trained(folder: Path, communication: Technique | None, checkpoint: str | Non
 
 def main(folder: Path) -> None:
     """What each communication found, and that of one resumed."""
-    found = {name: trained(folder / name, communication) for name, communication in COMMUNICATIONS.items()}
+    found = {
+        name: trained(folder / name, communication)
+        for name, communication in COMMUNICATIONS.items()
+    }
     half_way = str(folder / "topk" / "checkpoint-4")
     found["resumed"] = trained(folder / "then", COMMUNICATIONS["topk"], half_way)
     if dist.get_rank() == 0:

@@ -1,4 +1,6 @@
-"""The size that follows the memory, against a simulated allocator with examples of random length."""
+"""The size that follows the memory, against a simulated allocator with examples of random
+length.
+"""
 
 from __future__ import annotations
 

@@ -2,11 +2,13 @@
 
 `data/step_speeds.json` holds the speed of every step of four copies of one real job that took turns
 while the machine was busy. A replay strings blocks of consecutive rounds together, so that drift
-and bursts stay as they were, deals the copies out as baseline, second baseline and variants, multiplies
-each variant's planted effect in, and asks `report_of` for the verdicts, as `hasten speedup` does.
+and bursts stay as they were, deals the copies out as baseline, second baseline and variants,
+multiplies each variant's planted effect in, and asks `report_of` for the verdicts, as `hasten
+speedup` does.
 
 Copies of one program differ for as long as they live, by a per cent or two here. Dealt anew for
-each block they stand for variants that are built afresh; dealt once, for variants that were built once.
+each block they stand for variants that are built afresh; dealt once, for variants that were built
+once.
 """
 
 from __future__ import annotations
@@ -110,7 +112,9 @@ def _drawn(
     return found
 
 
-def words_of(variants: Sequence[Variant], verification: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def words_of(
+    variants: Sequence[Variant], verification: Sequence[Mapping[str, Any]]
+) -> dict[str, str]:
     """Each variant's word by the real path."""
     return {row["name"]: word_of(row) for row in rows_of(variants, verification)}
 
@@ -120,7 +124,9 @@ def word_of(row: Mapping[str, Any]) -> str:
     return "worse" if verdict_word(row["quality"]) == "worse" else verdict_word(row["verdict"])
 
 
-def rows_of(variants: Sequence[Variant], verification: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def rows_of(
+    variants: Sequence[Variant], verification: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """Each variant's row of the report, by the real path."""
     rows: list[dict[str, Any]] = report_of(
         variants,
@@ -156,7 +162,9 @@ def right(found: Mapping[str, Counter[str]], truths: Sequence[Truth] = TRUTHS) -
     return {truth.name: sum(found[truth.name][word] for word in truth.right) for truth in truths}
 
 
-def _variant(name: str, plan: Plan, values: np.ndarray[Any, Any], loss: float, kind: Any) -> Variant:
+def _variant(
+    name: str, plan: Plan, values: np.ndarray[Any, Any], loss: float, kind: Any
+) -> Variant:
     effective = [
         {"technique": t.name(), "effective": not isinstance(t, ClaimsOnly), "evidence": "planted"}
         for t in plan

@@ -1,8 +1,8 @@
 """Techniques of which the truth is known: they do nothing, slow, leak, lie, or ruin the model.
 
 Each does in earnest what it is named for, so an experiment with them has one right answer for every
-variant. `small_proofs` trains models of a second with them and writes down what a verification would find, in
-the form of ``report.verification``.
+variant. `small_proofs` trains models of a second with them and writes down what a verification
+would find, in the form of ``report.verification``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.step import Engine
-from hasten.core.technique import Claim, Fidelity, EffectCheck, Technique, setting
+from hasten.core.technique import Claim, EffectCheck, Fidelity, Technique, setting
 from hasten.parts.data.collate import packed, tokenized_example
-from tiny import language_job, examples, run, session_of, tiny_model
+from tiny import examples, language_job, run, session_of, tiny_model
 
 SCALE = 4.0  # as if a step of four micro-batches forgot to divide by their number
 ALLOWED = 1e-4  # error of a logit or, relative, of a gradient that rounding in float32 explains
@@ -48,8 +48,8 @@ class Waits(Technique):
             began, used = time.perf_counter(), time.process_time()
             found = inner(engine, batch)
             wall, passes = time.perf_counter() - began, time.process_time() - used
-            # Processor time doesn't run while the variant waits for its turn, so between two calls it
-            # is a whole step's; how crowded the cores are shows in the passes.
+            # Processor time doesn't run while the variant waits for its turn, so between two calls
+            # it is a whole step's; how crowded the cores are shows in the passes.
             whole = max(time.process_time() - last, passes)
             last = time.process_time()
             time.sleep(self.share * wall * min(whole / max(passes, 1e-9), 3.0))
@@ -113,7 +113,9 @@ class LeaksDocuments(Technique):
         setup.collate = run_together
 
     def check_effect(self, session: Session) -> EffectCheck:
-        return EffectCheck(True, f"{session.progress.positions - session.progress.tokens} slots of padding")
+        return EffectCheck(
+            True, f"{session.progress.positions - session.progress.tokens} slots of padding"
+        )
 
 
 def run_together(together: Sequence[Any]) -> MicroBatch:
@@ -219,7 +221,8 @@ def _gradient_error(technique: Technique) -> float:
 def _eval_data(*techniques: Technique) -> float:
     """The eval loss after some steps on counting, which can be learnt as noise can't."""
     counting = [
-        tokenized_example(3 + (start + np.arange(24)) % 20, np.ones(24, bool)) for start in range(20)
+        tokenized_example(3 + (start + np.arange(24)) % 20, np.ones(24, bool))
+        for start in range(20)
     ]
     job = language_job(data=counting[:16], eval_data=counting[16:], steps=12)
     session = session_of(job, *techniques)

@@ -18,9 +18,9 @@ from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.measure.profile import efficiency_once_more, measure
 from hasten.techniques.batch import AdaptiveBatch
+from hasten.techniques.communication.compress import TopK
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.routing import BalancedRouting
-from hasten.techniques.communication.compress import TopK
 from tiny import job_context, language_job, tiny_model
 
 PLANS: dict[str, tuple[Technique, ...]] = {

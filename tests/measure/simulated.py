@@ -1,8 +1,8 @@
 """How often intervals hold the truth, on rounds whose truth is known because they are drawn.
 
 Four kinds of noise, all beside a weather that both variants of a round share: normal in logarithms;
-skewed, with now and then a stall of one variant; a machine that slows down over the rounds, and within
-them for whoever comes later; and weather in bursts that last some rounds.
+skewed, with now and then a stall of one variant; a machine that slows down over the rounds, and
+within them for whoever comes later; and weather in bursts that last some rounds.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ import pytest
 import warm
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, EffectCheck, Technique
+from hasten.core.technique import EffectCheck, Fidelity, Technique
 from hasten.errors import InputError
-from hasten.measure.ablation import Variant, Design, Which, plans_of
+from hasten.measure.ablation import Design, Variant, Which, plans_of
 from hasten.measure.experiment import experiment_context, measure_variants
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.recipe.build import prepare_run
@@ -141,7 +141,9 @@ def test_an_variant_killed_in_its_turn_is_reported_and_the_others_finish(
     assert base.samples  # it got as far as writing
 
 
-def test_an_variant_that_cannot_start_is_reported_with_its_reason(measured: dict[str, Variant]) -> None:
+def test_an_variant_that_cannot_start_is_reported_with_its_reason(
+    measured: dict[str, Variant],
+) -> None:
     unheard = measured["unheard"]
     assert unheard.failed is not None
     assert unheard.failed.startswith("plan: no technique is called 'unheard_of'")
@@ -186,7 +188,11 @@ PLAN = Plan([Packed(), DocumentAttention(), FusedAdamW()])
         ("leave-one-out", (), ["baseline", *(f"without {t.name()}" for t in PLAN), "all"]),
         ("plan", ("packed",), ["baseline", "only packed", "all"]),
         ("all", ("packed",), ["baseline", "only packed", "without packed", "all"]),
-        ("cumulative", ("document_attention",), ["baseline", "+ document_attention", "+ fused_adamw"]),
+        (
+            "cumulative",
+            ("document_attention",),
+            ["baseline", "+ document_attention", "+ fused_adamw"],
+        ),
     ],
 )
 def test_the_variants_are_those_that_were_asked_for(

@@ -16,7 +16,7 @@ import pytest
 from hasten.core import context as facts
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, EffectCheck, LiveSetting, Technique
+from hasten.core.technique import EffectCheck, Fidelity, LiveSetting, Technique
 from hasten.errors import InputError
 from hasten.integrations.adapt import context_of
 from hasten.machine import locks
@@ -210,13 +210,17 @@ def test_a_gain_below_the_noise_floor_has_one_word_in_plan_auto_a_report_and_liv
     """Six rounds with a ratio of 1.006 [1.0054, 1.0069]."""
     ratios = [1.0054, 1.0057, 1.006, 1.0062, 1.0066, 1.0069]
     base = Variant("baseline", Plan(), [1000.0] * 6, kind="baseline")
-    variant = Variant("with it", Plan(), [1000 * r for r in ratios], kind="other", beside=base.rounds)
+    variant = Variant(
+        "with it", Plan(), [1000 * r for r in ratios], kind="other", beside=base.rounds
+    )
     (_, judged) = judge_variants([base, variant])
     assert judged.effect is not None
     assert 1.005 < judged.effect.low < judged.effect.high < 1.007
     (_, auto) = module._verdicts([base, variant])["with it"]
     logs = [math.log(r) for r in ratios]
-    live = Candidate(LiveSetting("x", (1, 2), lambda: 1, print), 2, [*logs, *logs[:2]]).verdict(0.05)
+    live = Candidate(LiveSetting("x", (1, 2), lambda: 1, print), 2, [*logs, *logs[:2]]).verdict(
+        0.05
+    )
     assert {judged.verdict, auto.word, live} == {"no effect"}
     plans = {"with it": Plan()}
     assert module._changes({"with it": judged.effect}, plans, set(), set()) == []

@@ -105,7 +105,9 @@ def test_an_variant_that_fails_in_a_round_is_reported_and_the_rest_goes_on(
 def test_an_variant_that_fails_before_the_first_round_costs_the_others_nothing(
     tmp_path: Path, what: str
 ) -> None:
-    found = pretend(tmp_path, Design(rounds=3, steps=1), {"packed": {"fails": {what: "end"}}}).variants
+    found = pretend(
+        tmp_path, Design(rounds=3, steps=1), {"packed": {"fails": {what: "end"}}}
+    ).variants
     assert found[1].failed == "the process ended with code 7: an error of its own"
     assert not found[1].rounds
     assert [len(variant.rounds) for variant in found] == [3, 0, 3, 3]
@@ -343,7 +345,9 @@ def test_a_deadline_that_passes_in_a_round_leaves_the_rounds_before_it(
 
     found = pretend(tmp_path, IN_TIME, SLOW, record=record, tell=tell)
     assert len(started) == place + 1
-    assert {variant.name: len(variant.rounds) for variant in found.variants} == dict.fromkeys(PLANS, 2)
+    assert {variant.name: len(variant.rounds) for variant in found.variants} == dict.fromkeys(
+        PLANS, 2
+    )
     assert all(variant.failed is None for variant in found.variants)
     assert found.design["rounds"] == 2
     report = read_report(report_of(found.variants, **HEAD))
@@ -357,7 +361,9 @@ def test_a_deadline_that_passes_in_the_first_round_keeps_the_variants_that_had_t
     found = pretend(tmp_path, IN_TIME, SLOW, record=record, tell=late_in_round_1(record))
     turned = {e["variant"] for e in record.events if e["event"] == "turn"}
     assert len(turned) == 3
-    assert {variant.name: len(variant.rounds) for variant in found.variants} == dict.fromkeys(turned, 1)
+    assert {variant.name: len(variant.rounds) for variant in found.variants} == dict.fromkeys(
+        turned, 1
+    )
 
 
 def late_in_round_1(record: ExperimentRecord) -> Callable[[str, float], None]:
@@ -498,7 +504,9 @@ def test_rounds_in_slices_count_like_whole_turns(tmp_path: Path) -> None:
     """Every variant does all its steps of each round; one that fails doesn't hold up the others."""
     told = {"packed": {"fails": {"steps": "diverge"}, "after": 3}, "all": {"sleep": 0.1}}
     design = Design(rounds=4, steps=2, warmup=1)
-    found = {variant.name: variant for variant in pretend(tmp_path, design, told, slices=True).variants}
+    found = {
+        variant.name: variant for variant in pretend(tmp_path, design, told, slices=True).variants
+    }
     assert found["packed"].failed == "NotFiniteError: the gradients were not finite"
     for name in ("baseline", "attention", "all"):
         assert found[name].failed is None

@@ -72,7 +72,8 @@ def test_where_every_turn_takes_20_seconds_turns_are_shortened_first() -> None:
     assert {len(variant.rounds) for variant in found.variants} == {found.design["rounds"]}
     assert found.design["rounds"] >= 2
     assert len(found.variants) == 7
-    assert all(variant.eval_data for variant in found.variants)  # and there was time to compare quality
+    # and there was time to compare quality
+    assert all(variant.eval_data for variant in found.variants)
 
 
 @pytest.mark.parametrize("slower", [1.5, 3.0])

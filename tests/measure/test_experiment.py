@@ -108,7 +108,9 @@ def test_an_experiment_is_measured_once(recipe: Recipe, tmp_path: Path) -> None:
     assert again["design"] == first["design"]
     anew = ablate(recipe, "all", design=DESIGN, fresh=True)
     assert len(log(tmp_path)) == 2 * starts
-    assert [variant["name"] for variant in anew["variants"]] == [variant["name"] for variant in first["variants"]]
+    assert [variant["name"] for variant in anew["variants"]] == [
+        variant["name"] for variant in first["variants"]
+    ]
 
 
 def test_its_report_has_what_the_page_expects(recipe: Recipe) -> None:
@@ -121,7 +123,9 @@ def test_its_report_has_what_the_page_expects(recipe: Recipe) -> None:
         ("+ document_attention", "cumulative"),
         ("+ labelled_token_loss", "all"),
     ]
-    assert [variant["ratio"]["median"] for variant in found["variants"]] == pytest.approx([1, 1, 1.5, 1.5, 1.8])
+    assert [variant["ratio"]["median"] for variant in found["variants"]] == pytest.approx(
+        [1, 1, 1.5, 1.5, 1.8]
+    )
     assert set(found["design"]) == {
         *("rounds", "steps", "warmup", "seed", "builds", "seconds", "round_seconds"),
         *("budget_seconds", "grouping", "dropped", "resumed", "redone_rounds", "ranks"),

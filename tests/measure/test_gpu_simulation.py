@@ -15,7 +15,7 @@ import pytest
 
 import warm
 from hasten.errors import InputError
-from hasten.measure.gpu_simulation.request import SimulatedTrace, RankTrace, traces
+from hasten.measure.gpu_simulation.request import RankTrace, SimulatedTrace, traces
 from hasten.recipe.schema import Recipe
 from simulated_recipes import LAYOUTS, MASTERS, SMALL_MOMENTS, WHOLE_MODELS, WholeModel, toy
 

@@ -19,13 +19,18 @@ from hasten.core.timing import HostClock
 from hasten.machine import host
 from hasten.machine.environment import World
 from hasten.measure.gpu_simulation import comparison
-from hasten.measure.gpu_simulation.comparison import OperatorCounter, SimulationComparison, comparison_of, line
+from hasten.measure.gpu_simulation.comparison import (
+    OperatorCounter,
+    SimulationComparison,
+    comparison_of,
+    line,
+)
 from hasten.measure.gpu_simulation.roofline import ATTENTION, simulated_device
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from tiny import job_context, language_job, session_of
 
 DEVICE = simulated_device("h100")
@@ -36,7 +41,12 @@ FLOPS = replace(DEVICE, rates=RATES, memory_rate=math.inf)
 
 
 def session() -> Session:
-    plan = (Packed(), DocumentAttention(), ActivationCheckpointing(), GradientAccumulation(micro_batch_size=2))
+    plan = (
+        Packed(),
+        DocumentAttention(),
+        ActivationCheckpointing(),
+        GradientAccumulation(micro_batch_size=2),
+    )
     found = session_of(language_job(steps=STEPS), *plan)
     found.setup.clock = HostClock()
     return found
@@ -126,7 +136,8 @@ def test_far_from_paper_the_farthest_part_is_named() -> None:
     measured = {"forward": 0.2, "backward": 0.4, "optimizer": 0.3, "data": 0.1}
     near = {"forward": 0.1, "backward": 0.3, "optimizer": 0.01}
     assert line(measured, near, "NVIDIA H100") == (
-        "a step takes 1,000 ms on NVIDIA H100, and 410 ms at least by simulation: 41% of the speed that "
+        "a step takes 1,000 ms on NVIDIA H100, and 410 ms at least by simulation: 41% of the speed "
+        "that "
         "the GPU allows"
     )
     far = line(measured, {**near, "backward": 0.2}, "NVIDIA H100")

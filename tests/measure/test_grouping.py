@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.measure.ablation import Design
-from hasten.measure.experiment import GROUP, SHARE, variant_fits, grouping_words, may_join
+from hasten.measure.experiment import GROUP, SHARE, grouping_words, may_join, variant_fits
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=8), st.integers(1, 10_000))

@@ -16,11 +16,11 @@ from hasten.core.step import training
 from hasten.core.timing import HostClock
 from hasten.machine import host
 from hasten.measure.profile import OWNERS, SavedTensors, ledger_of, memory_of, storages, utilisation
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.precision import BF16MasterWeights
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from tiny import VOCABULARY, language_job, records, run, session_of, tiny_model
 
 FLOATS = sum(p.numel() for p in tiny_model().parameters())

@@ -11,9 +11,22 @@ from hypothesis import strategies as st
 
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Variant
-from hasten.measure.significance import BELIEF, USUAL, process_variance_of, noise_floor, p_beyond, with_process_variance
+from hasten.measure.significance import (
+    BELIEF,
+    USUAL,
+    noise_floor,
+    p_beyond,
+    process_variance_of,
+    with_process_variance,
+)
 from hasten.measure.statistics import Interval, ProcessVariance, student_quantile
-from hasten.report.judgement import interaction_of, judge_variants, noise_of, ratio_between, ratio_to
+from hasten.report.judgement import (
+    interaction_of,
+    judge_variants,
+    noise_of,
+    ratio_between,
+    ratio_to,
+)
 
 ROUNDS = 8
 
@@ -26,7 +39,9 @@ def experiment(
     noise: float = 0.02,
     rounds: int = ROUNDS,
 ) -> list[Variant]:
-    """A baseline, its copy, a variant for each gain; each build of each variant has its own process_variance."""
+    """A baseline, its copy, a variant for each gain; each build of each variant has its own
+    process variance.
+    """
     names = ["baseline", "again", *(f"variant {i}" for i in range(len(gains)))]
     truths = [1.0, 1.0, *gains]
     of_build = [min(i * builds // rounds, builds - 1) for i in range(rounds)]
@@ -78,7 +93,9 @@ def test_many_variants_tell_how_far_processes_lie_apart() -> None:
 def test_what_a_sitting_did_to_all_variants_is_no_difference_between_them() -> None:
     quiet = experiment(np.random.default_rng(2), [1.1, 0.9, 1.0], 2, process=0.0, noise=0.0)
     for variant in quiet:
-        variant.rounds = [r * (1.3 if b else 1.0) for r, b in zip(variant.rounds, variant.builds, strict=True)]
+        variant.rounds = [
+            r * (1.3 if b else 1.0) for r, b in zip(variant.rounds, variant.builds, strict=True)
+        ]
         variant.beside = quiet[0].rounds
     found = process_variance_of(quiet)
     assert found is not None
@@ -87,7 +104,10 @@ def test_what_a_sitting_did_to_all_variants_is_no_difference_between_them() -> N
 
 def test_a_single_build_goes_by_what_is_usual_and_by_the_copy() -> None:
     variants = experiment(np.random.default_rng(4), [1.0], 1, noise=0.0)
-    found, apart = process_variance_of(variants), math.log(variants[1].rounds[0] / variants[0].rounds[0])
+    found, apart = (
+        process_variance_of(variants),
+        math.log(variants[1].rounds[0] / variants[0].rounds[0]),
+    )
     assert found is not None
     squares = BELIEF * USUAL**2 + apart**2 / 2
     assert found == ProcessVariance(pytest.approx(math.sqrt(squares / (BELIEF + 1))), BELIEF + 1, 1)
@@ -136,7 +156,9 @@ def test_no_p_value_is_smaller_than_processes_alone_give() -> None:
     ratios, process_variance = [1.05, 1.051, 1.049, 1.05], ProcessVariance(0.01, 5, 2)
     distance = math.log(1.05) - math.log(1.01)
     assert p_beyond(ratios, 0.01) < 0.001
-    assert p_beyond(ratios, 0.01, process_variance) == pytest.approx(process_variance.chance(distance), rel=1e-3)
+    assert p_beyond(ratios, 0.01, process_variance) == pytest.approx(
+        process_variance.chance(distance), rel=1e-3
+    )
     assert process_variance.chance(distance) > 0.02
 
 

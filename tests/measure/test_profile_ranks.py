@@ -19,7 +19,9 @@ def test_two_ranks_are_profiled_together_and_the_first_writes(tmp_path: Path) ->
     assert first["ledger"]["step"]["communication"] > 0
     for rank in first["ranks"]:
         communication = rank["communication"]
-        seconds = communication["exposed_comm_seconds"] + communication["hidden_communication_seconds"]
+        seconds = (
+            communication["exposed_comm_seconds"] + communication["hidden_communication_seconds"]
+        )
         assert communication["comm_seconds"] == pytest.approx(seconds)
         assert communication["comm_bytes"] > 0
     assert (first["written"], second["written"]) == (["trace.json.gz"], [])

@@ -99,7 +99,8 @@ def test_twelve_variants_that_do_nothing_are_rarely_called_anything() -> None:
     for _ in range(400):
         base = rng.normal(0, 0.03, 8)  # shared, so the variants are not independent
         variants = [list(np.exp(rng.normal(0, 0.03, 8) - base)) for _ in range(12)]
-        p = [p_beyond(variant, 0.0) for variant in variants]  # no floor: the correction alone protects
+        # no floor: the correction alone protects
+        p = [p_beyond(variant, 0.0) for variant in variants]
         alarms += min(holm(p)) <= DOUBT
         raw += min(p) <= DOUBT
     assert alarms / 400 <= 0.07
@@ -159,14 +160,18 @@ def test_no_round_decides_what_lies_within_the_luck_of_processes() -> None:
     process_variance = ProcessVariance(0.01, 4, 1)
     assert isinstance(rounds_needed(few), int)
     assert rounds_needed(few, process_variance=process_variance) == "more than 200"
-    assert isinstance(rounds_needed(ratio_of(drawn(0.08, 0.12, 6)), process_variance=process_variance), int)
+    assert isinstance(
+        rounds_needed(ratio_of(drawn(0.08, 0.12, 6)), process_variance=process_variance), int
+    )
 
 
 @pytest.mark.parametrize("change", [0.05, -0.05, 0.2])
 def test_words_of_several_ratios_are_those_of_one_after_the_correction(change: float) -> None:
     rounds = {"a": drawn(change, 0.01, 6), "b": drawn(0.0, 0.03, 6), "c": drawn(0.3, 0.02, 6)}
     process_variance = ProcessVariance(0.005, 8, 1)
-    effects = {name: (ratio_of_rounds(found, process_variance), found) for name, found in rounds.items()}
+    effects = {
+        name: (ratio_of_rounds(found, process_variance), found) for name, found in rounds.items()
+    }
     judged = judge_effects(effects, 0.01, process_variance)
     p_values = holm([p_beyond(found, 0.01, process_variance) for found in rounds.values()])
     assert [judged[name].p_value for name in rounds] == p_values
@@ -199,6 +204,8 @@ def test_the_rounds_needed_are_bounded_and_unknown_after_one() -> None:
 
 
 @given(ratios=RATIOS, variants=st.integers(1, 20))
-def test_rounds_needed_is_a_number_from_one_to_the_bound(ratios: list[float], variants: int) -> None:
+def test_rounds_needed_is_a_number_from_one_to_the_bound(
+    ratios: list[float], variants: int
+) -> None:
     more = rounds_needed(ratio_of(ratios), variants=variants)
     assert more == "more than 200" or (isinstance(more, int) and 1 <= more <= MOST_ROUNDS)

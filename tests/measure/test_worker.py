@@ -15,8 +15,8 @@ from hasten.measure.workers import Worker, WorkerError, WorkerPool, WorkerSpec
 from hasten.recipe.build import prepare_run
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.techniques.checkpoint import Checkpoints
-from hasten.techniques.threads import Threads
 from hasten.techniques.communication.compress import Half
+from hasten.techniques.threads import Threads
 from sample_data import STDLIB, small
 
 

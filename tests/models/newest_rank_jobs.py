@@ -18,7 +18,7 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.routing import BalancedRouting
-from tiny import job_context, language_job, examples, tiny_model
+from tiny import examples, job_context, language_job, tiny_model
 
 
 def _given(architecture: str, thawed: bool) -> nn.Module:
@@ -30,7 +30,10 @@ CASES: dict[str, tuple[str, tuple[Technique, ...]]] = {
     "v3.2": ("deepseek_v32", ()),
     "v3.2, packed": ("deepseek_v32", (Packed(), DocumentAttention(), MultiTokenPrediction())),
     "v4": ("deepseek_v4", ()),
-    "v4, accumulated": ("deepseek_v4", (GradientAccumulation(micro_batch_size=1), BalancedRouting())),
+    "v4, accumulated": (
+        "deepseek_v4",
+        (GradientAccumulation(micro_batch_size=1), BalancedRouting()),
+    ),
 }
 
 

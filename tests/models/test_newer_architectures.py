@@ -30,7 +30,7 @@ from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.routing import BalancedRouting
 from models.newest_rank_jobs import train_newest
 from ranks import on_ranks
-from tiny import NEWER, job_context, language_job, examples, session_of, tiny_config, tiny_model
+from tiny import NEWER, examples, job_context, language_job, session_of, tiny_config, tiny_model
 
 TOKENS = torch.arange(3, 43).view(2, 20)
 BALANCED, AHEAD = BalancedRouting(speed=0.01), MultiTokenPrediction()

@@ -13,7 +13,7 @@ from hasten.models.architecture import Architecture
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Layouts, PlannedLayout
 from hasten.planner.numbers import Constants, MachineNumbers, machine, numbers
-from hasten.planner.seconds import gather_seconds, links, communication
+from hasten.planner.seconds import communication, gather_seconds, links
 
 C = replace(Constants(), intra=1.0, inter=1.0, latency=1.0)
 CLUSTER = Cluster.preset("dgx_h100", 4)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hasten.core.context import JobContext, ExampleStats
+from hasten.core.context import ExampleStats, JobContext
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.machine.environment import World
@@ -161,7 +161,9 @@ def test_on_a_pretended_gpu_a_kernel_that_fails_its_first_use_is_left_out(
 
     context = facts(60, 400)
     gpu = Accelerator("a GPU", 80 * 10**9, "9.0")
-    context = replace(context, device="cuda:0", hardware=replace(context.hardware, accelerators=(gpu,)))
+    context = replace(
+        context, device="cuda:0", hardware=replace(context.hardware, accelerators=(gpu,))
+    )
     monkeypatch.setattr(fused_layers, "why_not", lambda device: "")
     monkeypatch.setattr(registry, "is_here", lambda device: True)
     monkeypatch.setattr(registry, "proofs_here", proofs)

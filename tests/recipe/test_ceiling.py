@@ -82,7 +82,9 @@ def test_auto_is_the_datasheet_of_a_known_gpu_times_their_number(tmp_path: Path)
 
 
 @pytest.mark.parametrize("known", [ON_CPU, on_gpu("NVIDIA H100 NVL")], ids=["cpu", "unknown gpu"])
-def test_auto_without_a_known_device_counts_flops_and_no_mfu(tmp_path: Path, context: JobContext) -> None:
+def test_auto_without_a_known_device_counts_flops_and_no_mfu(
+    tmp_path: Path, context: JobContext
+) -> None:
     meter = meter_of(recipe(tmp_path), context, tiny_model())
     assert meter.per_token
     assert not meter.ceiling

@@ -155,7 +155,9 @@ def test_the_imported_recipe_trains(
     if name == "LLaMA-Factory":  # eval_steps is 0.6 of 3 steps
         lines = (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [2, 3]
-        effects = {kind: summary["effective"][kind]["effective"] for kind in ("packed_epoch", "packed")}
+        effects = {
+            kind: summary["effective"][kind]["effective"] for kind in ("packed_epoch", "packed")
+        }
         assert effects == {"packed_epoch": True, "packed": True}
 
 

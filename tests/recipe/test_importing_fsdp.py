@@ -65,7 +65,10 @@ def test_every_key_of_a_block_has_its_row(tmp_path: Path) -> None:
     }
     given = ACCELERATE | {"distributed_type": "FSDP", "fsdp_config": block}
     found = imported(tmp_path, given)
-    assert found.values["plan"] == [{"fsdp2": {"reshard": False, "offload": True}}, "activation_checkpointing"]
+    assert found.values["plan"] == [
+        {"fsdp2": {"reshard": False, "offload": True}},
+        "activation_checkpointing",
+    ]
     told = rows(found)
     assert {f"fsdp_config.{name}" for name in block} <= set(told)
     assert told["fsdp_config.fsdp_backward_prefetch"][0] == "needless"

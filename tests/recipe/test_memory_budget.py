@@ -19,13 +19,13 @@ from hasten.models.memory import ModelSize, activation_bytes, state_bytes
 from hasten.recipe import memory_check
 from hasten.recipe.memory_check import MemoryRanOutError, advising, settle_memory
 from hasten.recipe.schema import Recipe
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from memory_rank_jobs import ON_RANKS, both
 from ranks import on_ranks
-from tiny import job_context, language_job, examples
+from tiny import examples, job_context, language_job
 
 PLANS: tuple[tuple[Technique, ...], ...] = (
     (),
@@ -47,7 +47,8 @@ def test_weights_gradients_and_optimizer_are_what_was_estimated(
 ) -> None:
     found = both(architecture, plan)
     assert 0.9 < found["state"] < 1.1
-    if plan != (ActivationCheckpointing(),):  # counts the block at work too, which the meter doesn't
+    # counts the block at work too, which the meter doesn't
+    if plan != (ActivationCheckpointing(),):
         assert 0.5 < found["activations"] < 1.5
 
 

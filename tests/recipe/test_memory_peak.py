@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hasten.core.context import JobContext, ExampleStats, seen_at_start
+from hasten.core.context import ExampleStats, JobContext, seen_at_start
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
 from hasten.core.setup import prepare
@@ -31,14 +31,14 @@ from hasten.recipe import memory_check
 from hasten.recipe.build import model_facts
 from hasten.recipe.memory_check import largest_micro_batch, needs_of, one_pass, size_of
 from hasten.recipe.shorthands import catalogue
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.loss import LabelledTokenLoss
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from simulated_recipes import MASTERS, simulated_recipe
-from tiny import COMMON, job_context, language_job, examples
+from tiny import COMMON, examples, job_context, language_job
 
 WIDTH, INNER, LAYERS, VOCABULARY = 128, 344, 4, 2000
 WITHIN = 0.2
@@ -134,7 +134,10 @@ GPU_PLANS: dict[str, tuple[list[Any], int]] = {
     "bf16": (["bf16_master_weights", {"gradient_accumulation": {"micro_batch_size": 4}}], 8),
     "labels": (["labelled_token_loss"], 4),
     "fused": ([*MASTERS], 4),
-    "recomputed": ([*MASTERS, "activation_checkpointing", {"gradient_accumulation": {"micro_batch_size": 4}}], 8),
+    "recomputed": (
+        [*MASTERS, "activation_checkpointing", {"gradient_accumulation": {"micro_batch_size": 4}}],
+        8,
+    ),
 }
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

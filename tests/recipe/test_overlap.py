@@ -34,7 +34,9 @@ texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1
 @settings(max_examples=80, deadline=None)
 @given(texts, texts)
 def test_the_count_is_that_of_a_plain_search(train: list[Any], eval_data: list[Any]) -> None:
-    found = overlap(Both(Examples(map(tokenized_example, train)), Examples(map(tokenized_example, eval_data))))
+    found = overlap(
+        Both(Examples(map(tokenized_example, train)), Examples(map(tokenized_example, eval_data)))
+    )
     assert found.count == sum(example in train for example in eval_data)
     assert found.eval_data == len(eval_data)
     assert bool(found.advice) == (found.count > 0)

@@ -27,7 +27,11 @@ def write(folder: Path, text: str) -> Path:
 
 def test_overrides_win_and_are_read_as_yaml(tmp_path: Path) -> None:
     path = write(tmp_path, yaml.safe_dump(GOOD))
-    words = ["learning_rate=1e-4", "plan=[packed, {gradient_accumulation: {micro_batch_size: 2}}]", "seed=7"]
+    words = [
+        "learning_rate=1e-4",
+        "plan=[packed, {gradient_accumulation: {micro_batch_size: 2}}]",
+        "seed=7",
+    ]
     recipe = load_recipe(path, [*words, "max_steps=5"])
     assert recipe.max_steps == 5, "the file says 3"
     assert recipe.learning_rate == 1e-4

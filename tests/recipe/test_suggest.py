@@ -70,7 +70,9 @@ def test_lora_is_chosen_where_all_weights_do_not_fit(
     recipe = Recipe(model="deepseek-llm-tiny", dataset="stdlib", max_steps=1)
     context: JobContext = module.context_of(recipe)
     hardware = replace(context.hardware, accelerators=(), memory_limit_bytes=64 * 10**9)
-    context = replace(context, hardware=hardware, model=replace(context.model, parameters=parameters))
+    context = replace(
+        context, hardware=hardware, model=replace(context.model, parameters=parameters)
+    )
     assert module._lora(context, fresh=False)[0] is lora
 
 

@@ -79,7 +79,9 @@ def realistic_report() -> dict[str, Any]:
     }
 
 
-def _variant(variant: Any, rounds: dict[str, list[float]], rng: np.random.Generator) -> dict[str, Any]:
+def _variant(
+    variant: Any, rounds: dict[str, list[float]], rng: np.random.Generator
+) -> dict[str, Any]:
     name, techniques, factor, gigabytes, final_loss, padding = variant
     tokens = np.linspace(0, 1e7, 400)
     fall = 0.9 * np.exp(-tokens / 1.4e6)

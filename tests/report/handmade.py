@@ -8,7 +8,7 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
-from hasten.core.technique import Claim, Fidelity, EffectCheck, Technique
+from hasten.core.technique import Claim, EffectCheck, Fidelity, Technique
 from hasten.measure.ablation import Variant
 from hasten.report.build import report_of
 from hasten.report.schema import read_report
@@ -65,7 +65,9 @@ def variant(
         "losses": [(80, 3.0), (160, loss)],
         "eval_data": [(0, 4.0), (160, loss)],
         "peak_memory_bytes": int(memory),
-        "effective": [{"technique": t.name(), "effective": True, "evidence": "seen"} for t in techniques],
+        "effective": [
+            {"technique": t.name(), "effective": True, "evidence": "seen"} for t in techniques
+        ],
     }
     return Variant(**settings | changes)
 

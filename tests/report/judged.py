@@ -18,7 +18,9 @@ def judged(report: Mapping[str, Any]) -> dict[str, Any]:
     base = read["variants"][0]
     variants = [measured_variant(row, base) for row in read["variants"]]
     plans = {row["name"]: row["techniques"] for row in read["variants"]}
-    found = judge_variants(variants, read["verification"], plans=plans, floor=read["noise"]["floor"])
+    found = judge_variants(
+        variants, read["verification"], plans=plans, floor=read["noise"]["floor"]
+    )
     rows = []
     for plain, row, said in zip(report["variants"], read["variants"], found, strict=True):
         of_row: dict[str, Any] = {"against": base["name"], "effect": row["ratio"]}

@@ -73,7 +73,9 @@ def large_report(variants: int, rounds: int) -> Report:
 def reports() -> st.SearchStrategy[Report]:
     """Any report that the shapes allow, small in its numbers of entries."""
     fixed = {"schema": st.just(2), "created": st.just("2026-11-21T09:30:00+00:00")}
-    variants = st.lists(_of(REPORT["variants"][0]), min_size=1, max_size=4, unique_by=lambda a: a["name"])
+    variants = st.lists(
+        _of(REPORT["variants"][0]), min_size=1, max_size=4, unique_by=lambda a: a["name"]
+    )
     others = {k: v for k, v in REPORT.items() if k not in ("schema", "created", "variants")}
     return st.builds(
         lambda free, fixed: free | fixed,
@@ -82,7 +84,18 @@ def reports() -> st.SearchStrategy[Report]:
     )
 
 
-WORDS = ["", "held", "harmed: x", "hurt", "worse: x", "all", "cumulative", "single", "leave-one-out", "again"]
+WORDS = [
+    "",
+    "held",
+    "harmed: x",
+    "hurt",
+    "worse: x",
+    "all",
+    "cumulative",
+    "single",
+    "leave-one-out",
+    "again",
+]
 TEXTS = st.text(st.characters(codec=None), max_size=12) | st.sampled_from(
     [*WORDS, "a", "b", "</script>"]
 )

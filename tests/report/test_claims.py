@@ -9,9 +9,9 @@ from report.handmade import (
     SPEED,
     Fake,
     Other,
-    variant,
     baseline,
     report,
+    variant,
     verdict_of,
 )
 
@@ -39,7 +39,12 @@ def test_a_claim_without_two_such_variants_is_left_open() -> None:
 def test_a_failed_variant_gives_way_to_another_pair() -> None:
     one, two = Fake(((SPEED, 1.2),)), Other()
     without = variant(two, kind="leave-one-out")
-    variants = [baseline(), variant(one, failed="x"), without, variant(one, two, speed=1.5, kind="all")]
+    variants = [
+        baseline(),
+        variant(one, failed="x"),
+        without,
+        variant(one, two, speed=1.5, kind="all"),
+    ]
     claim = report(*variants)["claims"][0]
     assert claim["measured"].startswith("1.50×")
 

@@ -10,7 +10,7 @@ import pytest
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.measure.ablation import Variant
-from hasten.report.speedup import by_gain, greedy_search, decide
+from hasten.report.speedup import by_gain, decide, greedy_search
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.optimizer import FusedAdamW

@@ -114,7 +114,11 @@ def test_all_is_compared_with_the_product_of_the_singles(together: float, words:
 
 
 def test_an_interaction_nobody_can_know_is_not_measured() -> None:
-    cumulative = [baseline(), variant("+ packed", [Packed()], kind="cumulative"), experiment(1.8)[-1]]
+    cumulative = [
+        baseline(),
+        variant("+ packed", [Packed()], kind="cumulative"),
+        experiment(1.8)[-1],
+    ]
     assert interaction_of(cumulative) is None  # no variant has one technique alone by design
     missing = experiment(1.8)
     missing[2].failed = "killed"
@@ -158,7 +162,10 @@ def test_variants_of_different_groups_are_compared_through_the_baseline() -> Non
 
 def test_two_builds_are_compared_through_the_baseline() -> None:
     builds = [0, 0, 0, 1, 1, 1]
-    same, other = variant("a", [Packed()], 1.2, builds=builds), variant("b", [Packed()], builds=builds)
+    same, other = (
+        variant("a", [Packed()], 1.2, builds=builds),
+        variant("b", [Packed()], builds=builds),
+    )
     other.rounds = [
         v * (1.1 if build else 1.0) for v, build in zip(other.rounds, builds, strict=True)
     ]

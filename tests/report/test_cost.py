@@ -157,7 +157,8 @@ def test_a_promise_is_judged_beyond_the_noise_and_the_number_of_variants(
     for verdict in ("undecided: within the noise of 90.0 %", "undecided: not beyond doubt"):
         final["verdict"] = verdict
         assert word() == "not comparable"
-    final |= {"against": "packing", "verdict": "hurt"}  # of a cumulative: the plan as a whole did not
+    # of a cumulative: the plan as a whole did not
+    final |= {"against": "packing", "verdict": "hurt"}
     assert word() == "held"
     report["noise"] = {"floor": 0.9}  # a machine on which nothing below 90 % may be acted on
     assert word() == "not comparable"

@@ -15,10 +15,10 @@ from report.handmade import (
     SPEED,
     Fake,
     Other,
-    variant,
     baseline,
     findings,
     report,
+    variant,
 )
 
 
@@ -79,8 +79,13 @@ def test_an_variant_that_failed_after_its_last_round_keeps_its_numbers() -> None
     assert row["ratio"]["median"] == pytest.approx(1.5)
     assert (row["eval_loss"], row[MEMORY]) == (2.0, 4e9)
     assert row["verdict"] == ("undecided: what its techniques did is not known (generate: no room)")
-    assert row["effective"] == [{"technique": "fake", "effective": None, "evidence": "generate: no room"}]
-    assert report(baseline(unfinished="no room"), late)["variants"][0]["verdict"] == "baseline: no room"
+    assert row["effective"] == [
+        {"technique": "fake", "effective": None, "evidence": "generate: no room"}
+    ]
+    assert (
+        report(baseline(unfinished="no room"), late)["variants"][0]["verdict"]
+        == "baseline: no room"
+    )
 
 
 def test_the_articles_example_costs_what_they_say() -> None:
@@ -96,14 +101,20 @@ def test_the_articles_example_costs_what_they_say() -> None:
 
 def test_samples_come_from_the_baseline_and_the_last_variant() -> None:
     text = [{"prompt": "p", "answer": "a"}]
-    variants = [baseline(samples=text), variant(Fake(), samples=text), variant(Fake(), Other(), samples=text)]
+    variants = [
+        baseline(samples=text),
+        variant(Fake(), samples=text),
+        variant(Fake(), Other(), samples=text),
+    ]
     assert [s["variant"] for s in report(*variants)["samples"]] == ["baseline", "fake+other"]
 
 
 def test_what_others_found_is_handed_through_as_it_is() -> None:
     design = {"rounds": 5, "dropped": ["without packed"], "resumed": False}
     lines = [{"what": "split", "verdict": "equal", "found": 0.0, "tolerance": 1e-6, "text": "x"}]
-    fake = variant(Fake(), kind="single", foreign_load=[0.1, 0.2], warmup={"steps": 4, "seconds": 2.0})
+    fake = variant(
+        Fake(), kind="single", foreign_load=[0.1, 0.2], warmup={"steps": 4, "seconds": 2.0}
+    )
     fake.ledger = {"step": {"forward": 0.1}, "utilisation": None}
     energy = {"kwh_per_million_tokens": {"baseline": 0.2}, "source": "a meter"}
     found = findings(

@@ -1,4 +1,6 @@
-"""The verdict of every variant: quality before speed, proof before both, and several variants at once."""
+"""The verdict of every variant: quality before speed, proof before both, and several variants at
+once.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ from hasten.report.schema import read_report
 from report.handmade import (
     Fake,
     Other,
-    variant,
     baseline,
     report,
+    variant,
     verdict_of,
 )
 
@@ -175,7 +177,9 @@ def test_a_technique_that_the_guard_finds_guilty_is_worse_however_fast(word: str
 
 @pytest.mark.parametrize("word", ["equal", "not worse", "undecided", "not tested"])
 def test_a_guard_that_found_nothing_changes_no_verdict(word: str) -> None:
-    found = report(baseline(), variant(Fake(), speed=2.0), verification=[{**GUILTY, "verdict": word}])
+    found = report(
+        baseline(), variant(Fake(), speed=2.0), verification=[{**GUILTY, "verdict": word}]
+    )
     assert found["variants"][1]["verdict"] == "helped"
     assert found["variants"][1]["quality"] == "not worse"
     assert found["quality"]["verdict"] == "not worse"

@@ -14,7 +14,7 @@ from scipy import stats
 
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.measure.ablation import Variant, Design
+from hasten.measure.ablation import Design, Variant
 from hasten.report import bundle as bundle_module
 from hasten.report.bundle import (
     Bundle,
@@ -30,7 +30,9 @@ from hasten.report.bundle import (
 from hasten.techniques import CATALOGUE
 
 
-def variants(gain: float = 1.5, seed: int = 0, rounds: int = 8, noise: float = 0.01) -> list[Variant]:
+def variants(
+    gain: float = 1.5, seed: int = 0, rounds: int = 8, noise: float = 0.01
+) -> list[Variant]:
     draw = np.random.default_rng(seed)
     weather = draw.lognormal(0, 0.05, rounds)
     base, other = (list(1000 * g * weather * draw.lognormal(0, noise, rounds)) for g in (1, gain))
@@ -73,7 +75,9 @@ def test_an_unchanged_gain_is_not_lost_and_a_planted_loss_is() -> None:
 
 def test_the_interval_is_welch_s_on_logarithms() -> None:
     now = variants(1.45, seed=3, rounds=5, noise=0.03)
-    logs = [np.log(np.array(m["all"].ratios)) for m in (measurements(variants()), measurements(now))]
+    logs = [
+        np.log(np.array(m["all"].ratios)) for m in (measurements(variants()), measurements(now))
+    ]
     theirs = stats.ttest_ind(logs[1], logs[0], equal_var=False).confidence_interval(0.95)
     found = compared(now).ratio
     assert found.low == pytest.approx(math.exp(theirs.low), rel=1e-6)

@@ -56,7 +56,16 @@ def test_every_section_is_there_and_cost_only_if_known(report: Report, tmp_path:
     def headings(page: Page) -> list[str | None]:
         return [attributes.get("id") for tag, attributes in page.elements if tag == "h2"]
 
-    named = ["variants", "unpaid", "quality", "memory", "stability", "effective", "claims", "sample"]
+    named = [
+        "variants",
+        "unpaid",
+        "quality",
+        "memory",
+        "stability",
+        "effective",
+        "claims",
+        "sample",
+    ]
     assert headings(written(report, tmp_path)) == [*named, "cost", "gaps", "reproduction"]
     report["cost"] = None
     assert headings(written(report, tmp_path)) == [*named, "gaps", "reproduction"]
@@ -105,7 +114,8 @@ def test_text_and_marks_stand_out_in_light_dark_and_print(report: Report, tmp_pa
 def hostile(value: Any, attack: str) -> Any:
     """The report with the attack at the end of every text, but for the time of writing.
 
-    The words that the page goes by stay: of a verdict the reason is attacked, a variant's kind isn't.
+    The words that the page goes by stay: of a verdict the reason is attacked, a variant's kind
+        isn't.
     """
     if isinstance(value, dict):
         ways = {"verdict": f": {attack}", "quality": f": {attack}", "created": "", "kind": ""}
@@ -200,7 +210,10 @@ def test_a_page_of_many_long_runs_stays_below_500_kilobytes(report: Report, tmp_
     page = written(report, tmp_path)
     assert (tmp_path / "report.html").stat().st_size < 500_000
     assert "All numbers stand in report.json" in page.words()
-    assert len(json.loads((tmp_path / "report.json").read_text())["variants"][0]["loss_curve"]) == 6_000
+    assert (
+        len(json.loads((tmp_path / "report.json").read_text())["variants"][0]["loss_curve"])
+        == 6_000
+    )
     assert 0 < len(json.loads(page.data)["variants"][0]["loss_curve"]) <= 200
 
 

@@ -9,13 +9,13 @@ import pytest
 
 from hasten.measure.statistics import paired_ratio
 from hasten.report.judgement import (
-    variants_that_hurt,
-    fastest_of_equal_quality,
     cumulative_of,
+    fastest_of_equal_quality,
     paired_speed,
     result_of,
     switches,
     unpaid,
+    variants_that_hurt,
 )
 from hasten.report.page import page_of, recipe_plan, render_markdown, table_of, unmeasured
 from hasten.report.schema import read_report
@@ -68,7 +68,9 @@ def cumulative(
     for number, speed in enumerate(speeds[1:], start=1):
         verdict = "helped" if speed > 100 else "hurt"
         kind = "all" if number == 3 else "cumulative"
-        variants.append(variant(f"+ {names[number - 1]}", speed, names[:number], verdict, kind=kind))
+        variants.append(
+            variant(f"+ {names[number - 1]}", speed, names[:number], verdict, kind=kind)
+        )
     if rounds is not None:
         ratios = [a / b for a, b in zip(rounds, variants[0]["rounds"], strict=True)]
         variants[2] |= {"rounds": rounds, "ratio": paired_ratio([1.0] * 4, ratios).summary()}
@@ -181,7 +183,8 @@ def test_variants_of_different_turns_are_compared_through_the_baseline_beside_th
 def test_variants_of_different_turns_are_not_compared_by_their_rounds_alone() -> None:
     report = apart()
     variants = report["variants"]
-    variants[6]["rounds"] = [value * 0.7 for value in variants[6]["rounds"]]  # a slower hour: "without b"
+    # a slower hour: "without b"
+    variants[6]["rounds"] = [value * 0.7 for value in variants[6]["rounds"]]
     assert variants[6]["name"] == "without b"
     assert paired_speed(variants[6], variants[-1], variants[0]) is None
     assert [s.beside is None for s in switches(variants)] == [False, True, False]
@@ -263,7 +266,9 @@ def test_a_ladder_is_found_among_other_variants_by_its_kind() -> None:
 def test_the_result_is_the_whole_plan_wherever_it_stands() -> None:
     variants = apart()["variants"]
     assert result_of([*variants[:2], variants[-1], *variants[2:-1]])["name"] == "all"
-    assert result_of(read([variant("baseline", 1, [], "baseline")])["variants"])["name"] == "baseline"
+    assert (
+        result_of(read([variant("baseline", 1, [], "baseline")])["variants"])["name"] == "baseline"
+    )
 
 
 def test_each_drawing_of_speed_shows_what_the_others_do_not() -> None:

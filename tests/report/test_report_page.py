@@ -69,7 +69,16 @@ def test_a_ratio_that_the_text_tells_is_not_told_twice() -> None:
 
 def test_what_no_key_says_is_named_and_has_no_section() -> None:
     report = full_report()
-    new = ("design", "noise", "interaction", "invariance", "verification", "cost", "mfu", "predicted")
+    new = (
+        "design",
+        "noise",
+        "interaction",
+        "invariance",
+        "verification",
+        "cost",
+        "mfu",
+        "predicted",
+    )
     report = {key: value for key, value in report.items() if key not in new}
     gone = (
         "kind",
@@ -81,7 +90,9 @@ def test_what_no_key_says_is_named_and_has_no_section() -> None:
         "rounds_needed",
         "mfu",
     )
-    report["variants"] = [{k: v for k, v in variant.items() if k not in gone} for variant in report["variants"]]
+    report["variants"] = [
+        {k: v for k, v in variant.items() if k not in gone} for variant in report["variants"]
+    ]
     found = page(report)
     assert not {"step", "cost", "predicted"} & set(found.sections())
     said = found.words()

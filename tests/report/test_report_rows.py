@@ -77,7 +77,9 @@ def test_a_rung_above_a_failed_one_is_compared_with_the_one_below_it(cumulative:
     assert said[3].endswith(" of + a")  # which the heading can't say of all rows
 
 
-def test_the_headline_is_the_fastest_plan_of_equal_quality(cumulative: Report, tmp_path: Path) -> None:
+def test_the_headline_is_the_fastest_plan_of_equal_quality(
+    cumulative: Report, tmp_path: Path
+) -> None:
     for variant in cumulative["variants"]:
         variant["eval_loss"] = 2.0
     assert lead_of(read_report(judged(cumulative)))["name"] == "+ b"
@@ -118,7 +120,10 @@ def test_a_headline_is_a_figure_only_where_that_figure_is_shown(
 
 def test_variants_with_the_same_proof_share_a_row(cumulative: Report) -> None:
     cumulative["variants"][3]["effective"][1]["effective"] = False
-    found = [(row["technique"], row["effective"], row["variants"]) for row in proofs(variants_of(cumulative))]
+    found = [
+        (row["technique"], row["effective"], row["variants"])
+        for row in proofs(variants_of(cumulative))
+    ]
     assert found == [
         ("a", True, "all 3 with it"),
         ("b", True, "+ b"),
@@ -156,5 +161,7 @@ def test_the_machine_is_named_by_what_it_trained_on() -> None:
         {"memory_limit_bytes": "much", "device": 3},
     ],
 )
-def test_hardware_of_any_form_makes_a_page(cumulative: Report, strange: Report, tmp_path: Path) -> None:
+def test_hardware_of_any_form_makes_a_page(
+    cumulative: Report, strange: Report, tmp_path: Path
+) -> None:
     assert "Hardware" in page(cumulative | {"hardware": strange}, tmp_path)

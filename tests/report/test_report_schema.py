@@ -24,8 +24,22 @@ def path_of(report: Report, place: str) -> tuple[Any, str]:
 @pytest.mark.parametrize(
     "place",
     [
-        *("schema", "title", "command", "variants", "hardware", "recipe", "seed", "variants.1.name"),
-        *("variants.2.ratio.low", "variants.0.tokens_per_second", "claims.0.source", "quality.margin"),
+        *(
+            "schema",
+            "title",
+            "command",
+            "variants",
+            "hardware",
+            "recipe",
+            "seed",
+            "variants.1.name",
+        ),
+        *(
+            "variants.2.ratio.low",
+            "variants.0.tokens_per_second",
+            "claims.0.source",
+            "quality.margin",
+        ),
     ],
 )
 def test_a_missing_key_is_named_with_its_place(report: Report, place: str, tmp_path: Path) -> None:
@@ -41,7 +55,11 @@ def test_a_missing_key_is_named_with_its_place(report: Report, place: str, tmp_p
     ("place", "value", "complaint"),
     [
         ("title", 3, "report.title must be text, not 3"),
-        ("variants.1.ratio.low", "1.2", "report.variants[1].ratio.low must be a number or null, not '1.2'"),
+        (
+            "variants.1.ratio.low",
+            "1.2",
+            "report.variants[1].ratio.low must be a number or null, not '1.2'",
+        ),
         ("variants.1.padding_share", True, "must be a number or null, not True"),
         ("variants.1.loss_curve", [[1.0]], "report.variants[1].loss_curve[0] must be a pair"),
         ("variants.1.effective", {}, "report.variants[1].effective must be a list"),

@@ -19,11 +19,11 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.parts.nn.losses import WholeLogitsLoss
-from hasten.techniques.batch import GradientAccumulation, AdaptiveBatch
+from hasten.techniques.batch import AdaptiveBatch, GradientAccumulation
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import BF16MasterWeights
-from tiny import job_context, language_job, examples, tiny_model
+from tiny import examples, job_context, language_job, tiny_model
 
 # Where memory runs out, and which of the two ranks have to redo a step.
 PLACES = {

@@ -22,12 +22,12 @@ from hasten.machine.environment import World
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage
-from hasten.techniques.batch import GradientAccumulation, AdaptiveBatch
+from hasten.techniques.batch import AdaptiveBatch, GradientAccumulation
+from hasten.techniques.communication.local import LocalSteps, Stream
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
-from hasten.techniques.communication.local import LocalSteps, Stream
-from tiny import job_context, language_job, examples, tiny_model
+from tiny import examples, job_context, language_job, tiny_model
 
 APART = Stream(fragments=2)
 
@@ -54,7 +54,10 @@ def as_ddp(world: World) -> dict[str, Any]:
     plans: dict[str, tuple[Technique, ...]] = {
         "ddp": (),
         "every step": (LocalSteps(every=1, codec="none"),),
-        "accumulated": (LocalSteps(every=1, codec="none"), GradientAccumulation(micro_batch_size=1)),
+        "accumulated": (
+            LocalSteps(every=1, codec="none"),
+            GradientAccumulation(micro_batch_size=1),
+        ),
         "adaptive": (LocalSteps(every=1, codec="none"), AdaptiveBatch(initial_size=1)),
         "seldom": (LocalSteps(every=100, codec="none"),),
     }

@@ -22,10 +22,10 @@ from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.hierarchical import RoutedBuckets
 from hasten.parts.comm.rank_check import CollectiveError
 from hasten.techniques.batch import GradientAccumulation
+from hasten.techniques.communication.topology import Hierarchical
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast
-from hasten.techniques.communication.topology import Hierarchical
-from tiny import job_context, language_job, examples, tiny_model
+from tiny import examples, job_context, language_job, tiny_model
 
 CODED = Route("hierarchical", between="int4")
 
@@ -131,7 +131,9 @@ def sessions(world: World) -> dict[str, Any]:
     for name, techniques in PLANS.items():
         session = _session(world, *techniques)
         losses = [m.loss for m in training(session)]
-        proofs = [t.check_effect(session) for t in session.setup.plan if t.slot.name == "COMMUNICATION"]
+        proofs = [
+            t.check_effect(session) for t in session.setup.plan if t.slot.name == "COMMUNICATION"
+        ]
         found[name] = {
             "losses": losses,
             "sum": _weights(session.module).double().sum().item(),
@@ -160,7 +162,11 @@ def resumed(world: World) -> dict[str, Any]:
     second = _session(world, technique)
     restore(second, *saved)
     rest = [m.loss for m in training(second)]
-    return {"whole": whole, "rest": rest, "owed": sum("slot/communication" in name for name in saved[0])}
+    return {
+        "whole": whole,
+        "rest": rest,
+        "owed": sum("slot/communication" in name for name in saved[0]),
+    }
 
 
 def drifted(world: World) -> str:

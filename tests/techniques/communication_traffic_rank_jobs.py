@@ -18,12 +18,12 @@ from hasten.core.technique import Technique
 from hasten.core.timing import HostClock, seconds_by_part
 from hasten.machine.environment import World
 from hasten.parts.nn.losses import WholeLogitsLoss
-from hasten.techniques.batch import GradientAccumulation, AdaptiveBatch
-from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.batch import AdaptiveBatch, GradientAccumulation
 from hasten.techniques.communication.compress import Quantised
 from hasten.techniques.communication.local import LocalSteps, Stream
 from hasten.techniques.communication.topology import Hierarchical
-from tiny import job_context, language_job, examples, run, tiny_model
+from hasten.techniques.layout.ddp import DDP
+from tiny import examples, job_context, language_job, run, tiny_model
 
 NAP, STEPS = 0.1, 6
 PLANS: dict[str, tuple[Technique, ...]] = {

@@ -26,7 +26,7 @@ from hasten.techniques.optimizer import CompactAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
 from techniques.expert_session_jobs import NORM, biases
-from tiny import job_context, language_job, examples, tiny_model
+from tiny import examples, job_context, language_job, tiny_model
 
 FIRST, ALL = 3, 5
 SIDES = ("here", "plain")
@@ -51,7 +51,9 @@ def session_on(
     )
     kept = () if folder is None else (Checkpoints(interval=FIRST),)
     layout = (ExpertParallel(size=size),) if world.size > 1 else ()
-    made = prepare(job, Plan((*plan, *kept, *layout)), job_context(job, "deepseek_v3", world), folder)
+    made = prepare(
+        job, Plan((*plan, *kept, *layout)), job_context(job, "deepseek_v3", world), folder
+    )
     session = assemble(made)
     if folder is not None:
         session.setup.checkpoint.resume(session)

@@ -17,20 +17,20 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.parts.nn.router_balance import routers
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
+from hasten.techniques.communication.compress import Half
 from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
 from hasten.techniques.layout.experts import ExpertParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import Autocast, BF16MasterWeights
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.routing import BalancedRouting
-from hasten.techniques.communication.compress import Half
-from tiny import job_context, language_job, examples, tiny_model
+from tiny import examples, job_context, language_job, tiny_model
 
 STEPS = 5
 NORM = 0.05  # below every step's norm, so that clipping acts
@@ -88,7 +88,9 @@ def session_on(world: World, case: Case, size: int) -> Session:
     )
     alone = tuple(t for t in case.plan if not isinstance(t, Half)) if world.size == 1 else case.plan
     layout = (ExpertParallel(size=size),) if world.size > 1 else ()
-    return assemble(prepare(job, Plan((*alone, *layout)), job_context(job, case.architecture, world)))
+    return assemble(
+        prepare(job, Plan((*alone, *layout)), job_context(job, case.architecture, world))
+    )
 
 
 def trained(session: Session) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hasten.machine.environment import World
 from hasten.techniques.collate import Packed
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.layout.ddp import DDP
-from tiny import job_context, language_job, examples, tiny_model
+from tiny import examples, job_context, language_job, tiny_model
 
 CASES = {"llama": torch.float32, "deepseek_v3": torch.float32, "qwen2": torch.bfloat16}
 
@@ -35,5 +35,8 @@ def train_fused(world: World) -> dict[str, Any]:
         context = job_context(job, architecture, world)
         session = assemble(prepare(job, Plan(techniques), context))
         losses = [m.loss for m in training(session)]
-        found[architecture] = {"losses": losses, "effective": FusedLayers().check_effect(session).effective}
+        found[architecture] = {
+            "losses": losses,
+            "effective": FusedLayers().check_effect(session).effective,
+        }
     return found

@@ -9,14 +9,14 @@ import torch
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.batch import GradientAccumulation
+from hasten.techniques.communication.compress import Half
 from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW
 from hasten.techniques.precision import BF16MasterWeights
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.routing import BalancedRouting
-from hasten.techniques.communication.compress import Half
 from techniques.sharded_rank_jobs import Case, outcome
 
 TWO = GradientAccumulation(micro_batch_size=2)
@@ -31,13 +31,18 @@ CASES: dict[str, Case] = {
     "stages of shards, experts": Case(SHARDS, (BALANCED,), "deepseek_v3"),
     "stages of cut layers": Case(CUT, (TWO,), "qwen2"),
     "stages of cut layers, tied": Case(CUT, (LabelledTokenLoss(chunk=16),), tied=True),
-    "stages of cut layers, experts": Case(CUT, (BALANCED, ActivationCheckpointing()), "deepseek_v3"),
+    "stages of cut layers, experts": Case(
+        CUT, (BALANCED, ActivationCheckpointing()), "deepseek_v3"
+    ),
     "experts beside shards": Case(EXPERTS, (BALANCED, TWO), "deepseek_v3"),
     "experts beside shards, whole gradients": Case(
         Hybrid(shard=4, ep=4, whole_gradients=True, reshard=False), (TWO,), "deepseek_v2"
     ),
     "experts beside copies of shards": Case(
-        Hybrid(dp=2, shard=2, ep=2), (ActivationCheckpointing(), FusedAdamW()), "deepseek_v3", torch.float32
+        Hybrid(dp=2, shard=2, ep=2),
+        (ActivationCheckpointing(), FusedAdamW()),
+        "deepseek_v3",
+        torch.float32,
     ),
 }
 REFUSED: dict[str, tuple[Hybrid, tuple[Technique, ...]]] = {

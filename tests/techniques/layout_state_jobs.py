@@ -24,7 +24,7 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW
 from hasten.techniques.precision import BF16MasterWeights
 from techniques.expert_checkpoint_jobs import ALL, FIRST, apart, shared_folder, trained
-from tiny import job_context, language_job, examples, tiny_config, tiny_model
+from tiny import examples, job_context, language_job, tiny_config, tiny_model
 
 CASES: dict[str, tuple[str, tuple[Technique, ...], Technique]] = {
     "fsdp2": ("llama", (), FSDP2()),

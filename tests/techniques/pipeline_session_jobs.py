@@ -19,17 +19,17 @@ from hasten.core.slot import Slot
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
+from hasten.techniques.communication.compress import Half, Quantised
 from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import Autocast, BF16MasterWeights
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.routing import BalancedRouting
-from hasten.techniques.communication.compress import Half, Quantised
 from pipeline_rank_jobs import language_model
-from tiny import job_context, language_job, examples
+from tiny import examples, job_context, language_job
 
 STEPS = 5
 Case = tuple[str, bool, tuple[Technique, ...], dict[str, Any]]  # model, tied, plan, of the pipeline
@@ -56,7 +56,11 @@ CASES: dict[str, Case] = {
     "bf16 masters": ("llama", True, (BF16MasterWeights(),), {}),
     "autocast": ("llama", False, (Autocast(),), {"schedule": "zero_bubble"}),
     "experts, balanced": (
-        *("deepseek_v3", False, (BALANCED, ActivationCheckpointing(), GradientAccumulation(micro_batch_size=3))),
+        *(
+            "deepseek_v3",
+            False,
+            (BALANCED, ActivationCheckpointing(), GradientAccumulation(micro_batch_size=3)),
+        ),
         {"micro_batch_size": 2},
     ),
     "experts, balanced, packed": (
@@ -67,7 +71,12 @@ CASES: dict[str, Case] = {
         *("deepseek_v2", False, (BalancedRouting(speed=0.0, sequence_loss=0.3),)),
         {"schedule": "zero_bubble", "micro_batch_size": 2},
     ),
-    "recomputed": ("llama", True, (ActivationCheckpointing(budget=0.5),), {"schedule": "interleaved"}),
+    "recomputed": (
+        "llama",
+        True,
+        (ActivationCheckpointing(budget=0.5),),
+        {"schedule": "interleaved"},
+    ),
     "half a communication": ("llama", True, (Half(check_every=1),), {}),
     "bytes over the network": (
         *("qwen2", False, (Quantised(check_every=1), BF16MasterWeights())),
@@ -75,11 +84,17 @@ CASES: dict[str, Case] = {
     ),
 }
 
-COMMUNICATIONS = ("half a communication", "bytes over the network")  # between copies of stages, which two ranks don't have
+# between copies of stages, which two ranks don't have
+COMMUNICATIONS = ("half a communication", "bytes over the network")
 ON_TWO = tuple(case for case in CASES if case not in COMMUNICATIONS)
 TWO_PIPELINES = ("tied, accumulated", "experts", "experts, balanced", "recomputed", *COMMUNICATIONS)
 # How far rounding to 8 bits of mantissa, or to 8 bits, takes losses and weights in five steps.
-ROUGH = {"bf16 masters": 1e-2, "autocast": 1e-2, "half a communication": 1e-2, "bytes over the network": 3e-2}
+ROUGH = {
+    "bf16 masters": 1e-2,
+    "autocast": 1e-2,
+    "half a communication": 1e-2,
+    "bytes over the network": 3e-2,
+}
 
 
 def job(case: str) -> Job:

@@ -19,6 +19,7 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.techniques.checkpoint import Checkpoints
+from hasten.techniques.communication.compress import Quantised
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.layout.hybrid import Hybrid
@@ -26,10 +27,9 @@ from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
-from hasten.techniques.communication.compress import Quantised
 from pipeline_rank_jobs import language_model
 from techniques.expert_checkpoint_jobs import ALL, FIRST, apart, biases, shared_folder
-from tiny import job_context, language_job, examples
+from tiny import examples, job_context, language_job
 
 Case = tuple[str, bool, tuple[Technique, ...], Technique]  # model, tied, plan, layout
 CASES: dict[str, Case] = {

@@ -13,14 +13,17 @@ from hasten.core.step import training
 from hasten.machine.environment import World
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast
-from tiny import job_context, language_job, examples
+from tiny import examples, job_context, language_job
 
 OVERFLOWS = (0, 1, 4)  # steps
 
 
 def overflowing(world: World) -> dict[str, Any]:
     """Both ways of one rank's overflow: before gradients travel, and after they have."""
-    return {where: _run(world, where) for where in ("before the communication", "after the communication")}
+    return {
+        where: _run(world, where)
+        for where in ("before the communication", "after the communication")
+    }
 
 
 def _run(world: World, where: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """A run that ends in its second epoch and is gone on with, for each way of getting at its examples.
 
 sampler x packing x reading ahead, or a stream x its workers x packing; on one rank, on two
-replicas, on two shards. An example's first token is its name, so that what was trained is seen in the
-forward pass itself and not in what an order promises.
+replicas, on two shards. An example's first token is its name, so that what was trained is seen in
+the forward pass itself and not in what an order promises.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.routing import BalancedRouting
-from tiny import job_context, language_job, examples, tiny_model
+from tiny import examples, job_context, language_job, tiny_model
 
 CASES: dict[str, tuple[Technique, ...]] = {
     "deepseek_v3": (BalancedRouting(speed=0.01, sequence_loss=0.05),),

@@ -18,14 +18,14 @@ from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import GradientAccumulation
+from hasten.techniques.communication.compress import Half, PowerSGD, Quantised, TopK
+from hasten.techniques.communication.local import LocalSteps
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.precision import BF16MasterWeights
-from hasten.techniques.communication.compress import Half, PowerSGD, Quantised, TopK
-from hasten.techniques.communication.local import LocalSteps
-from tiny import job_context, language_job, examples, run, tiny_model
+from tiny import examples, job_context, language_job, run, tiny_model
 
 HALF = Half(minimum=0, check_every=1)
 INT8 = Quantised(minimum=0, check_every=1)
@@ -80,7 +80,10 @@ BESIDE: dict[str, tuple[Technique, tuple[Technique, ...]]] = {
 
 
 def runs(world: World) -> dict[str, Any]:
-    found = {str(communication): seen(session(world, communication), communication) for communication in COMMUNICATIONS}
+    found = {
+        str(communication): seen(session(world, communication), communication)
+        for communication in COMMUNICATIONS
+    }
     for name, (layout, others) in BESIDE.items():
         found[name] = seen(session(world, INT8, *others, layout=layout), INT8)
     found["experts"] = seen(session(world, INT8, architecture="deepseek_v3"), INT8)
@@ -91,7 +94,9 @@ def runs(world: World) -> dict[str, Any]:
     return found
 
 
-def resumed(world: World, communication: Technique, before: Technique, after: Technique) -> dict[str, Any]:
+def resumed(
+    world: World, communication: Technique, before: Technique, after: Technique
+) -> dict[str, Any]:
     """Saved after 5 of 8 steps under one layout, read back by a fresh session under another."""
     whole = [m.loss for m in run(session(world, communication, layout=after))]
     first = session(world, communication, layout=before, steps=5)
@@ -110,7 +115,11 @@ def resumed(world: World, communication: Technique, before: Technique, after: Te
 
 def _memory(found: Session) -> dict[str, Tensor]:
     communication: Any = found.setup.communication
-    travel = communication.shards.state() if communication.shards else communication.compressor.state_dict()["travel"]
+    travel = (
+        communication.shards.state()
+        if communication.shards
+        else communication.compressor.state_dict()["travel"]
+    )
     kept: dict[str, Tensor] = travel["residual"]
     return kept
 

@@ -23,6 +23,7 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.parts.data.collate import TokenizedExample
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage
 from hasten.techniques.batch import GradientAccumulation
@@ -32,8 +33,7 @@ from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
-from tiny import job_context, language_job, examples, tiny_config, tiny_model
+from tiny import examples, job_context, language_job, tiny_config, tiny_model
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,9 @@ CASES: dict[str, Case] = {
     "plain": Case(FSDP2()),
     "accumulated, labels, tied": Case(FSDP2(), (EACH, LabelledTokenLoss(chunk=16)), tied=True),
     "whole gradients": Case(FSDP2(whole_gradients=True, reshard=False), (EACH,), "deepseek_v3"),
-    "recomputed, averaged": Case(FSDP2(), (ActivationCheckpointing(), WeightAverage()), dtype=torch.float32),
+    "recomputed, averaged": Case(
+        FSDP2(), (ActivationCheckpointing(), WeightAverage()), dtype=torch.float32
+    ),
     "adapters, own kernels": Case(FSDP2(), (LoRA(rank=4), FusedAdamW()), dtype=torch.float32),
     "half a format": Case(FSDP2(), (BF16MasterWeights(), EACH), dtype=torch.float32),
 }

@@ -18,6 +18,7 @@ from hasten.parts.data.collate import TokenizedExample, tokenized_example
 from hasten.parts.distributed.vocabulary_parallel import VocabularyParallelHead
 from hasten.parts.nn import losses
 from hasten.parts.nn.losses import IGNORED, LossTerms, whole_cross_entropy
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import GradientAccumulation
@@ -27,7 +28,6 @@ from hasten.techniques.layers import FusedLayers
 from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from techniques.sharded_rank_jobs import Case, outcome
 from tiny import COMMON, VOCABULARY, tiny_model
 
@@ -59,7 +59,9 @@ def dropping() -> nn.Module:
 def even_records() -> list[TokenizedExample]:
     """Of one even length, so that nothing is filled up and every mask has one process's shape."""
     draw = np.random.default_rng(0)
-    return [tokenized_example(draw.integers(3, VOCABULARY, 12), np.ones(12, bool)) for _ in range(7)]
+    return [
+        tokenized_example(draw.integers(3, VOCABULARY, 12), np.ones(12, bool)) for _ in range(7)
+    ]
 
 
 SINGLE = torch.float32

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from hasten.core.technique import Technique
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import Autocast, BF16MasterWeights
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from tiny import ARCHITECTURES, job_context, language_job, run, session_of, tiny_model
 
 OTHERS: dict[str, tuple[Technique, ...]] = {
@@ -51,7 +51,10 @@ def test_the_probe_tells_bytes_and_disturbs_nothing() -> None:
 
 def test_on_a_processor_there_is_nothing_to_move_to_the_host() -> None:
     context = job_context(language_job())
-    assert "in host memory already" in ActivationCheckpointing(offload=True).unsupported_reasons(context)[0]
+    assert (
+        "in host memory already"
+        in ActivationCheckpointing(offload=True).unsupported_reasons(context)[0]
+    )
     on_gpu = dataclasses.replace(context, device="cuda:0")
     assert ActivationCheckpointing(offload=True).unsupported_reasons(on_gpu) == ()
 

@@ -20,7 +20,7 @@ from hasten.techniques.feed import Prefetched
 from hasten.techniques.precision import BF16MasterWeights
 from ranks import on_ranks
 from techniques.adaptive_rank_jobs import PLACES, SmallMemory
-from tiny import language_job, examples, run, session_of, tiny_model
+from tiny import examples, language_job, run, session_of, tiny_model
 
 
 @pytest.fixture(autouse=True)

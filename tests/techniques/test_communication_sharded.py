@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ranks import on_ranks
-from techniques.sharded_communication_jobs import BESIDE, REFUSED, COMMUNICATIONS
+from techniques.sharded_communication_jobs import BESIDE, COMMUNICATIONS, REFUSED
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("techniques.sharded_communication_jobs:on_four", tmp_path_factory.mktemp("four"), 4)
+    return on_ranks(
+        "techniques.sharded_communication_jobs:on_four", tmp_path_factory.mktemp("four"), 4
+    )
 
 
 @pytest.mark.slow
@@ -50,7 +52,9 @@ def test_bytes_of_each_step_are_those_of_its_passes(found: list[Any], four: list
         for name, case in runs.items():
             assert sum(case["sent"]) == case["sent in all"] if name != "plain" else True
         assert set(runs["plain"]["sent"]) == {None}
-        assert set(runs[str(COMMUNICATIONS[0])]["sent"]) == {runs[str(COMMUNICATIONS[0])]["a pass or step"]}
+        assert set(runs[str(COMMUNICATIONS[0])]["sent"]) == {
+            runs[str(COMMUNICATIONS[0])]["a pass or step"]
+        }
         assert set(runs["accumulated"]["exposed"]) == {None}
     for rank in four:
         case = rank["pieces"]

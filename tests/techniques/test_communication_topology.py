@@ -92,7 +92,9 @@ def test_only_codecs_are_lossy() -> None:
 def test_a_codec_foretells_what_it_sends() -> None:
     context = job_context(language_job(tiny_model), world=World(0, 0, 2))
     assert Hierarchical().forecast(context).comm_bytes == 1
-    assert Hierarchical(between="int4").forecast(context).comm_bytes == pytest.approx(0.127, abs=1e-3)
+    assert Hierarchical(between="int4").forecast(context).comm_bytes == pytest.approx(
+        0.127, abs=1e-3
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ EXPOSED, HIDDEN = "exposed_comm_seconds", "hidden_communication_seconds"
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("techniques.communication_traffic_rank_jobs:told", tmp_path_factory.mktemp("ranks"))
+    return on_ranks(
+        "techniques.communication_traffic_rank_jobs:told", tmp_path_factory.mktemp("ranks")
+    )
 
 
 @pytest.mark.parametrize("name", PLANS)

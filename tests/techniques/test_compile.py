@@ -15,12 +15,12 @@ from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.techniques import CATALOGUE
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import COMPILE_SECONDS, Compiled, seconds_expected
 from hasten.techniques.precision import Autocast, BF16MasterWeights
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from tiny import job_context, language_job, run, session_of
 
 TRACED = Compiled(bucket=64, share=1.0, backend="aot_eager")
@@ -103,4 +103,7 @@ def test_what_is_missing_to_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert "C++ compiler" in Compiled().unsupported_reasons(context)[0]
     one = dataclasses.replace(context.model, layers=1)
-    assert any("one block" in r for r in TRACED.unsupported_reasons(dataclasses.replace(context, model=one)))
+    assert any(
+        "one block" in r
+        for r in TRACED.unsupported_reasons(dataclasses.replace(context, model=one))
+    )

@@ -17,7 +17,7 @@ from hasten.core.step import training
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.feed import Prefetched, PrefetchedFeed
 from ranks import on_ranks
-from tiny import language_job, examples, run, session_of, tiny_model
+from tiny import examples, language_job, run, session_of, tiny_model
 
 
 def with_dropout() -> nn.Module:

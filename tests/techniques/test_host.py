@@ -60,7 +60,9 @@ def test_what_cannot_be_had_here_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "libjemalloc2" in Allocator(kind="jemalloc").unsupported_reasons(here())[0]
     assert "GPU" in Allocator(kind="expandable").unsupported_reasons(here())[0]
     monkeypatch.setattr("hasten.machine.memory.huge_page_mode", lambda: "never")
-    assert "transparent_hugepage is never" in Allocator(huge_pages=True).unsupported_reasons(here())[0]
+    assert (
+        "transparent_hugepage is never" in Allocator(huge_pages=True).unsupported_reasons(here())[0]
+    )
 
 
 @pytest.mark.parametrize(

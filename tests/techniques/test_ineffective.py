@@ -17,10 +17,11 @@ from hasten.parts.kernels import rowwise
 from hasten.parts.nn import fused_layers, rebind
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.techniques import probes
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.average import WeightAverage
-from hasten.techniques.batch import GradientAccumulation, AdaptiveBatch
+from hasten.techniques.batch import AdaptiveBatch, GradientAccumulation
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
@@ -32,7 +33,6 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import Autocast, BF16MasterWeights
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from tiny import language_job, run, session_of, tiny_model
@@ -43,7 +43,9 @@ needs_kernels = pytest.mark.skipif(bool(rowwise.library().reason), reason="no co
 def even(count: int = 16, length: int = 12) -> list[Any]:
     """Examples of one length, every token trained: nothing to pad, to pack or to leave out."""
     draw = torch.Generator().manual_seed(0)
-    return [tokenized_example(torch.randint(3, 90, (length,), generator=draw)) for _ in range(count)]
+    return [
+        tokenized_example(torch.randint(3, 90, (length,), generator=draw)) for _ in range(count)
+    ]
 
 
 def seen(session: Session, technique: Technique) -> tuple[bool, str]:
@@ -151,8 +153,23 @@ def test_a_cut_that_cuts_nothing_has_not_acted() -> None:
 
 # Before the first step nothing has effective, whatever was configured.
 WITHOUT_A_STEP: tuple[Technique, ...] = (
-    *(Packed(), PackedEpoch(), LengthGrouped(), Prefetched(), GradientAccumulation(1), AdaptiveBatch(2)),
-    *(LoRA(), LabelledTokenLoss(), ActivationCheckpointing(), Autocast(), DDP(), CompactAdamW(), Muon()),
+    *(
+        Packed(),
+        PackedEpoch(),
+        LengthGrouped(),
+        Prefetched(),
+        GradientAccumulation(1),
+        AdaptiveBatch(2),
+    ),
+    *(
+        LoRA(),
+        LabelledTokenLoss(),
+        ActivationCheckpointing(),
+        Autocast(),
+        DDP(),
+        CompactAdamW(),
+        Muon(),
+    ),
     *(WeightAverage(), Checkpoints(interval=1), BalancedRouting()),
     Compiled(bucket=64, share=1.0, backend="aot_eager"),
     *(() if rowwise.library().reason else (FusedAdamW(),)),
@@ -188,7 +205,12 @@ def test_looking_leaves_random_state_counters_and_gradients_alone() -> None:
 
 def test_looking_counts_for_no_other_probe() -> None:
     compiled = Compiled(bucket=64, share=1.0, backend="aot_eager")
-    plan = (Packed(), GradientAccumulation(micro_batch_size=1), DocumentAttention(), LabelledTokenLoss())
+    plan = (
+        Packed(),
+        GradientAccumulation(micro_batch_size=1),
+        DocumentAttention(),
+        LabelledTokenLoss(),
+    )
     session = session_of(language_job(steps=1, batch=4), *plan, compiled)
     run(session)
     before = [technique.check_effect(session) for technique in (LabelledTokenLoss(), compiled)]

@@ -1,4 +1,6 @@
-"""FusedLayers in a run: its proof, its unsupported_reasons, with recomputation, on several ranks."""
+"""FusedLayers in a run: its proof, its unsupported_reasons, with recomputation, on several
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from fused_models import model_of
 from hasten.machine.environment import World
 from hasten.parts.kernels import rowwise
 from hasten.parts.nn.fused_layers import ARCHITECTURES
-from hasten.techniques.layers import FusedLayers
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
+from hasten.techniques.layers import FusedLayers
 from ranks import on_ranks
 from techniques.fused_rank_jobs import CASES, train_fused
-from tiny import job_context, language_job, examples, run, session_of
+from tiny import examples, job_context, language_job, run, session_of
 
 pytestmark = [
     pytest.mark.skipif(not rowwise.library().library, reason=rowwise.library().reason),

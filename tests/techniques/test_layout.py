@@ -23,5 +23,9 @@ def test_a_sum_over_ranks_leaves_what_was_given(
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(2))  # as if of two ranks
     monkeypatch.setattr(groups, "reaches_host", lambda group=None: True)
     given = torch.tensor([1.0, 3.0], dtype=torch.float64)
-    assert layout.all_reduce_data(given).tolist() == layout.all_reduce_world(given).tolist() == [2.0, 6.0]
+    assert (
+        layout.all_reduce_data(given).tolist()
+        == layout.all_reduce_world(given).tolist()
+        == [2.0, 6.0]
+    )
     assert given.tolist() == [1.0, 3.0]

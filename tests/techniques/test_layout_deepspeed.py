@@ -19,14 +19,14 @@ from hasten.machine.environment import World
 from hasten.parts.distributed import deepspeed_engine
 from hasten.parts.distributed.deepspeed_config import TrainerSettings
 from hasten.techniques.checkpoint import Checkpoints
+from hasten.techniques.communication.compress import TopK
 from hasten.techniques.layout.deepspeed import DeepSpeed
 from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.optimizer import Muon
 from hasten.techniques.precision import Autocast
-from hasten.techniques.communication.compress import TopK
 from ranks import on_ranks
 from techniques.zero_rank_jobs import CASES, train_all
-from tiny import job_context, language_job, examples
+from tiny import examples, job_context, language_job
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is an extra: hasten[deepspeed]"
@@ -156,7 +156,9 @@ def test_what_is_dealt_out_is_foretold_by_the_config_s_stage(tmp_path: Path) -> 
     by_config = DeepSpeed(config=str(file)).forecast(context)
     assert by_config == DeepSpeed(stage=3).forecast(context)
     assert by_config != DeepSpeed().forecast(context)
-    assert DeepSpeed(config=str(tmp_path / "none")).forecast(context) == DeepSpeed().forecast(context)
+    assert DeepSpeed(config=str(tmp_path / "none")).forecast(context) == DeepSpeed().forecast(
+        context
+    )
 
 
 def test_it_stands_aside_on_one_rank() -> None:

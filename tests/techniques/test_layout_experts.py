@@ -14,9 +14,9 @@ from hasten.core.setup import prepare
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.techniques.layout.experts import ExpertParallel, ExpertsInDDP
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.communication.local import LocalSteps
+from hasten.techniques.layout.experts import ExpertParallel, ExpertsInDDP
 from ranks import on_ranks
 from techniques.expert_session_jobs import CASES
 from tiny import job_context, language_job, run, session_of, tiny_model

@@ -18,14 +18,14 @@ from hasten.machine.environment import World
 from hasten.parts.distributed.pipeline.runtime import PipelineSettings
 from hasten.parts.distributed.pipeline.stages import MARK
 from hasten.parts.optim.master_weights import MasterWeights
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.batch import AdaptiveBatch
+from hasten.techniques.communication.compress import Half, Quantised
+from hasten.techniques.communication.local import LocalSteps
 from hasten.techniques.compile import Compiled
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.pipeline import Pipeline
-from hasten.techniques.layout.pipeline_stages import Cut, Stages, check_company, check_communication
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
-from hasten.techniques.communication.compress import Half, Quantised
-from hasten.techniques.communication.local import LocalSteps
+from hasten.techniques.layout.pipeline_stages import Cut, Stages, check_communication, check_company
 from ranks import on_ranks
 from techniques.pipeline_session_jobs import ON_TWO, ROUGH, TWO_PIPELINES, loaded, train_all
 from tiny import job_context, language_job, run, session_of
@@ -136,7 +136,10 @@ def test_what_cannot_work_on_a_job_is_said_in_one_sentence(
     context = job_context(language_job(), architecture, World(0, 0, size))
     reasons = technique.unsupported_reasons(context)
     assert any(said in reason for reason in reasons)
-    assert Pipeline(stages=2).unsupported_reasons(job_context(language_job(), world=World(0, 0, 4))) == ()
+    assert (
+        Pipeline(stages=2).unsupported_reasons(job_context(language_job(), world=World(0, 0, 4)))
+        == ()
+    )
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -188,7 +191,9 @@ def test_a_loss_that_holds_no_language_model_is_refused_with_advice() -> None:
 
 def communication_of(technique: Technique) -> Any:
     job = language_job()
-    return prepare(job, Plan([technique, DDP()]), job_context(job, world=World(0, 0, 4))).communication
+    return prepare(
+        job, Plan([technique, DDP()]), job_context(job, world=World(0, 0, 4))
+    ).communication
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,14 @@ from hasten.core.step import training
 from hasten.core.technique import Fidelity, Technique
 from hasten.errors import InputError
 from hasten.parts.nn.losses import ObjectiveLoss
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.objective import MultiTokenPrediction
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from ranks import on_ranks
-from tiny import job_context, language_job, examples, run, session_of
+from tiny import examples, job_context, language_job, run, session_of
 
 PLAN: tuple[Technique, ...] = (Packed(), DocumentAttention(), LabelledTokenLoss(chunk=64))
 AHEAD = MultiTokenPrediction(depth=2)

@@ -197,7 +197,9 @@ def test_a_processor_without_fp16_units_is_an_obstacle() -> None:
     (reason,) = FP16.unsupported_reasons(facts(instruction_sets=("avx2", "avx512f")))
     assert "in software only" in reason
     assert FP16.unsupported_reasons(facts(instruction_sets=("avx512_fp16",))) == ()
-    assert Autocast(dtype="fp16", emulate=True).unsupported_reasons(facts(instruction_sets=())) == ()
+    assert (
+        Autocast(dtype="fp16", emulate=True).unsupported_reasons(facts(instruction_sets=())) == ()
+    )
 
 
 @pytest.mark.parametrize("kind", [Autocast, BF16MasterWeights])
@@ -214,7 +216,10 @@ def test_a_processor_that_torch_has_no_bf16_products_for_is_an_obstacle(
     # Where the system doesn't tell, nothing is known against it.
     assert kind().unsupported_reasons(facts(instruction_sets=(), system="Darwin 24.1")) == ()
     gpus = (Accelerator("a GPU", 10**9, "9.0"),)
-    assert kind().unsupported_reasons(dataclasses.replace(facts(accelerators=gpus), device="cuda:0")) == ()
+    assert (
+        kind().unsupported_reasons(dataclasses.replace(facts(accelerators=gpus), device="cuda:0"))
+        == ()
+    )
 
 
 def test_bf16_that_is_asked_for_only_if_faster_follows_the_measurement_and_no_flag(

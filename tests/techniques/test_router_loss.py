@@ -14,21 +14,21 @@ from torch import Tensor
 from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
-from hasten.core.setup import unsupported_reasons, prepare
+from hasten.core.setup import prepare, unsupported_reasons
 from hasten.core.step import StepMetrics
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.parts.data.collate import IGNORED, TokenizedExample
 from hasten.recipe.build import model_facts
 from hasten.recipe.schema import Recipe
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
 from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.loss import LabelledTokenLoss
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.routing import RealTokens
-from tiny import COMMON, job_context, language_job, examples, run
+from tiny import COMMON, examples, job_context, language_job, run
 
 DATA = examples(8, seed=5)
 ASKED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}

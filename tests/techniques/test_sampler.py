@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hasten.core.context import JobContext, ExampleStats
+from hasten.core.context import ExampleStats, JobContext
 from hasten.core.job import GlobalBatch, Stop
 from hasten.core.plan import Plan
 from hasten.core.setup import prepare
@@ -23,7 +23,7 @@ from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
-from tiny import job_context, language_job, examples, run, session_of
+from tiny import examples, job_context, language_job, run, session_of
 
 DATA = examples(60)
 TOKENS = sum(r.length for r in DATA)
@@ -48,7 +48,9 @@ def test_each_packed_row_is_a_micro_batch_of_its_own() -> None:
 
 def test_a_cut_is_made_within_rows_and_never_across() -> None:
     job = language_job(data=DATA, batch=12, stop=Stop(epochs=1))
-    session = session_of(job, PackedEpoch(row_tokens=64), Packed(), GradientAccumulation(micro_batch_size=2))
+    session = session_of(
+        job, PackedEpoch(row_tokens=64), Packed(), GradientAccumulation(micro_batch_size=2)
+    )
     order: Any = session.setup.sampler
     for step, rows in zip(batches(session), order.row_steps(0), strict=True):
         pieces = Counter(m.counts.examples for m in step.micro_batches)
@@ -91,7 +93,9 @@ def test_records_without_lengths_are_an_obstacle_and_unknown_records_are_none() 
     hardware = job_context(language_job()).hardware
     for technique in (PackedEpoch(), LengthGrouped()):
         assert technique.unsupported_reasons(JobContext(hardware)) == ()
-        (reason,) = technique.unsupported_reasons(JobContext(hardware, examples=ExampleStats(count=9)))
+        (reason,) = technique.unsupported_reasons(
+            JobContext(hardware, examples=ExampleStats(count=9))
+        )
         assert "lengths" in reason
 
 

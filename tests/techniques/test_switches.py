@@ -12,11 +12,11 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.techniques import batch
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.loss import LabelledTokenLoss
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from tiny import language_job, session_of, tiny_model
 
 STEPS = 6
@@ -52,14 +52,20 @@ def offered(technique: Technique, *others: Technique) -> dict[str, tuple[Any, ..
 
 
 def test_smaller_micro_batches_are_offered_and_larger_ones_not() -> None:
-    assert offered(GradientAccumulation(micro_batch_size=8)) == {"gradient_accumulation.micro_batch_size": (1, 2, 4, 8)}
-    assert offered(GradientAccumulation(micro_batch_size=3)) == {"gradient_accumulation.micro_batch_size": (1, 3)}
+    assert offered(GradientAccumulation(micro_batch_size=8)) == {
+        "gradient_accumulation.micro_batch_size": (1, 2, 4, 8)
+    }
+    assert offered(GradientAccumulation(micro_batch_size=3)) == {
+        "gradient_accumulation.micro_batch_size": (1, 3)
+    }
 
 
 def test_no_micro_batch_is_too_small_for_the_longest_record() -> None:
     longest = max(r.length for r in job().examples)
     cut = GradientAccumulation(micro_batch_size=0, micro_batch_tokens=4 * longest)
-    assert offered(cut) == {"gradient_accumulation.micro_batch_tokens": (longest, 2 * longest, 4 * longest)}
+    assert offered(cut) == {
+        "gradient_accumulation.micro_batch_tokens": (longest, 2 * longest, 4 * longest)
+    }
 
 
 def test_chunks_grow_only_where_their_logits_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +116,12 @@ def test_a_run_that_toggles_recomputation_keeps_its_bits() -> None:
 def test_a_run_whose_settings_keep_changing_has_the_losses_of_one_that_stands_still(
     others: tuple[Technique, ...],
 ) -> None:
-    plan = (GradientAccumulation(micro_batch_size=8), LabelledTokenLoss(chunk=256), ActivationCheckpointing(), *others)
+    plan = (
+        GradientAccumulation(micro_batch_size=8),
+        LabelledTokenLoss(chunk=256),
+        ActivationCheckpointing(),
+        *others,
+    )
     changing_all = session_of(job(), *plan)
     found = losses(changing_all, changed_after=1)
     assert found == pytest.approx(losses(session_of(job())), rel=1e-12)

@@ -24,7 +24,7 @@ from hasten.techniques.layout.deepspeed import DeepSpeed
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
 from memory_rank_jobs import model as larger
-from tiny import job_context, language_job, examples, tiny_config, tiny_model
+from tiny import examples, job_context, language_job, tiny_config, tiny_model
 
 NO_BUCKET = 10_000  # elements: smaller than the model, so that several leave
 # name -> zero_optimization, architecture, techniques beside it

@@ -1,4 +1,6 @@
-"""The communication method benchmark's own arithmetic: how minutes are dealt over links, and what a table says."""
+"""The communication method benchmark's own arithmetic: how minutes are dealt over links, and what
+a table says.
+"""
 
 from __future__ import annotations
 

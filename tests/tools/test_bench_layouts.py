@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from layouts import variants, table  # noqa: E402
+from layouts import table, variants  # noqa: E402
 
 from hasten.core.step import training  # noqa: E402
 from hasten.machine.environment import World  # noqa: E402

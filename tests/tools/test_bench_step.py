@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from step import variant, clock, common, given, machine, prepare, table, where  # noqa: E402
+from step import clock, common, given, machine, prepare, table, variant, where  # noqa: E402
 
 LENGTHS = st.lists(st.integers(2, 9), min_size=1, max_size=12)
 
@@ -110,7 +110,12 @@ def test_ratios_are_taken_within_a_round() -> None:
 
 
 def test_an_variant_without_its_package_or_with_an_error_has_a_line() -> None:
-    failed = {"variant": "hf_best", "round": 0, "load_before": 0.1, "error": "exit code 1: no memory"}
+    failed = {
+        "variant": "hf_best",
+        "round": 0,
+        "load_before": 0.1,
+        "error": "exit code 1: no memory",
+    }
     lines = table.variants_table(report(result("hasten", 100.0), failed))
     assert "failed: exit code 1: no memory" in lines[3]
     assert "not installed: trl" in lines[4]

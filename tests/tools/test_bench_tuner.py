@@ -1,4 +1,6 @@
-"""The benchmark of tunings: winners are paired, equal plans have one variant, problems are sound."""
+"""The benchmark of tunings: winners are paired, equal plans have one variant, problems are
+sound.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def side_by_side(speeds: dict[str, float]) -> Any:
                 factor *= speeds[technique.name()]
             rounds = [100 * factor * (1 + 0.001 * ((i * (number + 1)) % 3)) for i in range(8)]
             variant = Variant(name, plan, rounds=rounds, kind=kinds[name])
-            variant.effective = [{"technique": t.name(), "effective": True, "evidence": ""} for t in plan]
+            variant.effective = [
+                {"technique": t.name(), "effective": True, "evidence": ""} for t in plan
+            ]
             variants.append(variant)
         for variant in variants:
             variant.beside = variants[0].rounds

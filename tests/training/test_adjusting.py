@@ -58,7 +58,9 @@ def test_a_resumed_run_goes_on_with_what_was_kept(
 
     def keep(session: Session) -> None:
         assert isinstance(session.setup.live_tuner, auto_adjust.LiveTuning)
-        session.setup.live_tuner.load_state_dict({"standing": {"gradient_accumulation.micro_batch_size": 1}})
+        session.setup.live_tuner.load_state_dict(
+            {"standing": {"gradient_accumulation.micro_batch_size": 1}}
+        )
 
     train(Recipe(**values), tell=lambda text: None, on_start=keep)
     sessions: list[Session] = []

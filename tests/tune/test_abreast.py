@@ -58,7 +58,9 @@ def test_slices_go_to_and_fro_and_are_the_longer_the_slower_one_is() -> None:
     notes = Noting.notes = []
     variants = {}
     for fused in (True, False):
-        variants[fused] = ArmProcess(Noting(machine, {"batch": 1, "fused": fused}), clock=machine.clock)
+        variants[fused] = ArmProcess(
+            Noting(machine, {"batch": 1, "fused": fused}), clock=machine.clock
+        )
         variants[fused].begin(2)
     found = dict(run_round(variants, [1], random.Random(0), LoadMeter(2)))
     rates = [turn.rate for turn in found.values() if isinstance(turn, Turn)]

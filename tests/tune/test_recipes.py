@@ -62,7 +62,11 @@ def test_the_winner_is_a_recipe_with_its_gain_at_the_head(
 ) -> None:
     found = subject(given)
     point = found.space.point(
-        {"PRECISION": "autocast", "BATCH": "gradient_accumulation", "gradient_accumulation.micro_batch_size": 2}
+        {
+            "PRECISION": "autocast",
+            "BATCH": "gradient_accumulation",
+            "gradient_accumulation.micro_batch_size": 2,
+        }
     )
     text = found.text(point, ["1.300× [1.2, 1.4] of the speed " * 5])
     assert text.startswith("# 1.300×")
@@ -109,7 +113,9 @@ def test_the_key_changes_with_what_decides_the_numbers(given: ExperimentSubject)
 
 
 class Pretended:
-    """The final_comparison as `hasten speedup` would measure it, from what is known of the plans."""
+    """The final comparison as `hasten speedup` would measure it, from what is known of the
+    plans.
+    """
 
     def __init__(self, ratios: Mapping[str, float], idle: Sequence[str] = ()) -> None:
         self.ratios, self.idle = ratios, idle
@@ -199,7 +205,9 @@ def test_a_duel_without_time_proves_nothing_and_loses_nothing(
 def test_what_did_not_act_is_left_out_of_the_winner_and_said(
     given: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subjects, "measured", Pretended({"autocast": 1.5}, idle=["activation_checkpointing"]))
+    monkeypatch.setattr(
+        subjects, "measured", Pretended({"autocast": 1.5}, idle=["activation_checkpointing"])
+    )
     monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
     options = TuneOptions(only=("autocast", "activation_checkpointing"), fresh=True, trials=3)
     space = subject(given, only=options.only).space
@@ -229,7 +237,10 @@ def test_what_did_not_act_is_left_out_of_the_winner_and_said(
 def _place_of_both(study: Any, rows: Sequence[dict[str, Any]]) -> int | None:
     for place, row in enumerate(rows):
         settings = row.get("settings", {})
-        if settings.get("PRECISION") == "autocast" and settings.get("RECOMPUTE") == "activation_checkpointing":
+        if (
+            settings.get("PRECISION") == "autocast"
+            and settings.get("RECOMPUTE") == "activation_checkpointing"
+        ):
             return place
     return None
 

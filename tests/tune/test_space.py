@@ -112,7 +112,9 @@ def test_ranges_become_a_few_values_and_keep_the_own_one() -> None:
 
 
 def test_every_point_of_a_plan_space_is_a_plan_without_obstacles() -> None:
-    found = plan_space(catalogue(), Plan(), FACTS, only=("precision", "activation_checkpointing", "layers"))
+    found = plan_space(
+        catalogue(), Plan(), FACTS, only=("precision", "activation_checkpointing", "layers")
+    )
     points = found.space.points()
     assert len(points) > 10
     for point in points:
@@ -152,7 +154,9 @@ def test_an_unknown_name_in_only_is_refused() -> None:
 
 
 def test_a_technique_that_did_not_act_is_left_out_and_its_slot_is_empty() -> None:
-    found = plan_space(catalogue(), Plan(), FACTS, only=("precision", "activation_checkpointing", "layers"))
+    found = plan_space(
+        catalogue(), Plan(), FACTS, only=("precision", "activation_checkpointing", "layers")
+    )
     point = found.space.point({"PRECISION": "autocast", "RECOMPUTE": "activation_checkpointing"})
     nearer, lost = found.without(point, ["activation_checkpointing", "never_heard_of"])
     assert lost == ["activation_checkpointing"]

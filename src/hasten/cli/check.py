@@ -138,7 +138,9 @@ def _gpu(context: JobContext, checks: _Checks) -> None:
     from hasten.machine import host
     from hasten.recipe.gpu_check import check_kernels
 
-    found = check_kernels(context, lambda text: checks.note("gpu kernels", text, "warn"), again=True)
+    found = check_kernels(
+        context, lambda text: checks.note("gpu kernels", text, "warn"), again=True
+    )
     good = [name for name, verdict in found.items() if not verdict.fault]
     if good:
         where = host.accelerator_words(context.device)
@@ -230,7 +232,9 @@ def _batch(recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan) 
     return f"{unit} a step, {job.schedule.total_steps:,} steps", None
 
 
-def _memory(recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan) -> tuple[str, None]:
+def _memory(
+    recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan
+) -> tuple[str, None]:
     """What a rank will need; ranks of one machine share its memory."""
     from hasten.core.setup import prepare
     from hasten.recipe.build import job_of

@@ -123,7 +123,9 @@ def pack(
             lambda done, total: display.show(f"packing, {done:,} of {total:,} rows", done / total),
         )
     examples = len(data.train)
-    print(f"examples    {examples:,}, {found.tokens:,} tokens; the held-out ones are not among them")
+    print(
+        f"examples    {examples:,}, {found.tokens:,} tokens; the held-out ones are not among them"
+    )
     print(f"rows       {found.rows:,} of {found.row_tokens:,} tokens, {found.fullness:.2%} full")
     print(f"bound      {found.lower_bound:,}: no packing has fewer rows")
     print(f"written    {output}: {', '.join(COLUMNS)}")
@@ -204,4 +206,6 @@ def _print_layouts(ways: Sequence[BatchLayout], chosen: str) -> None:
         bound = "-" if way.bound is None else f"{way.bound:,}"
         figures = f"{way.fullness:>7.1%} {way.rows:>11,} {bound:>11}"
         print(f"{way.method:<34} {way.technique:<15} {figures}")
-    print(f"\nfullest: {chosen}; other examples share a step then, so hasten verify judges the loss")
+    print(
+        f"\nfullest: {chosen}; other examples share a step then, so hasten verify judges the loss"
+    )

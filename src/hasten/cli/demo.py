@@ -226,7 +226,9 @@ def demo(
     if report is None:
         print(f"nothing could be measured: {_why_nothing(found)}; {neighbours}")
     else:
-        report["samples"] = [{**s, "variant": _writer(summary, subject)} for s in summary["samples"]]
+        report["samples"] = [
+            {**s, "variant": _writer(summary, subject)} for s in summary["samples"]
+        ]
         write_report(report, output)
         _show_measured(report)
     _show_training(summary, chosen, speed, subject)

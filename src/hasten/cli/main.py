@@ -14,12 +14,11 @@ from typing import Annotated, Any
 
 import typer
 
+from hasten.cli.check import doctor
 from hasten.cli.checkpoint import app as checkpoint
 from hasten.cli.checkpoint import merge
 from hasten.cli.data import app as data
 from hasten.cli.demo import demo
-from hasten.cli.check import doctor
-from hasten.cli.verify import verification
 from hasten.cli.hardware import bench, hardware
 from hasten.cli.import_ import import_
 from hasten.cli.init import init
@@ -31,6 +30,7 @@ from hasten.cli.report import card, regress, report
 from hasten.cli.speedup import speedup
 from hasten.cli.train import train
 from hasten.cli.tune import tune
+from hasten.cli.verify import verification
 from hasten.errors import INTERRUPTED, InputError, SameOnAllRanksError, StoppedError
 from hasten.formatting import shown
 from hasten.machine.environment import bound_compiled_products, world

@@ -47,7 +47,9 @@ def monitor(
         float, typer.Option(min=0, help="alert when less than so many GB are free")
     ] = 5.0,
 ) -> None:
-    """EvaluationSchedule runs live, or look at finished ones: as a page in a browser, or in the terminal."""
+    """EvaluationSchedule runs live, or look at finished ones: as a page in a browser, or in the
+    terminal.
+    """
     from hasten.monitor.alerts import AlertLimits, Alerts, Command, checked_command
     from hasten.monitor.watching import RunsReader, check_places
     from hasten.recipe.yaml_reader import read_yaml

@@ -55,7 +55,8 @@ def plan(
         ),
     ] = "",
     paper: Annotated[
-        bool, typer.Option("--simulate", help="count a step of the recipe on that device, without it")
+        bool,
+        typer.Option("--simulate", help="count a step of the recipe on that device, without it"),
     ] = False,
     nodes: Annotated[int, typer.Option(help="hosts")] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="devices in each")] = 8,
@@ -262,7 +263,9 @@ def simulated_step(
 
 
 def simulated_counted(found: ClusterPlan, recipe: Recipe | None) -> str:
-    """The best layouts' memory as their steps are counted by simulation, beside what is predicted."""
+    """The best layouts' memory as their steps are counted by simulation, beside what is
+    predicted.
+    """
     from hasten.measure.gpu_simulation.request import traces
     from hasten.planner.candidate import words as layout_words
 

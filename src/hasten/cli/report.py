@@ -295,7 +295,9 @@ def _bundled_recipe(bundle: Bundle, overrides: Sequence[str], path: Path, output
 
 
 def _plans(bundle: Bundle, recipe: Recipe) -> Mapping[str, Plan]:
-    """The stored variants' plans as this version knows them, less the second baseline: no switch."""
+    """The stored variants' plans as this version knows them, less the second baseline: no
+    switch.
+    """
     from hasten.recipe.build import requested_plan
 
     return {

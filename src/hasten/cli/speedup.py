@@ -41,7 +41,8 @@ def speedup(
     variants: Annotated[
         Literal["full", "cumulative", "single", "leave-one-out", "all", "greedy"],
         typer.Option(
-            help="plan: baseline and plan; cumulative: one technique more at a time; alone: each by "
+            help="plan: baseline and plan; cumulative: one technique more at a time; alone: each "
+            "by "
             "itself; left-out: the plan without each; all: both; climb: one more at a time, only "
             "what pays is kept"
         ),
@@ -68,7 +69,9 @@ def speedup(
     builds: Annotated[
         int | None,
         typer.Option(
-            min=1, max=8, help="fresh builds of each variant, a share of rounds on each; 2 from 8 on"
+            min=1,
+            max=8,
+            help="fresh builds of each variant, a share of rounds on each; 2 from 8 on",
         ),
     ] = None,
     noise: Annotated[
@@ -108,8 +111,8 @@ def speedup(
     ] = 0,
 ) -> int:
     """Measure what the recipe's techniques gain on its own job."""
-    from hasten.cli.verify import beforehand
     from hasten.cli.train import warn_of_idle
+    from hasten.cli.verify import beforehand
     from hasten.progress import Display
     from hasten.recipe.schema import load_recipe
     from hasten.recipe.yaml_reader import read_duration
@@ -143,9 +146,13 @@ def speedup(
         grouping=grouping,
     )
     if variants == "greedy" and only is not None:
-        raise InputError("only: a greedy search tries every technique of the plan; shorten the plan")
+        raise InputError(
+            "only: a greedy search tries every technique of the plan; shorten the plan"
+        )
     if variants != "greedy" and order != "slots":
-        raise InputError("order: only a greedy search tries techniques in an order; say --design greedy")
+        raise InputError(
+            "order: only a greedy search tries techniques in an order; say --design greedy"
+        )
     if seeds and not verification:
         raise InputError("seeds: the verification trains in pairs; leave --no-verify out")
     with Display() as display:

@@ -167,7 +167,8 @@ def lacking(recipe: Recipe) -> dict[str, str]:
 
 def warn_of_idle(effective: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Name the techniques that were requested and had no effect, on the error stream."""
-    idle = [name for name, proof in effective.items() if proof["effective"] is False]  # None: not known
+    # None: not known
+    idle = [name for name, proof in effective.items() if proof["effective"] is False]
     for name in idle:
         print(
             f"warning: {name} was requested and had no effect: {effective[name]['evidence']}",
@@ -295,7 +296,9 @@ def _conclude(summary: dict[str, Any]) -> None:
         print(f"eval loss {summary['eval_loss']:.4f}", end="")
         print(f", perplexity {summary['perplexity']:.1f}")
     for name, proof in summary["effective"].items():
-        print(f"{name}: {'effective' if proof['effective'] else 'DID NOT ACT'} ({proof['evidence']})")
+        print(
+            f"{name}: {'effective' if proof['effective'] else 'DID NOT ACT'} ({proof['evidence']})"
+        )
     for sample in summary["samples"]:
         print(f"--- prompt\n{sample['prompt']}\n--- answer\n{sample['answer']}\n---")
     if summary["cost"]:

@@ -46,7 +46,8 @@ def tune(
     budget: Annotated[
         str | None,
         typer.Option(
-            help="what trials and final_comparison may take: 90s, 8m, 1h30m; 8m if left out, of learning 1h"
+            help="what trials and final_comparison may take: 90s, 8m, 1h30m; 8m if left out, of "
+            "learning 1h"
         ),
     ] = None,
     sampler: Annotated[
@@ -65,10 +66,16 @@ def tune(
         ),
     ] = None,
     lossy: Annotated[
-        bool, typer.Option("--lossy", help="also techniques of other mathematics, behind the verification")
+        bool,
+        typer.Option(
+            "--lossy", help="also techniques of other mathematics, behind the verification"
+        ),
     ] = False,
     seeds: Annotated[
-        int, typer.Option(min=1, help="paired trainings by which the verification proves a lossy winner")
+        int,
+        typer.Option(
+            min=1, help="paired trainings by which the verification proves a lossy winner"
+        ),
     ] = 3,
     trials: Annotated[int | None, typer.Option(min=1, help="trials at most")] = None,
     steps: Annotated[int, typer.Option(min=1, help="steps of a round")] = 4,
@@ -120,7 +127,9 @@ def tune(
     with Display() as display:
 
         def prove(subject: ExperimentSubject, plan: Plan) -> Sequence[str]:
-            display.tell("the verification looks at the winner; its trainings are beyond the budget")
+            display.tell(
+                "the verification looks at the winner; its trainings are beyond the budget"
+            )
             design = VerificationDesign(seeds=seeds)
             shown = subject.recipe.model_copy(update={"plan": plan.to_list()})
             found = verified(
@@ -150,7 +159,9 @@ def _changed(before: Recipe, after: Recipe) -> dict[str, Any]:
 
 
 def objections(found: Rows) -> list[str]:
-    """What speaks against a winner: what failed in the verification, and what it owes and wasn't shown."""
+    """What speaks against a winner: what failed in the verification, and what it owes and wasn't
+    shown.
+    """
     from hasten.measure.quality.requirements import failures
 
     owing = [
@@ -163,7 +174,7 @@ def objections(found: Rows) -> list[str]:
 
 
 def show(found: StudyResult, price: Price | None = None, devices: int = 1) -> None:
-    """The final_comparison as a table, and the result in a sentence; with a price what it saves."""
+    """The final comparison as a table, and the result in a sentence; with a price what it saves."""
     from hasten.tune.report import says_of
 
     report = found.report

@@ -38,8 +38,8 @@ def verification(
     ] = None,
 ) -> int:
     """Prove that a recipe's techniques keep the model as good as they promise."""
-    from hasten.measure.quality.verification import VerificationDesign, verified
     from hasten.measure.quality.requirements import failures
+    from hasten.measure.quality.verification import VerificationDesign, verified
     from hasten.measure.recipe_experiment import prepared
     from hasten.progress import Display
     from hasten.recipe.schema import load_recipe
@@ -65,9 +65,11 @@ def verification(
 def beforehand(
     wanted: bool, seeds: int, fresh: bool, display: Display, budget_seconds: float | None = None
 ) -> Callable[[ExperimentSubject], Mapping[str, Any]]:
-    """What an experiment's report says of the verification, found before the first variant starts."""
-    from hasten.measure.quality.verification import VerificationDesign, verified
+    """What an experiment's report says of the verification, found before the first variant
+    starts.
+    """
     from hasten.measure.quality.requirements import failures
+    from hasten.measure.quality.verification import VerificationDesign, verified
 
     def find(subject: ExperimentSubject) -> Mapping[str, Any]:
         if not wanted:

@@ -1,4 +1,5 @@
-"""StepChecks look at each step for what ruins a run unseen: NaN, replicas apart, spikes, a slow link.
+"""StepChecks look at each step for what ruins a run unseen: NaN, replicas apart, spikes, a slow
+link.
 
 not finite    a loss or gradient on any rank: nothing moved; the step's examples are written to
               ``quarantined.jsonl``, and after some steps in a row the run ends (exit code 3)
@@ -414,5 +415,6 @@ class SlowLink:
         self._tell(
             f"the exchange between ranks is slow: a step waits {exposed:.2f} s of {step:.2f} s for "
             f"it, and rank {self._rank} sends its {sent / 1e6:,.2f} MB at {rate / 1e6:,.2f} MB/s, "
-            "because of its link or of a rank that is behind; see what may send less (docs/slow-networks.md)"
+            "because of its link or of a rank that is behind; see what may send less "
+            "(docs/slow-networks.md)"
         )

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 # A micro-batch is one forward and backward pass; a step batch is all of them on this rank.
 #
 # Both carry their counts, so that no later line has to look into a tensor to know how much of it
-# was padding: *positions* are positions of the tensor, *tokens* those that belong to an example, *trained
-# tokens* those that carry loss. *Pairs* are the sum of the examples' squared lengths, which the work
-# of attention goes by.
+# was padding: *positions* are positions of the tensor, *tokens* those that belong to an example,
+# *trained tokens* those that carry loss. *Pairs* are the sum of the examples' squared lengths,
+# which the work of attention goes by.
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ class StepBatch:
 
 
 def language_counts(examples: Sequence[Any], inputs: Mapping[str, Any]) -> WorkCounts:
-    """Counts of token examples laid out as ``input_ids`` with aligned ``labels`` (-100: no loss)."""
+    """Counts of token examples laid out as ``input_ids`` with aligned ``labels`` (-100: no
+    loss).
+    """
     tokens = pairs = 0
     for example in examples:
         length = len(example.input_ids)
@@ -137,7 +139,9 @@ class GlobalBatch:
         if (self.examples is None) == (self.tokens is None):
             raise InputError("give global_batch_size or global_batch_tokens, one of the two")
         if (self.examples or self.tokens or 0) < 1:
-            raise InputError(f"the global batch must hold at least one example or token, not {self}")
+            raise InputError(
+                f"the global batch must hold at least one example or token, not {self}"
+            )
 
 
 class Sampler(Protocol):

@@ -1,7 +1,7 @@
 """A plan is a set of techniques, one per slot at most; the same file is the same experiment.
 
-``variants`` and ``cumulative`` name the plans an experiment compares; ``key`` names the plan itself in
-caches, checkpoints and reports.
+``variants`` and ``cumulative`` name the plans an experiment compares; ``key`` names the plan itself
+in caches, checkpoints and reports.
 """
 
 from __future__ import annotations

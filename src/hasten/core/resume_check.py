@@ -108,7 +108,9 @@ def _compare(
     refused: list[str],
     allowed: list[str],
 ) -> None:
-    """One technique of a plan; ``alone``: one of the two runs has a single rank, and no communication method."""
+    """One technique of a plan; ``alone``: one of the two runs has a single rank, and no
+    communication method.
+    """
     if there == here:
         return
     either = [entry for entry in (there, here) if entry is not None]
@@ -116,7 +118,9 @@ def _compare(
     communication = alone and any(entry["slot"] == Slot.COMMUNICATION.name for entry in either)
     if there is None or here is None:
         words = (f"on ({_words(entry['settings'])})" if entry else "off" for entry in (there, here))
-        (refused if lossy and not communication else allowed).append(_phrase(f"plan: {name}", *words))
+        (refused if lossy and not communication else allowed).append(
+            _phrase(f"plan: {name}", *words)
+        )
         return
     for key, value in here["settings"].items():
         before = there["settings"].get(key)

@@ -2,8 +2,8 @@
 
     build (a skeleton, where LAYOUT sends weights) -> ADAPTER, ROUTING
     -> EXPERTS, ATTENTION, LAYERS, LOSS, OBJECTIVE -> LAYOUT.split, .within -> RECOMPUTE -> COMPILE
-    -> PRECISION -> device -> LAYOUT.apply_data_parallel with COMMUNICATION -> OPTIMIZER over the parameters as they are
-    now -> engine -> batches
+    -> PRECISION -> device -> LAYOUT.apply_data_parallel with COMMUNICATION -> OPTIMIZER over the
+    parameters as they are now -> engine -> batches
 
 Adapters come before anything that replaces modules, or the replaced ones would not be adapted;
 precision comes before replication, or replicas would reduce in the wrong format; the optimizer
@@ -93,7 +93,9 @@ class Session:
         self.setup.rank_sync.synchronize()
         # Each rank has counted its own work times the number of ranks: the mean is the truth.
         mine = torch.tensor([getattr(self.progress, n) for n in SUMMED], dtype=torch.float64)
-        for name, total in zip(SUMMED, self.setup.layout.all_reduce_data(mine).tolist(), strict=True):
+        for name, total in zip(
+            SUMMED, self.setup.layout.all_reduce_data(mine).tolist(), strict=True
+        ):
             setattr(self.progress, name, round(total / self.setup.layout.data_size))
 
     def finish(self) -> nn.Module:

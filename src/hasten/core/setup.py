@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten.core.context import JobContext
-from hasten.core.health import StepChecks, SpikeWatch
+from hasten.core.health import SpikeWatch, StepChecks
 from hasten.core.job import (
     Collate,
     Job,
@@ -189,10 +189,10 @@ class NoCompression(Communication):
 
 # What ranks tell each other in a step beside gradients, and the default: everything, at once.
 #
-# Where a communication method lets ranks train apart from each other (local steps), a step that waited for such
-# sums would be as slow as the link. Then a step goes by what its own rank knows, times the number
-# of ranks, and ``synchronize`` makes weights and counts of all ranks equal again: before an evaluation,
-# before a checkpoint, at the end.
+# Where a communication method lets ranks train apart from each other (local steps), a step that
+# waited for such sums would be as slow as the link. Then a step goes by what its own rank knows,
+# times the number of ranks, and ``synchronize`` makes weights and counts of all ranks equal again:
+# before an evaluation, before a checkpoint, at the end.
 
 
 class Sums(Protocol):
@@ -205,7 +205,8 @@ class Sums(Protocol):
 class RankSync(Protocol):
     """A communication method that is one too takes the place of the default."""
 
-    diverged: bool  # ranks may differ in weights, optimizer state and progress until they are synchronized
+    # ranks may differ in weights, optimizer state and progress until they are synchronized
+    diverged: bool
 
     def counts(self, mine: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
         """Before a step's first pass: counts over all ranks, and whether the run stops here.
@@ -217,7 +218,9 @@ class RankSync(Protocol):
         """A step's other sums over ranks: loss, gradients that aren't finite, load of experts."""
 
     def skipped(self) -> None:
-        """A step was given up; ``after_update`` of the communication method is not called for it."""
+        """A step was given up; ``after_update`` of the communication method is not called for
+        it.
+        """
         return
 
     def synchronize(self) -> None:
@@ -236,7 +239,9 @@ class SumsEachStep(RankSync):
     diverged = False
 
     def counts(self, mine: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
-        sums = self.layout.all_reduce_data(torch.tensor([*astuple(mine), float(stop)], dtype=torch.float64))
+        sums = self.layout.all_reduce_data(
+            torch.tensor([*astuple(mine), float(stop)], dtype=torch.float64)
+        )
         *found, wanted = sums.tolist()
         return WorkCounts(*map(round, found)), bool(wanted)
 
@@ -289,7 +294,8 @@ class Setup:
     collate: Collate | None = None
     feed: Feed = copy_to_device
     split_micro_batches: MicroBatchSplit = in_one_piece
-    run_passes: RunPasses = run_once  # how a step's passes are run; BATCH may cut and run them again
+    # how a step's passes are run; BATCH may cut and run them again
+    run_passes: RunPasses = run_once
     adapter: Callable[[nn.Module], nn.Module] | None = None
     routing: Routing | None = None  # None: tokens go where the model sends them
     experts: Edit = leave_model
@@ -322,7 +328,11 @@ class Setup:
     @property
     def rank_sync(self) -> RankSync:
         """What ranks tell each other in a step; a communication method may have its own way."""
-        return self.communication if isinstance(self.communication, RankSync) else SumsEachStep(self.layout)
+        return (
+            self.communication
+            if isinstance(self.communication, RankSync)
+            else SumsEachStep(self.layout)
+        )
 
 
 def prepare(job: Job, plan: Plan, context: JobContext, folder: Path | None = None) -> Setup:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hasten.core.job import OptimizerFactory
-from hasten.core.resume_check import changes_since, resume_check
 from hasten.core.layout import SplitsState, SplitsWeights
+from hasten.core.resume_check import changes_since, resume_check
 from hasten.core.session import Progress, Session
 from hasten.core.setup import Setup
 from hasten.errors import InputError

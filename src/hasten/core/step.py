@@ -2,8 +2,8 @@
 
 A *example* lies on disk in an Arrow file, tokenised once and memory-mapped since. The *sampler*
 chooses which examples share a step; the *collator* lays them out as one tensor, and knows how many
-of its positions are tokens and how many tokens carry loss. The *feeder* brings the micro-batches to the
-device. There the model turns tokens into *loss*, summed over trained tokens and divided by the
+of its positions are tokens and how many tokens carry loss. The *feeder* brings the micro-batches to
+the device. There the model turns tokens into *loss*, summed over trained tokens and divided by the
 number of trained tokens of the whole step over all micro-batches and ranks, so that neither
 micro-batch size, nor padding, nor rank count changes its meaning. Backward turns loss into
 *gradients*, which leave over the *network* while earlier layers are still at work. When the last is
@@ -72,7 +72,9 @@ def training(session: Session) -> Iterator[StepMetrics]:
             for batch in batches(session):
                 metrics = train_step(session, batch, started)
                 setup.step_checks.after_step(session, batch, metrics)
-                back = setup.spike_policy is not None and setup.spike_policy.rollback_if_spike(session, metrics)
+                back = setup.spike_policy is not None and setup.spike_policy.rollback_if_spike(
+                    session, metrics
+                )
                 clock.mark(BETWEEN)
                 # A state that is kept is one to come back to.
                 suspect = back or (setup.spike_policy is not None and setup.spike_policy.in_spike)
@@ -208,7 +210,8 @@ def train_step(session: Session, batch: StepBatch, started: float) -> StepMetric
 
 def _note(session: Session, batch: StepBatch, found: StepNumbers, started: float) -> StepMetrics:
     setup, clock, progress = session.setup, session.setup.clock, session.progress
-    positions = float(sum([m.counts.positions for m in batch.micro_batches]))  # as they ran: BATCH may cut
+    # as they ran: BATCH may cut
+    positions = float(sum([m.counts.positions for m in batch.micro_batches]))
     mine = torch.tensor([found.loss_sum, positions], dtype=torch.float64)
     total, positions = setup.rank_sync.sum(mine).tolist()
     clock.mark(COMMUNICATION)
@@ -457,8 +460,8 @@ def forward_of(
 def all_finite(rank_sync: RankSync, *mine: float) -> bool:
     """Whether these numbers are finite on every rank; every rank calls it.
 
-    A flag of its own: a communication method need not carry one rank's overflow to the others, and a loss that is
-    infinite need not show in the gradients.
+    A flag of its own: a communication method need not carry one rank's overflow to the others, and
+    a loss that is infinite need not show in the gradients.
     """
     wrong = torch.tensor([0.0 if all(map(math.isfinite, mine)) else 1.0], dtype=torch.float64)
     return not rank_sync.sum(wrong).item()

@@ -296,8 +296,8 @@ class StepMetrics:
 
     ``grad_norm`` is the norm before clipping; a step that was ``skipped`` moved nothing;
     ``model_flops`` and ``mfu`` are None where the session's meter doesn't know them, and the
-    seconds of the step's parts, on this rank, where its clock doesn't count. What the communication method took is
-    this rank's too, None where it isn't known; on one rank nothing travels.
+    seconds of the step's parts, on this rank, where its clock doesn't count. What the communication
+    method took is this rank's too, None where it isn't known; on one rank nothing travels.
     """
 
     step: int

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 # Tool calls as a chat template takes them, and the proof that it shows them.
 #
 # A template that knows nothing of tools renders a dialogue without them, and a model trained on
-# that text would learn to answer from nowhere. So whatever an example says of tools must be found in
-# the text again; an example of which it isn't is rejected with what is missing.
+# that text would learn to answer from nowhere. So whatever an example says of tools must be found
+# in the text again; an example of which it isn't is rejected with what is missing.
 
 
 class CallForm(NamedTuple):
@@ -297,7 +297,9 @@ def encode_all(
             yield _fitted(whole, item, cutoff_len, too_long)
 
 
-def _fitted(whole: TokenizedExample, drawn: _Rendered, cutoff_len: int, too_long: TooLong) -> Encoded:
+def _fitted(
+    whole: TokenizedExample, drawn: _Rendered, cutoff_len: int, too_long: TooLong
+) -> Encoded:
     """The example in pieces of at most `cutoff_len` tokens, each with something to predict."""
     long, is_text = whole.length > cutoff_len, drawn.trained is None
     if drawn.trained == []:
@@ -323,7 +325,9 @@ def _pieces(whole: TokenizedExample, cutoff_len: int) -> list[TokenizedExample]:
     """
     starts = range(0, max(whole.length - 1, 1), cutoff_len - 1)
     return [
-        tokenized_example(whole.input_ids[at : at + cutoff_len], whole.trained[at : at + cutoff_len])
+        tokenized_example(
+            whole.input_ids[at : at + cutoff_len], whole.trained[at : at + cutoff_len]
+        )
         for at in starts
     ]
 
@@ -351,7 +355,9 @@ def _dialogue_example(
     return tokenized_example(ids, trained)
 
 
-def _text_example(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str) -> TokenizedExample:
+def _text_example(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str
+) -> TokenizedExample:
     """bos, text, eos: every token of it is trained. A text that has one of them keeps its own."""
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     first = bos is not None and not text.lstrip().startswith(str(bos))

@@ -1,4 +1,5 @@
-"""Conversations: turns and tool calls, the shapes of an example that hold them, a user's own columns.
+"""Conversations: turns and tool calls, the shapes of an example that hold them, a user's own
+columns.
 
 Calls are read as OpenAI's chat format has them (`tool_calls`, a tool's turn that may name its
 call) and as ShareGPT files do (`function_call`: JSON of one call or a list, `observation`). What

@@ -50,8 +50,8 @@ def write_packed(
     """Pack all examples into rows in an order drawn from ``seed``, and write them to ``output``.
 
     ``output`` has either its old content or all of the new. ``on_progress(done, total)`` counts
-    rows. Raises InputError where an example is longer than a row, the name ends in neither ``.arrow``
-    nor ``.parquet``, or the file can't be written.
+    rows. Raises InputError where an example is longer than a row, the name ends in neither
+    ``.arrow`` nor ``.parquet``, or the file can't be written.
     """
     check_name(output)
     longest = int(np.asarray(examples.lengths).max(initial=0))

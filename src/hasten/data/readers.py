@@ -208,7 +208,8 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadRecords) -> None:
     for found in chain(head, examples):
         if found.lost:
             raise InputError(
-                f"{path}:{found.line}: {found.reason}; {len(reading.conversations):,} examples were "
+                f"{path}:{found.line}: {found.reason}; {len(reading.conversations):,} examples "
+                f"were "
                 "read before it and all that follow are lost, whatever max_rejected allows: fetch "
                 "or write the file anew"
             )
@@ -259,7 +260,9 @@ def _at(path: Path, found: JsonValue) -> Iterator[None]:
 
 
 def _detect(path: Path, head: Sequence[JsonValue], columns: ColumnNames) -> str:
-    """The shape that most of the first examples have, the earliest of the table where several do."""
+    """The shape that most of the first examples have, the earliest of the table where several
+    do.
+    """
     objects = [found.value for found in head if isinstance(found.value, dict)]
     possible = columns.shapes()
     renamed = map(columns.renamed, objects)

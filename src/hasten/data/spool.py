@@ -1,9 +1,9 @@
 """Conversations kept on disk while they are prepared, and choices among them that cost no copies.
 
 What is read goes straight into a spool; memory holds the place of each example, eight bytes, and
-nothing of its content. Weights, `max_examples` and `eval_data` are rows of a `Selection`: an example
-that an epoch sees twice is one example of the spool. Each example is parsed once, whatever container
-it came from, and a file that changes meanwhile changes nothing.
+nothing of its content. Weights, `max_examples` and `eval_data` are rows of a `Selection`: an
+example that an epoch sees twice is one example of the spool. Each example is parsed once, whatever
+container it came from, and a file that changes meanwhile changes nothing.
 
 A packed example is a pickle. It is written and read by one preparation of the data and never
 outlives it; nobody else's file is ever unpickled.
@@ -83,7 +83,9 @@ class Spool(Sequence[Conversation]):
 
 
 class Selection(Sequence[Conversation]):
-    """Examples of several groups laid end to end, in the order of `rows`, each as often as named."""
+    """Examples of several groups laid end to end, in the order of `rows`, each as often as
+    named.
+    """
 
     def __init__(
         self, groups: Sequence[IndexedConversations], rows: NDArray[np.int64] | None = None

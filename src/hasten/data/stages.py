@@ -1,4 +1,5 @@
-"""Examples of other trainings: preferences, rewards, prompts alone, media. They are refused by name.
+"""Examples of other trainings: preferences, rewards, prompts alone, media. They are refused by
+name.
 
 A column that means something and isn't used would vanish without a word: rejected answers would be
 trained, or the picture that a question is about would be missing. So the whole file is refused,
@@ -87,7 +88,8 @@ def _stage(example: Mapping[str, Any], filled: set[str], named: set[str]) -> str
     ranked = next((key for key in _LISTED if key in filled and _is_ranked(example[key])), None)
     if ranked:
         return (
-            f"{ranked!r} lists {len(example[ranked])} answers, and such preferences are material of "
+            f"{ranked!r} lists {len(example[ranked])} answers, and such preferences are material "
+            f"of "
             f"DPO or of a reward model; {OURS}, so write the one to train as a text"
         )
     label = next((key for key in LABELS if key in filled and is_label(key, example[key])), None)
@@ -115,7 +117,8 @@ def _unused(example: Mapping[str, Any], filled: set[str]) -> str | None:
     weight = next((key for key in RECORD_WEIGHTS if key in filled and _weighs(example, key)), None)
     if weight:
         return (
-            f"the column {weight!r} weighs examples ({example[weight]!r}), and hasten weighs all of "
+            f"the column {weight!r} weighs examples ({example[weight]!r}), and hasten weighs all "
+            f"of "
             "a source alike: leave it out, or give a file of its own a weight in the recipe"
         )
     if "chat_template_kwargs" in filled:
@@ -193,7 +196,9 @@ _ELSEWHERE = {
 
 
 def advice(example: Mapping[str, Any]) -> str:
-    """The way out for an example of no known shape, as the end of a sentence; empty if none fits."""
+    """The way out for an example of no known shape, as the end of a sentence; empty if none
+    fits.
+    """
     words = next((words for key, words in _ELSEWHERE.items() if example.get(key)), None)
     if words and not isinstance(example.get("chat"), list):
         return words

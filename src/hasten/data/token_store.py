@@ -147,7 +147,9 @@ def cache_key(
     too_long: TooLong = "truncate",
     loss_on: LossOn = "answers",
 ) -> str:
-    """A hash of all that decides the examples, 32 hex digits; where an example came from is part."""
+    """A hash of all that decides the examples, 32 hex digits; where an example came from is
+    part.
+    """
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     for changing in ("truncation", "padding"):  # left behind by the tokenizer's last call
         backend.pop(changing, None)
@@ -164,7 +166,8 @@ def split(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Indices (train, held out), sorted, of a random split that `seed` alone decides.
 
-    `eval_data` below 1 is a share, rounded up to at least one example; from 1 on a count; 0 is none.
+    `eval_data` below 1 is a share, rounded up to at least one example; from 1 on a count; 0 is
+    none.
     """
     total = len(store)
     if not eval_data >= 0:
@@ -176,7 +179,9 @@ def split(
     return np.sort(order[count:]), np.sort(order[:count])
 
 
-def inspect(tokenizer: PreTrainedTokenizerBase, example: TokenizedExample, colour: bool = False) -> str:
+def inspect(
+    tokenizer: PreTrainedTokenizerBase, example: TokenizedExample, colour: bool = False
+) -> str:
     """An example as text, its trained parts between [[ and ]], or in green on a terminal."""
     opening, closing = ("\033[32m", "\033[0m") if colour else ("[[", "]]")
     borders = np.flatnonzero(np.diff(example.trained)) + 1

@@ -28,7 +28,7 @@ from hasten.core import context as facts
 from hasten.core.context import JobContext, ModelFacts
 from hasten.core.job import GlobalBatch, Job, NamedParameters, Stop, with_language_counts
 from hasten.core.plan import Plan
-from hasten.core.setup import Setup, unsupported_reasons, prepare
+from hasten.core.setup import Setup, prepare, unsupported_reasons
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
@@ -39,9 +39,9 @@ from hasten.parts.nn.attention import usual_of
 from hasten.parts.nn.causal_lm import causal_lm, routed_experts
 from hasten.parts.nn.head_form import plain_head_reason
 from hasten.parts.nn.losses import WholeLogitsLoss
+from hasten.techniques.communication.compressed import Compressed
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.optimizer import FusedAdamW
-from hasten.techniques.communication.compressed import Compressed
 
 EDITS = (Slot.EXPERTS, Slot.ATTENTION, Slot.LAYERS, Slot.LOSS, Slot.RECOMPUTE, Slot.THREADS)
 PROVEN = tuple(slot for slot in EDITS if slot is not Slot.THREADS)  # what changes a pass
@@ -67,7 +67,8 @@ class HostRun:
         examples: what a SAMPLER chooses from; empty where none is asked for.
         lengths: tokens of each example.
         batch: examples of a step over all ranks.
-        steps, epochs: how long the run is, one of the two; a communication method's dense start is a share of it.
+        steps, epochs: how long the run is, one of the two; a communication method's dense start is
+            a share of it.
         folder: for checkpoints that name none.
     """
 
@@ -115,7 +116,11 @@ def prepare_host(
         raise InputError("; ".join(reasons))
     whole = plan.with_(DDP()) if context.world.size > 1 and Slot.LAYOUT not in plan else plan
     setup = prepare(_job(model, host_run, context), whole, context, host_run.folder)
-    if Slot.COMMUNICATION in plan and context.world.size > 1 and not isinstance(setup.communication, Compressed):
+    if (
+        Slot.COMMUNICATION in plan
+        and context.world.size > 1
+        and not isinstance(setup.communication, Compressed)
+    ):
         name = next(t.name() for t in plan if t.slot is Slot.COMMUNICATION)
         raise InputError(
             f"{name}: it needs a step of hasten's own, which {host.name} isn't; {HERE}, or take "
@@ -382,19 +387,24 @@ def attach_communication(setup: Setup, module: nn.Module) -> None:
     """COMMUNICATION: hook into the replicas; with one process nothing travels.
 
     Raises:
-        InputError: several ranks that are not DDP's, or a communication method that has had its training.
+        InputError: several ranks that are not DDP's, or a communication method that has had its
+            training.
     """
     if Slot.COMMUNICATION not in setup.plan or setup.context.world.size == 1:
         return
     if not isinstance(module, DistributedDataParallel):
         raise InputError(
-            f"gradients of {setup.context.world.size} ranks go over a communication method of DDP's, and this loop "
-            f"runs a {type(module).__name__}; start it with DDP, or leave the communication method out"
+            f"gradients of {setup.context.world.size} ranks go over a communication method of "
+            f"DDP's, and this loop "
+            f"runs a {type(module).__name__}; start it with DDP, or leave the communication method "
+            f"out"
         )
     try:
         setup.communication.attach(module)
     except ValueError as error:
-        raise InputError(f"{error}; build model and communication anew for another training") from error
+        raise InputError(
+            f"{error}; build model and communication anew for another training"
+        ) from error
 
 
 def _job(model: nn.Module, host_run: HostRun, context: JobContext) -> Job:

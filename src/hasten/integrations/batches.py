@@ -1,7 +1,8 @@
 """Examples of other people's datasets, in hasten's order and layout, as a ``DataLoader``.
 
-A row is a :class:`~hasten.parts.data.collate.TokenizedExample`, or a mapping with ``input_ids`` and, if
-not every token is trained, ``labels`` (-100: no loss), as Transformers' collators take them.
+A row is a :class:`~hasten.parts.data.collate.TokenizedExample`, or a mapping with ``input_ids``
+and, if not every token is trained, ``labels`` (-100: no loss), as Transformers' collators take
+them.
 """
 
 from __future__ import annotations

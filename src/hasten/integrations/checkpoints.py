@@ -2,7 +2,8 @@
 
 The data's position belongs to the host, so nothing is restored by itself: the checkpointer's own
 ``protect(...).restore()`` brings the state back where the reader wants it. A host that resumes from
-its own checkpoints has all it needs in them but what a communication method remembers, which is laid beside it.
+its own checkpoints has all it needs in them but what a communication method remembers, which is
+laid beside it.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ def has_communication_memory(setup: Setup) -> bool:
 
 
 def keep_communication(setup: Setup, folder: Path) -> None:
-    """What the communication method has left out so far, into a host's checkpoint; every rank calls it."""
+    """What the communication method has left out so far, into a host's checkpoint; every rank
+    calls it.
+    """
     if not has_communication_memory(setup):
         return
     communication: Any = setup.communication
@@ -100,7 +103,8 @@ def keep_communication(setup: Setup, folder: Path) -> None:
 
 
 def take_communication(setup: Setup, folder: Path) -> None:
-    """The communication method goes on from what the checkpoint in the folder says; every rank calls it.
+    """The communication method goes on from what the checkpoint in the folder says; every rank
+    calls it.
 
     Raises:
         InputError: the checkpoint is of another communication method.
@@ -112,7 +116,9 @@ def take_communication(setup: Setup, folder: Path) -> None:
         communication.load_state_dict(torch.load(folder / COMMUNICATION_FILE, weights_only=True))
     else:
         warnings.warn(
-            f"{folder} says nothing of the communication method: it begins anew, with its dense start", stacklevel=2
+            f"{folder} says nothing of the communication method: it begins anew, with its dense "
+            f"start",
+            stacklevel=2,
         )
 
 

@@ -38,7 +38,7 @@ from hasten.launch.ranks import process_group
 from hasten.measure.ablation import Variant
 from hasten.parts.distributed.pipeline.runtime import usual_loss
 from hasten.parts.nn.torch_means import with_sum
-from hasten.report.speedup import GreedySearch, CumulativeStep, greedy_search, greedy_recipe
+from hasten.report.speedup import CumulativeStep, GreedySearch, greedy_recipe, greedy_search
 
 SWITCHES = {
     Slot.PRECISION: "mixed_precision",
@@ -88,8 +88,8 @@ def gradual_optimize(
         loss_fn: ``loss_fn(output, target)``, a mean over examples; cross-entropy for a target of
             whole numbers and the mean squared error for others, if left out.
         optimizer: over the model's parameters; AdamW if left out.
-        techniques: of the slots PRECISION, COMMUNICATION and BATCH; mixed precision, compressed gradients
-            and growing batches, if left out.
+        techniques: of the slots PRECISION, COMMUNICATION and BATCH; mixed precision, compressed
+            gradients and growing batches, if left out.
         order: in that of the list, or by the gain each has alone, which is measured first.
         rounds, steps: rounds of a comparison, and batches of a round.
 
@@ -131,7 +131,10 @@ def _of_model(
         candidates, skipped = _usable(asked, context)
 
         def singles() -> list[Variant]:
-            return [Variant("baseline", Plan()), *(measure(Plan(), Plan([t]))[1] for t in candidates)]
+            return [
+                Variant("baseline", Plan()),
+                *(measure(Plan(), Plan([t]))[1] for t in candidates),
+            ]
 
         found = greedy_search(candidates, measure, singles if order == "gain" else None)
         rungs = [replace(r, why=r.why.replace(" tokens", " examples")) for r in found.rungs]

@@ -29,9 +29,9 @@ from hasten.errors import InputError
 from hasten.integrations.adapt import (
     EDITS,
     PROVEN,
-    TrainerAdapter,
     HostedTechniques,
     HostRun,
+    TrainerAdapter,
     attach_communication,
     optimizer_of,
     prepare_recognised,
@@ -59,12 +59,15 @@ from hasten.parts.nn.causal_lm import causal_lm
 
 _LOG = logging.getLogger(__name__)
 
-# The moments of a Lightning training at which COMMUNICATION and CHECKPOINT are called, as a callback.
+# The moments of a Lightning training at which COMMUNICATION and CHECKPOINT are called, as a
+# callback.
 #
-#     (1) training begins    DDP stands: the communication method hooks into it, and takes back what it remembered
+#     (1) training begins    DDP stands: the communication method hooks into it, and takes back what
+# it remembered
 #     (2) before an update   the step counts
 #     (3) after an update    weights are compared at times, a checkpoint is begun
-#     (4) Lightning saves    what the communication method has left out so far goes into Lightning's checkpoint
+#     (4) Lightning saves    what the communication method has left out so far goes into Lightning's
+# checkpoint
 #
 # Lightning isn't one of hasten's dependencies, so its class is imported when a function asks.
 
@@ -154,7 +157,9 @@ def seams(  # noqa: C901  # a class within: its methods count
 
 HOST = TrainerAdapter(
     "Lightning",
-    frozenset((*EDITS, Slot.SAMPLER, Slot.COLLATE, Slot.COMMUNICATION, Slot.OPTIMIZER, Slot.CHECKPOINT)),
+    frozenset(
+        (*EDITS, Slot.SAMPLER, Slot.COLLATE, Slot.COMMUNICATION, Slot.OPTIMIZER, Slot.CHECKPOINT)
+    ),
     {
         Slot.FEED: "give the DataLoader num_workers and prefetch_factor",
         Slot.BATCH: "give lightning.Trainer accumulate_grad_batches",
@@ -375,7 +380,8 @@ def _check(trainer: Any, loader: Any, plan: Iterable[Technique]) -> None:
         )
     if Slot.COMMUNICATION in filled and trainer.scaler is not None:
         raise InputError(
-            f"{filled[Slot.COMMUNICATION]}: with 16-mixed Lightning scales gradients; say bf16-mixed instead"
+            f"{filled[Slot.COMMUNICATION]}: with 16-mixed Lightning scales gradients; say "
+            f"bf16-mixed instead"
         )
 
 

@@ -21,8 +21,8 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.adapt import (
     EDITS,
-    TrainerAdapter,
     HostRun,
+    TrainerAdapter,
     attach_communication,
     edit_model,
     optimizer_of,

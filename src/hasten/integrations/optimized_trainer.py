@@ -28,10 +28,10 @@ from torch.optim import Optimizer
 from hasten.core import context as facts
 from hasten.core.context import JobContext, ModelFacts
 from hasten.core.job import Job, Stop
-from hasten.core.loop import Outcome, EvaluationSchedule, fit
+from hasten.core.loop import EvaluationSchedule, Outcome, fit
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
-from hasten.core.setup import Setup, unsupported_reasons, prepare
+from hasten.core.setup import Setup, prepare, unsupported_reasons
 from hasten.core.slot import Slot
 from hasten.core.step import PlainEngine
 from hasten.core.technique import Technique
@@ -49,9 +49,9 @@ from hasten.parts.nn.torch_means import with_sum
 from hasten.progress import Display, SilentProgress
 from hasten.techniques.batch import AdaptiveBatch, AdaptiveCut
 from hasten.techniques.checkpoint import Checkpoints
+from hasten.techniques.communication.compress import Quantised, technique_of
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast
-from hasten.techniques.communication.compress import Quantised, technique_of
 
 LiveSetting = bool | Technique | DynamicBatcher | GradientCompressor | None
 DECISIVE = ("lr", "betas", "eps", "weight_decay", "momentum")
@@ -272,7 +272,9 @@ class OptimizedTrainer:
         return plan
 
     def _possible(self, context: JobContext) -> Plan:
-        """The plan without those usual techniques that can't work here, nor a communication method of one rank."""
+        """The plan without those usual techniques that can't work here, nor a communication method
+        of one rank.
+        """
         plan = self.plan
         for name, technique in self.techniques.items():
             if technique is None:

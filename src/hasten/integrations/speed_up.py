@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hasten.core.context import JobContext, ExampleStats
+from hasten.core.context import ExampleStats, JobContext
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
@@ -210,8 +210,14 @@ class SpeedNote:
     auto`` that chose them, in hasten's own loop; without one there is nothing to compare it with.
     """
 
-    def __init__(self, kept: KeptChoice | None, expected: float | None, context: JobContext) -> None:
-        self._expected, self._known, self._date = expected, context, "" if kept is None else kept.date
+    def __init__(
+        self, kept: KeptChoice | None, expected: float | None, context: JobContext
+    ) -> None:
+        self._expected, self._known, self._date = (
+            expected,
+            context,
+            "" if kept is None else kept.date,
+        )
         self._plain: float | None = None  # tokens per second without techniques
         speed = None if kept is None else kept.choice.tokens_per_second
         gain = None if kept is None else kept.choice.gain

@@ -27,10 +27,10 @@ from hasten.errors import InputError
 from hasten.integrations.adapt import (
     EDITS,
     PROVEN,
-    TrainerAdapter,
     HostedTechniques,
     HostRun,
     NoContext,
+    TrainerAdapter,
     attach_communication,
     optimizer_of,
     optimizer_reason,
@@ -61,7 +61,9 @@ from hasten.parts.nn.causal_lm import causal_lm
 _LOG = logging.getLogger(__name__)
 HOST = TrainerAdapter(
     "the Trainer",
-    frozenset((*EDITS, Slot.SAMPLER, Slot.COLLATE, Slot.COMMUNICATION, Slot.OPTIMIZER, Slot.CHECKPOINT)),
+    frozenset(
+        (*EDITS, Slot.SAMPLER, Slot.COLLATE, Slot.COMMUNICATION, Slot.OPTIMIZER, Slot.CHECKPOINT)
+    ),
     {
         Slot.FEED: "give TrainingArguments dataloader_num_workers and dataloader_prefetch_factor",
         Slot.BATCH: "give TrainingArguments gradient_accumulation_steps or auto_find_batch_size",

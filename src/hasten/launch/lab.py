@@ -8,9 +8,9 @@ A lab is three kinds of process: Lab -> verification -> keeper -> ranks.
 
 The **verification** leaves for new namespaces and waits. The **keeper** is the first process in a
 namespace of process numbers. When it ends, the kernel ends everything inside (pid_namespaces(7)),
-and with it the network namespaces, which have no other owner. The keeper dies with the verification; the
-verification ends the keeper when the lab's owner closes its pipe or is gone, and removes the lab's folder.
-So any of them can be killed and nothing stays but, at worst, a folder.
+and with it the network namespaces, which have no other owner. The keeper dies with the
+verification; the verification ends the keeper when the lab's owner closes its pipe or is gone, and
+removes the lab's folder. So any of them can be killed and nothing stays but, at worst, a folder.
 
 Requests come through a socket in the lab's folder: one line of JSON each, one line back. The
 machine's own network namespace is never entered, so that nothing in it can be changed. Nothing here
@@ -640,7 +640,8 @@ class Lab:
     where links were asked for, has them.
     """
 
-    KEEPER: ClassVar[Sequence[str]] = ("-m", "hasten.launch.lab")  # how Python runs its verification
+    # how Python runs its verification
+    KEEPER: ClassVar[Sequence[str]] = ("-m", "hasten.launch.lab")
 
     def __init__(
         self,

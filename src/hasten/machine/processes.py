@@ -116,7 +116,8 @@ def host_memory_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-# Foreign load: which share of the machine's processor time others took while a variant had its turn.
+# Foreign load: which share of the machine's processor time others took while a variant had its
+# turn.
 #
 # Linux counts processor time in ticks of 10 ms, so a share over a short span is coarse: spans below
 # `SHORTEST_SECONDS` count as calm. Small negative differences, from ticks that fall on the other

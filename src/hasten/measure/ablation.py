@@ -39,17 +39,18 @@ class Design:
             again; None: none is.
         budget_seconds: what the whole may take; None: as long as the rounds need. Nobody waits
             longer than that and one round more, which is a quarter of it at most.
-        partial: whatever is measured within the budget counts, be it one round of two variants; else
-            a budget that doesn't hold two rounds is refused.
+        partial: whatever is measured within the budget counts, be it one round of two variants;
+            else a budget that doesn't hold two rounds is refused.
         every_variant: with a budget whose partial results count, no variant is left out: there are
             fewer rounds, then turns of one step. A first round may take a quarter of the budget
             more. The warm-up has ``warmup`` steps, and ``longest_warmup`` where there is time;
             no look at the eval loss comes before it.
         grouping: which variants are alive together; auto: as many as memory holds.
         eliminate: a race for the fastest: a variant that is surely slower than the first one has no
-            further rounds, there are no more once all are decided, and variants end without a proof.
-        slices: variants of a round run in slices of a quarter of a second where they can, so that all
-            see the same machine; else one after the other.
+            further rounds, there are no more once all are decided, and variants end without a
+            proof.
+        slices: variants of a round run in slices of a quarter of a second where they can, so that
+            all see the same machine; else one after the other.
         samples: the model of each variant writes samples at the end.
     """
 
@@ -109,8 +110,8 @@ class Variant:
     """What was measured of one plan.
 
     ``rounds``, ``beside``, ``foreign_load`` and ``builds`` have an element for every round that
-    counts. ``beside`` is the baseline's value in the very same rounds: where variants were measured in
-    groups it differs from the baseline's own ``rounds``. It is empty where there was none.
+    counts. ``beside`` is the baseline's value in the very same rounds: where variants were measured
+    in groups it differs from the baseline's own ``rounds``. It is empty where there was none.
     """
 
     name: str
@@ -145,8 +146,8 @@ def plans_of(
     Args:
         plan: the techniques in question.
         which: see ``hasten speedup --help``.
-        only: techniques by name; of the variants between the first and the last those stay that single
-            one of them out. ``plan`` has none there, so these are then measured alone.
+        only: techniques by name; of the variants between the first and the last those stay that
+            single one of them out. ``plan`` has none there, so these are then measured alone.
 
     Raises:
         InputError: an empty plan, or a name that isn't in it.
@@ -166,7 +167,9 @@ def plans_of(
     kinds: dict[str, Kind] = {BASELINE: "baseline"}
     for technique in plan:
         for name, kind, variant in _between(plan, technique.name(), which):
-            if (not only or technique.name() in only) and set(variant) not in map(set, plans.values()):
+            if (not only or technique.name() in only) and set(variant) not in map(
+                set, plans.values()
+            ):
                 plans[name], kinds[name] = variant, kind
     last = {"full": "plan", "cumulative": f"+ {names[-1]}"}.get(which, "all")
     plans[last], kinds[last] = plan, "all"

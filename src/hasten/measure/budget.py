@@ -5,8 +5,8 @@ say what the rest will cost. Of what doesn't fit, this is left out first:
 
 1. variants that leave one technique out
 2. second builds
-3. variants of one technique alone, and rungs of the cumulative, those with the smallest forecast first
-4. the second process of the baseline
+3. variants of one technique alone, and rungs of the cumulative, those with the smallest forecast
+first 4. the second process of the baseline
 
 The baseline and the whole plan stay. Where not even two of their rounds fit, the experiment is
 refused.
@@ -14,7 +14,8 @@ refused.
 `BudgetTracker` asks what is left before every further expense:
 
   1. the baseline has started and warmed up: is there time for it and the whole plan at all?
-  2. the whole plan has started, too: which variants and builds fit? the rest is dropped, with a word
+  2. the whole plan has started, too: which variants and builds fit? the rest is dropped, with a
+  word
   3. all have started: how many rounds fit?
   4. before every round: does one more fit, with what must follow?
 
@@ -29,14 +30,14 @@ variants are asked about before they start.
 Where every variant is wanted (``Design.every_variant``), nothing is dropped either. Then all start
 with the shortest warm-up, and what those steps took says how the rest of the budget is used:
 
-  1. neither two rounds of the first two variants fit, nor the shortest round of all of them: nothing is
-     measured, which is known after two starts
+  1. neither two rounds of the first two variants fit, nor the shortest round of all of them:
+     nothing is measured, which is known after two starts
   2. there is time for the longest warm-up and for a round after it: all variants do it
   3. three rounds of whole turns fit: turns have all their steps, else one step each
   4. rounds go on while one more fits; the first one is done whatever it takes, up to the grace
 
-Variants that memory doesn't hold together have cohorts one after the other, of which the first has its
-share of the time and decides how many rounds all of them have.
+Variants that memory doesn't hold together have cohorts one after the other, of which the first has
+its share of the time and decides how many rounds all of them have.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ STAYS: Kind = "all"  # a kind that is never dropped
 class Costs:
     """Seconds that a variant takes: to start and warm up, for a look, at the end; and for a turn.
 
-    ``turns`` are those of the variants that have run. Others lie between them: of a cumulative the first
-    and the last row have run first.
+    ``turns`` are those of the variants that have run. Others lie between them: of a cumulative the
+    first and the last row have run first.
     """
 
     start: float
@@ -77,7 +78,9 @@ class Costs:
     finish: float
 
     def of(self, variants: int, rounds: int, looks: int, to_start: int, builds: int = 1) -> float:
-        """What the rest of an experiment takes; every build but the first starts all variants anew."""
+        """What the rest of an experiment takes; every build but the first starts all variants
+        anew.
+        """
         again = (builds - 1) * variants * self.start
         work = variants * (builds * looks * self.look + self.finish)
         return to_start * self.start + again + work + rounds * self._round(variants)
@@ -97,7 +100,8 @@ class BudgetPlan:
     names: tuple[str, ...]
     rounds: int
     builds: int
-    dropped: tuple[tuple[str, tuple[str, ...]], ...]  # a sentence, and the variants that it is about
+    # a sentence, and the variants that it is about
+    dropped: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def rounded_up(seconds: float) -> str:
@@ -280,7 +284,9 @@ class BudgetTracker:
         self._cohorts = math.ceil(max(len(waiting) - 1, 1) / max(len(variants) - 1, 1))
         self._until = self._cohort_began + (budget - self._cohort_began) / self._cohorts
         more = self._design.most_warmup - self._design.warmup
-        rest = self._costs(variants, steps=1).of(len(variants), more + WORTH_IN_PART, looks=1, to_start=0)
+        rest = self._costs(variants, steps=1).of(
+            len(variants), more + WORTH_IN_PART, looks=1, to_start=0
+        )
         return self._design.most_warmup if self._record.spent + rest <= self._until else 0
 
     def plan_rounds(self, waiting: Sequence[str], variants: Sequence[ArmProcess]) -> None:
@@ -343,7 +349,8 @@ class BudgetTracker:
         if not self._design.partial and not self._measured():
             raise InputError(
                 f"budget: {rounded_up(self._design.budget_seconds or 0.0)} is too short: it was "
-                "over before the first round, since the variants take so long to start on this job and "
+                "over before the first round, since the variants take so long to start on this job "
+                "and "
                 "machine; give twice as much"
             )
         turned = {e["variant"] for e in self._record.events if e["event"] == "turn"}
@@ -422,7 +429,9 @@ class BudgetTracker:
 
     def _costs(self, variants: Sequence[ArmProcess], steps: int | None = None) -> Costs:
         """As these variants have shown; ``steps``: of a turn, if not those of the rounds."""
-        paces = [variant.pace if self.every_variant else variant.step_seconds for variant in variants]
+        paces = [
+            variant.pace if self.every_variant else variant.step_seconds for variant in variants
+        ]
         turns = tuple((steps or self.steps) * pace for pace in paces)
         step = statistics.fmean(paces)
         look = statistics.fmean(variant.evaluation_seconds for variant in variants)
@@ -431,7 +440,8 @@ class BudgetTracker:
         start = statistics.fmean(variant.start_seconds for variant in variants)
         if self.every_variant:  # the first one waited for imports, which the others share
             start = min(variant.ready_seconds for variant in variants) + self._design.warmup * step
-        # At its end a variant that is looked at writes samples, and runs a step to say where it goes.
+        # At its end a variant that is looked at writes samples, and runs a step to say where it
+        # goes.
         finish = look + step if self._design.evaluations else 0.0
         if self.fresh:
             return Costs(0.0, tuple(start + turn for turn in turns), look, finish)

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from hasten.core.context import JobContext, ExampleStats
+from hasten.core.context import ExampleStats, JobContext
 from hasten.core.plan import Plan
 from hasten.core.setup import prepare
 from hasten.core.slot import Slot
@@ -35,7 +35,7 @@ from hasten.errors import InputError
 from hasten.formatting import duration
 from hasten.machine import cache
 from hasten.machine.locks import one_measurement
-from hasten.measure.ablation import Variant, Design, Kind
+from hasten.measure.ablation import Design, Kind, Variant
 from hasten.measure.budget import GRACE
 from hasten.measure.recipe_experiment import (
     ExperimentSubject,
@@ -282,7 +282,8 @@ class PlanComparison:
                 if why:
                     return self._forecast(why)
             self._audience.tell(
-                f"plan: auto: racing {len(variants)} changes of {self._first} for {duration(budget)} "
+                f"plan: auto: racing {len(variants)} changes of {self._first} for "
+                f"{duration(budget)} "
                 "at most"
             )
             return self._raced(variants, budget)
@@ -362,7 +363,9 @@ class PlanComparison:
 
     def _raced(self, variants: Mapping[str, Plan], budget: float) -> Choice:
         """First every change by itself, then what they make together, and no technique at all."""
-        ratios = self._ratios({FIRST: self._first, **variants}, FIRST_RACE * budget) if variants else {}
+        ratios = (
+            self._ratios({FIRST: self._first, **variants}, FIRST_RACE * budget) if variants else {}
+        )
         founded = {t.name() for t in self._first if expected_gain(t, self._known) > FORECAST}
         helped = {n for n, (_, said) in _verdicts(self._variants).items() if said.word == "helped"}
         changes, best = _changes(ratios, variants, founded, helped), _best(ratios)
@@ -389,7 +392,11 @@ class PlanComparison:
 
     def _ratios(self, plans: Mapping[str, Plan], seconds: float) -> dict[str, Interval]:
         self._variants = self._race(plans, seconds)
-        return {variant.name: ratio for variant in self._variants if (ratio := _ratio(variant)) is not None}
+        return {
+            variant.name: ratio
+            for variant in self._variants
+            if (ratio := _ratio(variant)) is not None
+        }
 
     def _race(self, plans: Mapping[str, Plan], seconds: float) -> list[Variant]:
         """Race plans against the first of them; it and the last one are never dropped."""
@@ -416,13 +423,18 @@ class PlanComparison:
         ratios: Mapping[str, Interval],
         final: Sequence[Variant],
     ) -> Choice:
-        plan, variants = plans[best], {variant.name: variant.rounds for variant in final if variant.rounds}
+        plan, variants = (
+            plans[best],
+            {variant.name: variant.rounds for variant in final if variant.rounds},
+        )
         chosen, plain = variants.get(best, []), variants.get(PLAIN, [])
         gain = None
         if chosen and plain and best != PLAIN:  # one that is out has fewer rounds
             ratios_to_plain = [a / b for a, b in zip(chosen, plain, strict=False)]
             gain = ratio_of_rounds(ratios_to_plain, final[0].process_variance).summary()
-        speeds = chosen or next((variant.rounds for variant in self._variants if variant.name == best), [])
+        speeds = chosen or next(
+            (variant.rounds for variant in self._variants if variant.name == best), []
+        )
         others = {name: r.low for name, r in ratios.items() if plans[name] != plan}
         if plan != self._first:
             others[FIRST] = 1.0
@@ -500,7 +512,10 @@ class PlanComparison:
 
 
 def _changes(
-    ratios: Mapping[str, Interval], variants: Mapping[str, Plan], founded: Set[str], helped: Set[str]
+    ratios: Mapping[str, Interval],
+    variants: Mapping[str, Plan],
+    founded: Set[str],
+    helped: Set[str],
 ) -> list[str]:
     """The changes of the first plan that help, or that make it simpler at no loss.
 
@@ -573,7 +588,9 @@ def _verdicts(variants: Sequence[Variant]) -> dict[str, tuple[Interval, EffectVe
     effects = {}
     for variant in variants:
         if _ratio(variant) is not None:
-            ratios = [ours / theirs for ours, theirs in zip(variant.rounds, variant.beside, strict=True)]
+            ratios = [
+                ours / theirs for ours, theirs in zip(variant.rounds, variant.beside, strict=True)
+            ]
             effects[variant.name] = ratio_of_rounds(ratios, process_variance), ratios
     judged = judge_effects(effects, process_variance=process_variance)
     return {name: (ratio, judged[name]) for name, (ratio, _) in effects.items()}

@@ -1,8 +1,9 @@
 """Which of several workers is the fastest: they take turns, and who is surely behind leaves.
 
-The best of many short measurements is in part process_variance. Here all do the same steps in each pass: what
-slows a pass, or makes it long, does so for all of them, and what counts is the difference within a
-pass. Whoever is behind the leader beyond doubt leaves, and the others have the more rounds for it
+The best of many short measurements is in part process variance. Here all do the same steps in each
+pass: what slows a pass, or makes it long, does so for all of them, and what counts is the
+difference within a pass. Whoever is behind the leader beyond doubt leaves, and the others have the
+more rounds for it
 (racing: Maron and Moore 1994, "Hoeffding Races").
 """
 
@@ -45,8 +46,8 @@ def eliminate(
         rounds: at most.
 
     Returns:
-        By variant such a logarithm for each pass that it was in, on the level of those values. A round
-        in which somebody fails, or the deadline comes, is the last one, and doesn't count.
+        By variant such a logarithm for each pass that it was in, on the level of those values. A
+        round in which somebody fails, or the deadline comes, is the last one, and doesn't count.
     """
     found: dict[Name, list[float]] = {name: [] for name in variants}
     load = LoadMeter(cores)
@@ -69,7 +70,9 @@ def eliminate(
 
 
 def surely_slower(logs: Logs[Name]) -> list[Name]:
-    """Of variants that were in the same passes those that are slower than the first beyond doubt."""
+    """Of variants that were in the same passes those that are slower than the first beyond
+    doubt.
+    """
     first, *others = leading(logs)
     count = len(logs[first])
     if count < FEWEST:

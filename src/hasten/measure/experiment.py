@@ -3,21 +3,21 @@
   1. every variant's process starts, builds, and warms up; one at a time, and only as many as memory
      holds; all do as many steps before the first round as the slowest to settle
   2. a round gives each variant some steps (`hasten.measure.schedule`)
-  3. in every variant step k sees the same examples, so a round's ratio compares equal work minutes apart
-     at most, and a machine that slows down slows all variants of the round
+  3. in every variant step k sees the same examples, so a round's ratio compares equal work minutes
+     apart at most, and a machine that slows down slows all variants of the round
   4. at equal tokens every variant is asked for its eval loss; at the end, for what its techniques
      did and what its model writes
 
 What is done and what is missing is read from the record before every decision. So a start after a
 kill, a second build, and a round that others disturbed are all the same case: rounds are missing,
-and the variants that lack them get fresh processes, which are a **cohort**. A variant that fails is noted
-with its reason, its process is ended, and the others go on. One that fails only at the very end, in
-4, has been measured all the same: it keeps its numbers.
+and the variants that lack them get fresh processes, which are a **cohort**. A variant that fails is
+noted with its reason, its process is ended, and the others go on. One that fails only at the very
+end, in 4, has been measured all the same: it keeps its numbers.
 
-A variant that waits for its turn sleeps, but keeps its memory. So the next one starts only if, going
-by what those before it really took, it will fit as well. Those that don't fit are in a later
-cohort, with the baseline started afresh beside them. Where not even the baseline and one variant fit,
-every turn has a process of its own.
+A variant that waits for its turn sleeps, but keeps its memory. So the next one starts only if,
+going by what those before it really took, it will fit as well. Those that don't fit are in a later
+cohort, with the baseline started afresh beside them. Where not even the baseline and one variant
+fit, every turn has a process of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 from hasten.core.plan import Plan
 from hasten.machine import processes
 from hasten.machine.processes import LoadMeter
-from hasten.measure.ablation import Variant, Design, Kind
+from hasten.measure.ablation import Design, Kind, Variant
 from hasten.measure.budget import BudgetTracker
 from hasten.measure.energy import EnergyMeter
 from hasten.measure.record import Event, ExperimentRecord, seconds_of
@@ -333,7 +333,9 @@ class Experiment:
         return [name for name in self.plans if name not in done and rounds.complete(name)]
 
     def _prove(self, name: str) -> None:
-        """What a variant's techniques do, seen in a process that trains no longer than a warm-up."""
+        """What a variant's techniques do, seen in a process that trains no longer than a
+        warm-up.
+        """
         self.alive = {}
         with contextlib.ExitStack() as stack:
             self._start(name, self._next_cohort(), stack, evaluate_first=False, at_the_end=True)
@@ -349,7 +351,8 @@ class Experiment:
     def _attempt(
         self, name: str, act: Callable[[ArmProcess], None], at_the_end: bool = False
     ) -> None:
-        """What goes wrong in one variant is noted there; a variant that has failed gets no more orders.
+        """What goes wrong in one variant is noted there; a variant that has failed gets no more
+        orders.
 
         Its process is ended at once: one that hangs would slow the others, its memory is theirs.
         One that is late for the deadline hasn't failed: its complete rounds count.
@@ -404,7 +407,9 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Measured:
-    """An experiment's variants, and how it was run in the words of the report (``report.design``)."""
+    """An experiment's variants, and how it was run in the words of the report
+    (``report.design``).
+    """
 
     variants: list[Variant]
     design: dict[str, Any]
@@ -508,7 +513,8 @@ def grouping_words(events: Sequence[Event]) -> str:
     fresh = any(e["event"] == "cohort" and e.get("fresh") for e in events)
     if fresh:
         return (
-            "a fresh process for every turn: two variants didn't fit into memory, or it was asked for"
+            "a fresh process for every turn: two variants didn't fit into memory, or it was asked "
+            "for"
         )
     groups: dict[tuple[str, ...], None] = {}
     for e in events:

@@ -31,7 +31,7 @@ from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.formatting import aligned, span, words
 from hasten.machine.locks import one_measurement
-from hasten.measure.ablation import Variant, Design
+from hasten.measure.ablation import Design, Variant
 from hasten.measure.experiment import ExperimentContext, measure_variants
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.statistics import Effect, Interval, paired_ratio, spread, verdict

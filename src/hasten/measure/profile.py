@@ -471,7 +471,9 @@ def _figures(measured: Sequence[StepMetrics]) -> dict[str, Any]:
 
 
 def communication_of(measured: Sequence[StepMetrics]) -> dict[str, float] | None:
-    """Means over the steps of what this rank's communication took; None where the layout can't tell."""
+    """Means over the steps of what this rank's communication took; None where the layout can't
+    tell.
+    """
     known = [m for m in measured if m.exposed_comm_seconds is not None]
     if not known:
         return None

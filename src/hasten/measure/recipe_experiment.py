@@ -2,7 +2,8 @@
 
     output/experiments/KEY/
       record.jsonl   every finished turn; a second start goes on from it, or answers at once
-      recipe.yaml    the recipe as the variants' processes read it        variant-N.log   their own words
+      recipe.yaml    the recipe as the variants' processes read it        variant-N.log   their own
+      words
 
 KEY stands for everything that decides the numbers: recipe, data, plans, design, hardware, versions,
 hasten's own sources. Whatever of these changes makes another experiment.
@@ -132,9 +133,9 @@ def measured(
 
     A budget counts from ``began`` (`time.monotonic`), or from the call: so the data's preparation
     and waiting for another measurement on this machine are within it. Where partial results count
-    variants are forked: on a busy machine imports alone may take longer than all steps. Of variants for
-    which there is no time, those go first of which least is ``expected``; by their forecasts, if
-    left out.
+    variants are forked: on a busy machine imports alone may take longer than all steps. Of variants
+    for which there is no time, those go first of which least is ``expected``; by their forecasts,
+    if left out.
     """
     recipe, known = subject.recipe, subject.context
     if recipe.nproc > 1:

@@ -1,13 +1,15 @@
-"""From an experiment's record to its variants: which rounds count, which are missing, what each showed.
+"""From an experiment's record to its variants: which rounds count, which are missing, what each
+showed.
 
 A **cohort** is a set of variants in fresh processes that take turns. A round is known by its cohort
-and its number, and is complete when every variant of the cohort that hadn't failed has had its turn.
-It counts unless others took more of the machine than the design allows. Where too few were calm,
-those with the least background load make up the number: chosen by the load, never by the speed.
+and its number, and is complete when every variant of the cohort that hadn't failed has had its
+turn. It counts unless others took more of the machine than the design allows. Where too few were
+calm, those with the least background load make up the number: chosen by the load, never by the
+speed.
 
-The steps of a round are unlike each other: one has long records, the next has short ones. All variants
-take the same ones, so what a variant's turn is worth is found step by step beside the others, see
-``rates``.
+The steps of a round are unlike each other: one has long records, the next has short ones. All
+variants take the same ones, so what a variant's turn is worth is found step by step beside the
+others, see ``rates``.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from hasten.core.plan import Plan
-from hasten.measure.ablation import Variant, Design, Kind
+from hasten.measure.ablation import Design, Kind, Variant
 from hasten.measure.record import Event
 from hasten.measure.schedule import peak_of
 from hasten.measure.significance import with_process_variance
@@ -133,7 +135,9 @@ class Rounds:
         )
 
     def _companion(self) -> str | None:
-        """The variant in whose cohorts the baseline's own rounds are counted: the first measured."""
+        """The variant in whose cohorts the baseline's own rounds are counted: the first
+        measured.
+        """
         names = [n for members in self.members.values() for n in members if n != self.base]
         return next((n for n in names if self.complete(n)), None)
 
@@ -141,7 +145,9 @@ class Rounds:
 def variants_of(
     events: Sequence[Event], plans: Mapping[str, Plan], kinds: Mapping[str, Kind], design: Design
 ) -> list[Variant]:
-    """The variants as the record shows them, in the order of ``plans``; the first is the baseline."""
+    """The variants as the record shows them, in the order of ``plans``; the first is the
+    baseline.
+    """
     base = next(iter(plans))
     found = Rounds(events, base, design)
     dropped = {name for e in events if e["event"] == "dropped" for name in e["variants"]}
@@ -181,7 +187,11 @@ def _variant(variant: Variant, found: Rounds) -> Variant:
         if e["event"] == "start" and not variant.startup_seconds:
             variant.startup_seconds = e["startup_seconds"]
         elif e["event"] == "finish":
-            variant.effective, variant.samples, variant.ledger = e["effective"], e["samples"], e.get("ledger")
+            variant.effective, variant.samples, variant.ledger = (
+                e["effective"],
+                e["samples"],
+                e.get("ledger"),
+            )
         elif e["event"] == "unfinished":
             variant.unfinished = e["why"]
     return variant
@@ -230,7 +240,9 @@ def _curves(variant: Variant, mine: Sequence[Event], ended: Set[int]) -> None:
         if e["event"] == "evaluate" and e["eval_loss"] is not None:
             variant.eval_data.append((e["tokens"], e["eval_loss"]))
     told = [e for e in mine if e["event"] == "finish"]  # a loop's
-    variant.peak_memory_bytes = peak_of([*told, *(step for e in mine for step in e.get("steps", ()))])
+    variant.peak_memory_bytes = peak_of(
+        [*told, *(step for e in mine for step in e.get("steps", ()))]
+    )
 
 
 def _tokens(events: Sequence[Event]) -> int:
@@ -241,13 +253,15 @@ def rates(turns: Mapping[str, Event]) -> dict[str, float]:
     """What the turns of one round are worth, by variant, in tokens per second of a middling step.
 
     One pass of median polish (Tukey, Exploratory Data Analysis, 1977, chapter 11) over the
-    logarithms of the steps' rates: each step's own level is the median over the variants, a variant's
-    distance from it the median over the steps. Between two variants this is the median of the ratios
-    of like steps, so one step that was disturbed does not count, and how unlike the steps are does
-    not either. A variant that took other tokens in some step has the median of its own steps.
+    logarithms of the steps' rates: each step's own level is the median over the variants, a
+    variant's distance from it the median over the steps. Between two variants this is the median of
+    the ratios of like steps, so one step that was disturbed does not count, and how unlike the
+    steps are does not either. A variant that took other tokens in some step has the median of its
+    own steps.
 
     A turn of ranks that train apart has seconds of its own: most of its steps cost nothing on the
-    communication and one costs much, which a median would not see. Its distance is that of the whole turn.
+    communication and one costs much, which a median would not see. Its distance is that of the
+    whole turn.
     """
     found = {name: [_step_rate(step) for step in turn["steps"]] for name, turn in turns.items()}
     work = {name: tuple(step["tokens"] for step in turn["steps"]) for name, turn in turns.items()}

@@ -156,7 +156,9 @@ class ArmProcess:
         By slot, since padded batches differ in size. The first step never counts: it pays for
         memory, kernels and the optimizer's state.
         """
-        last = [s["step_seconds"] / max(s.get("positions", s["tokens"]), 1) for s in self.warm[1:]][-2:]
+        last = [s["step_seconds"] / max(s.get("positions", s["tokens"]), 1) for s in self.warm[1:]][
+            -2:
+        ]
         alike = len(last) == 2 and max(last) <= STATIONARY * min(last)
         return alike and len(set(self._graphs[-2:])) == 1
 
@@ -293,7 +295,11 @@ def run_round(
 
 def in_slices(variants: Collection[ArmProcess], joules: Callable[[], float | None]) -> bool:
     """Whether their turns are cut into slices: then no counter tells whose energy was used."""
-    return len(variants) > 1 and all(variant.worker.can_slice for variant in variants) and joules() is None
+    return (
+        len(variants) > 1
+        and all(variant.worker.can_slice for variant in variants)
+        and joules() is None
+    )
 
 
 def _in_slices(

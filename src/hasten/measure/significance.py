@@ -1,10 +1,10 @@
 """Which measured ratios are beyond doubt: p-values, process variance, losses that aren't worse.
 
-An interval judges one ratio. An experiment has many variants, and of twenty that do nothing one has a
-95 % interval without 1 in it. So each variant's ratio is tested against the noise floor, and the
-p-values of all variants go through Holm's correction (1979, "A simple sequentially rejective multiple
-test procedure"), which bounds the chance of even one false word and needs no independence: the
-variants share their baseline, so they have none.
+An interval judges one ratio. An experiment has many variants, and of twenty that do nothing one has
+a 95 % interval without 1 in it. So each variant's ratio is tested against the noise floor, and the
+p-values of all variants go through Holm's correction (1979, "A simple sequentially rejective
+multiple test procedure"), which bounds the chance of even one false word and needs no independence:
+the variants share their baseline, so they have none.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def p_value(ratios: Sequence[float], edge: float) -> float:
     return _chance(*_mean_and_error(ratios), math.log(edge), len(ratios))
 
 
-def p_beyond(ratios: Sequence[float], floor: float, process_variance: ProcessVariance | None = None) -> float:
+def p_beyond(
+    ratios: Sequence[float], floor: float, process_variance: ProcessVariance | None = None
+) -> float:
     """The p-value of a change beyond the noise floor: against its nearer edge, 1 within it.
 
     Neither rounds nor, where ``process_variance`` is known, processes alone may explain it.
@@ -56,7 +58,11 @@ def p_beyond(ratios: Sequence[float], floor: float, process_variance: ProcessVar
     for edge in (math.log1p(floor), math.log1p(-floor)):
         if abs(mean) > abs(edge) and mean * edge >= 0:
             by_rounds = _chance(mean, error, edge, len(ratios))
-            return by_rounds if process_variance is None else max(by_rounds, process_variance.chance(mean - edge))
+            return (
+                by_rounds
+                if process_variance is None
+                else max(by_rounds, process_variance.chance(mean - edge))
+            )
     return 1.0
 
 
@@ -81,8 +87,9 @@ def noise_floor(again: Sequence[float], process_variance: ProcessVariance | None
     """The share that nobody should act on, from ratios of the baseline to a second copy of itself.
 
     Twice the error of their mean, at least `LEAST_FLOOR`. Two copies that differ beyond doubt are
-    a bias and no noise: then the floor reaches to what was found, too, for a variant can be favoured
-    as the copy was. By what processes of one program differ anyway is in every interval already.
+    a bias and no noise: then the floor reaches to what was found, too, for a variant can be
+    favoured as the copy was. By what processes of one program differ anyway is in every interval
+    already.
     """
     mean, error = _mean_and_error(again)
     if len(again) < 2:
@@ -111,8 +118,12 @@ class EffectVerdict:
     rivals: int
 
 
-def ratio_of_rounds(ratios: Sequence[float], process_variance: ProcessVariance | None = None) -> Interval:
-    """The interval of ratios to another variant, one for each round; at least as wide as processes."""
+def ratio_of_rounds(
+    ratios: Sequence[float], process_variance: ProcessVariance | None = None
+) -> Interval:
+    """The interval of ratios to another variant, one for each round; at least as wide as
+    processes.
+    """
     found = paired_ratio([1.0] * len(ratios), ratios)
     return found if process_variance is None else process_variance.widened(found)
 
@@ -148,7 +159,9 @@ def _with_reason(word: Effect, ratio: Interval, floor: float, p: float | None) -
         return word
     if ratio.low <= 1 + floor and ratio.high >= 1 - floor:
         return f"{word}: within the noise of {100 * floor:.1f} %"
-    return f"{word}: not beyond doubt among several variants (p = {p:.3g}, at most {DOUBT:g} wanted)"
+    return (
+        f"{word}: not beyond doubt among several variants (p = {p:.3g}, at most {DOUBT:g} wanted)"
+    )
 
 
 def rounds_needed(
@@ -216,15 +229,15 @@ def _chance(mean: float, error: float, edge: float, rounds: int) -> float:
 
 # How far processes of one program lie apart, and what that leaves of an interval over rounds.
 #
-# All rounds of a process share its process_variance: where its memory lies, what was loaded before it. Copies
-# of one program differ by a per cent or two for as long as they live, so an interval over the
-# rounds of two processes, however many, is one about these two and not about their programs. What
-# tells the difference are fresh builds, and since an experiment has few of each variant, all variants say
-# it together: each build's log ratio, less what its variant has in all builds and what its cohort has
-# in all variants (the baseline's own process_variance), varies as processes do (a two-way layout: Scheffé, The
-# Analysis of Variance, 1959, chapter 4). Where there are few builds, `USUAL` counts like `BELIEF`
-# degrees of freedom (the conjugate prior of a variance: Gelman et al., Bayesian Data Analysis,
-# section 2.6).
+# All rounds of a process share its process_variance: where its memory lies, what was loaded before
+# it. Copies of one program differ by a per cent or two for as long as they live, so an interval
+# over the rounds of two processes, however many, is one about these two and not about their
+# programs. What tells the difference are fresh builds, and since an experiment has few of each
+# variant, all variants say it together: each build's log ratio, less what its variant has in all
+# builds and what its cohort has in all variants (the baseline's own process variance), varies as
+# processes do (a two-way layout: Scheffé, The Analysis of Variance, 1959, chapter 4). Where there
+# are few builds, `USUAL` counts like `BELIEF` degrees of freedom (the conjugate prior of a
+# variance: Gelman et al., Bayesian Data Analysis, section 2.6).
 
 USUAL = 0.01  # standard deviation of a process's speed, before anything is seen
 BELIEF = 4.0  # degrees of freedom that this counts for
@@ -232,9 +245,11 @@ Row = list[float]  # a variant's mean log ratio in each build
 
 
 def process_variance_of(variants: Sequence[Variant]) -> ProcessVariance | None:
-    """Of all variants of an experiment together; None where no variant has rounds beside the baseline's.
+    """Of all variants of an experiment together; None where no variant has rounds beside the
+    baseline's.
 
-    Variants of one group had the same processes of the baseline beside them, those of another others.
+    Variants of one group had the same processes of the baseline beside them, those of another
+    others.
     """
     groups: dict[tuple[float, ...], list[Row]] = {}
     for variant in variants[1:]:
@@ -248,8 +263,14 @@ def process_variance_of(variants: Sequence[Variant]) -> ProcessVariance | None:
     for rows in groups.values():
         found, degrees = _residual([row[:builds] for row in rows])
         squares, freedom = squares + found, freedom + degrees
-    copies = (variant for variant in variants[1:] if variant.kind == "again" and variant.failed is None)
-    if builds == 1 and (pair := [_by_build(variant, variants[0]) for variant in copies]) and pair[0]:
+    copies = (
+        variant for variant in variants[1:] if variant.kind == "again" and variant.failed is None
+    )
+    if (
+        builds == 1
+        and (pair := [_by_build(variant, variants[0]) for variant in copies])
+        and pair[0]
+    ):
         squares, freedom = squares + pair[0][0] ** 2 / 2, freedom + 1
     return ProcessVariance(math.sqrt(squares / freedom / builds), freedom, builds)
 
@@ -276,7 +297,8 @@ def _by_build(variant: Variant, base: Variant) -> Row:
 def _residual(rows: Sequence[Row]) -> tuple[float, float]:
     """Sum of squares of what neither variant nor build explains, and its degrees of freedom.
 
-    A single variant is set against nothing: then both processes of a ratio are in it, half for each.
+    A single variant is set against nothing: then both processes of a ratio are in it, half for
+        each.
     """
     builds = len(rows[0])
     if builds < 2:

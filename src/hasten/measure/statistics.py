@@ -1,12 +1,12 @@
 """Intervals for interleaved measurements: how much faster, and how sure.
 
-Speed varies by a factor, not by an amount: a busy neighbour or a warm processor slows every variant by
-some per cent. So all arithmetic is done on logarithms. The variants of a trial take turns, and what
-slows one round slows all variants of that round; dividing within a round (pairing) removes it.
+Speed varies by a factor, not by an amount: a busy neighbour or a warm processor slows every variant
+by some per cent. So all arithmetic is done on logarithms. The variants of a trial take turns, and
+what slows one round slows all variants of that round; dividing within a round (pairing) removes it.
 
 1. `spread` gives one variant's tokens per second with its interval over rounds.
-2. `paired_ratio` gives the ratio of two variants with its interval, `unpaired_ratio` that of two sets
-   of rounds that ran at different times.
+2. `paired_ratio` gives the ratio of two variants with its interval, `unpaired_ratio` that of two
+   sets of rounds that ran at different times.
 3. `joint_ratio` gives what techniques do together over what their single gains multiply to.
 4. `verdict` turns a ratio into one word, `claim_verdict` what was promised of it; whether a ratio
    is beyond doubt among several is the business of significance.py.
@@ -284,7 +284,8 @@ def _exp(x: float) -> float:
 
 @dataclass(frozen=True)
 class ProcessVariance:
-    """The standard error of a variant's mean log speed that its processes bring, and how well known.
+    """The standard error of a variant's mean log speed that its processes bring, and how well
+    known.
 
     Args:
         error: of one variant, over all of its builds.
@@ -302,7 +303,9 @@ class ProcessVariance:
         return self.error * math.sqrt(self.builds)
 
     def half(self, confidence: float = 0.95, variants: float = 2.0) -> float:
-        """Half the width of an interval of log speeds; ``variants``: squared weights of those in it."""
+        """Half the width of an interval of log speeds; ``variants``: squared weights of those in
+        it.
+        """
         quantile = student_quantile((1 + confidence) / 2, self.freedom)
         return quantile * self.error * math.sqrt(variants)
 

@@ -31,7 +31,7 @@ from hasten.planner.numbers import (
     machine,
     numbers,
 )
-from hasten.planner.seconds import PlannedCommunication, bubble_stages, stage_seconds, communication
+from hasten.planner.seconds import PlannedCommunication, bubble_stages, communication, stage_seconds
 
 # DualPipe sends tokens to experts while others compute, and gives 20 of an H800's 132
 # multiprocessors to sending (arXiv 2412.19437, section 3.2).
@@ -234,7 +234,9 @@ def _micro_batches(layouts: Layouts, global_batch: Value) -> Column:
     return np.asarray(np.maximum(1.0, np.ceil(global_batch / (layouts.dp * layouts.micro_batch))))
 
 
-def _exposed(sent: PlannedCommunication, backward: Column, work: Column, M: Column, c: Constants) -> Column:
+def _exposed(
+    sent: PlannedCommunication, backward: Column, work: Column, M: Column, c: Constants
+) -> Column:
     """Data parallelism's share that nothing hides, and what the hidden share costs the compute.
 
     Once a step it hides behind the last micro-batch's backward pass; per micro-batch, behind both

@@ -281,7 +281,9 @@ class LinkSpeeds:
 
 @dataclass(frozen=True)
 class PlannedCommunication:
-    """Seconds over the network: of one micro-batch through all layers, and ``dp`` of one exchange."""
+    """Seconds over the network: of one micro-batch through all layers, and ``dp`` of one
+    exchange.
+    """
 
     tp: Column
     cp: Column

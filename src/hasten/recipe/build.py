@@ -30,9 +30,9 @@ from hasten.core.job import (
     share_of,
     with_language_counts,
 )
-from hasten.core.resume_check import batch_record, check_same_job
 from hasten.core.plan import Plan
-from hasten.core.setup import unsupported_reasons, prepare
+from hasten.core.resume_check import batch_record, check_same_job
+from hasten.core.setup import prepare, unsupported_reasons
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError

@@ -20,11 +20,11 @@ from hasten.recipe.build import batch_of
 from hasten.recipe.memory_check import needs_of, room_of, size_of
 from hasten.recipe.schema import AutoPlan, Recipe
 from hasten.recipe.shorthands import catalogue
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import COMPILE_SECONDS, Compiled
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 
 MICRO_BATCH_TOKENS = 8192  # a step with more tokens is cut
 FEWER_POSITIONS = 0.95  # packing that saves less isn't in the first plan
@@ -35,7 +35,10 @@ ALLOWED = {
     "lossy": tuple(Fidelity),
 }
 # Added in this order until the first plan fits into memory.
-FOR_MEMORY: tuple[Technique, ...] = (GradientAccumulation(micro_batch_size=1), ActivationCheckpointing())
+FOR_MEMORY: tuple[Technique, ...] = (
+    GradientAccumulation(micro_batch_size=1),
+    ActivationCheckpointing(),
+)
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,9 @@ def expected_gain(technique: Technique, context: JobContext) -> float:
     return -math.log(max(cast.positions * cast.flops * cast.bytes * cast.comm_bytes, 1e-9))
 
 
-def fitted_to_memory(plan: Plan, recipe: Recipe, context: JobContext, positions: int) -> tuple[Plan, str]:
+def fitted_to_memory(
+    plan: Plan, recipe: Recipe, context: JobContext, positions: int
+) -> tuple[Plan, str]:
     """The plan, with what it takes to fit into memory, and why; as it is where nothing helps."""
     size, room = size_of(recipe, context), room_of(context)
     if needs_of(size, context, plan, positions).total <= room:
@@ -125,7 +130,9 @@ def fitted_to_memory(plan: Plan, recipe: Recipe, context: JobContext, positions:
         if technique.slot in fuller or technique.unsupported_reasons(context):
             continue
         fuller = fuller.with_(technique)
-        positions = min(positions, context.examples.longest) if technique.slot is Slot.BATCH else positions
+        positions = (
+            min(positions, context.examples.longest) if technique.slot is Slot.BATCH else positions
+        )
         if needs_of(size, context, fuller, positions).total <= room:
             added = ", ".join(str(t) for t in fuller if t not in plan.techniques)
             return fuller, f"{added}: else memory would run out"

@@ -37,13 +37,13 @@ from hasten.models.memory import (
     state_bytes,
 )
 from hasten.recipe.schema import Recipe
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW
 from hasten.techniques.precision import BF16MasterWeights
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 
 # A process with torch, transformers and the libraries that the first step loads; about the same as
 # a GPU's context.
@@ -56,7 +56,14 @@ MAY_RUN_OUT = "it may run out"
 BLOCK_BACKWARD = 1.3  # what a block holds as it runs backward / what its forward pass keeps
 FIRST_STEPS = 4  # that are looked at for the largest micro-batch
 STATE_SLOTS = (
-    *(Slot.ADAPTER, Slot.OBJECTIVE, Slot.PRECISION, Slot.OPTIMIZER, Slot.AVERAGE, Slot.COMMUNICATION),
+    *(
+        Slot.ADAPTER,
+        Slot.OBJECTIVE,
+        Slot.PRECISION,
+        Slot.OPTIMIZER,
+        Slot.AVERAGE,
+        Slot.COMMUNICATION,
+    ),
 )
 # Offered in this order: what costs nothing comes first.
 HELP: tuple[Technique, ...] = (
@@ -211,10 +218,14 @@ def needs_of(
     return BytesNeeded(state, activations, logits, OVERHEAD, later)
 
 
-def _logits(size: ModelSize, context: JobContext, plan: Plan, positions: int, number_bytes: float) -> float:
+def _logits(
+    size: ModelSize, context: JobContext, plan: Plan, positions: int, number_bytes: float
+) -> float:
     for technique in plan:
         if isinstance(technique, LabelledTokenLoss):
-            labelled = positions if context.on_gpu else round(positions * context.examples.trained_share)
+            labelled = (
+                positions if context.on_gpu else round(positions * context.examples.trained_share)
+            )
             rows = min(technique.rows(context), labelled)
             return chunk_logits_bytes(size, rows, number_bytes, Slot.ADAPTER in plan)
     return logits_bytes(size, positions)
@@ -273,7 +284,9 @@ def help_for(size: ModelSize, context: JobContext, plan: Plan, positions: int, r
         if technique.slot is Slot.LAYOUT and context.world.size == 1:
             continue
         before = needs_of(size, context, plan, positions)
-        fewer = min(positions, context.examples.longest) if technique.slot is Slot.BATCH else positions
+        fewer = (
+            min(positions, context.examples.longest) if technique.slot is Slot.BATCH else positions
+        )
         needs = needs_of(size, context, plan.with_(technique), fewer)
         if needs.total > 0.98 * before.total:
             continue

@@ -2,8 +2,8 @@
 
 ``auto`` takes the makers' figure for a GPU that is known by name and nothing on a processor, of
 which no datasheet tells a matrix rate. ``measure`` takes two seconds before the first step and
-keeps the result in the run's folder, where ranks, variants and later runs find it. Anything else is a
-file that ``hasten bench --json`` wrote on this machine.
+keeps the result in the run's folder, where ranks, variants and later runs find it. Anything else is
+a file that ``hasten bench --json`` wrote on this machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class PeakFlops:
     source: str
 
 
-def resolve_ceiling(recipe: Recipe, context: JobContext, tell: Callable[[str], None] = lambda text: None) -> None:
+def resolve_ceiling(
+    recipe: Recipe, context: JobContext, tell: Callable[[str], None] = lambda text: None
+) -> None:
     """Before anything is trained: read the file the recipe names, or measure if it says so.
 
     Raises:

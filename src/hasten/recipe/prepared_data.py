@@ -2,8 +2,8 @@
 
 Reading spools the examples to disk, so memory doesn't grow with their number; one process prepares
 at a time, and others wait for it. What was prepared is noted in ``data/index.json`` under a key of
-everything that decides it, so that other processes of the run (ranks, variants of an experiment) and
-later runs open it at once.
+everything that decides it, so that other processes of the run (ranks, variants of an experiment)
+and later runs open it at once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 # (4) what is left is repeated or thinned by its source's weight
 # (5) `max_examples` of it are drawn
 #
-# Examples may lie on disk meanwhile (`data/spool.py`): everything after (1) moves rows, not examples.
+# Examples may lie on disk meanwhile (`data/spool.py`): everything after (1) moves rows, not
+# examples.
 
 EMBEDDED = ("stdlib", "stdlib-text")
 Tell = Callable[[str], None]

@@ -23,7 +23,7 @@ _HOMES = {
     "compare": "hasten.measure.loops",
     "greedy_recipe": "hasten.report.speedup",
 }
-__all__ = ["GreedySearch", "Comparison", "Design", "ablate", "greedy_recipe", "compare"]
+__all__ = ["Comparison", "Design", "GreedySearch", "ablate", "compare", "greedy_recipe"]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hasten.measure.ablation import Variant, Design
+from hasten.measure.ablation import Design, Variant
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject
 from hasten.measure.statistics import spread
@@ -26,8 +26,8 @@ from hasten.report.claims import claims_of, preset_claims
 from hasten.report.cost import cost_of_experiment
 from hasten.report.judgement import (
     NOT_MEASURED,
-    Verification,
     Judgement,
+    Verification,
     fastest_of_equal_quality,
     interaction_of,
     judge_variants,
@@ -63,13 +63,15 @@ def report_of(
         mfu: what the variants' MFU refers to and counts.
         design: how the experiment was run, as ``report.design``.
         invariance: what the self-test before the run found, as ``report.invariance``.
-        verification: the proofs of equal quality, as ``report.verification``; the variants of a technique that is
-            worse there are worse, however fast they are.
+        verification: the proofs of equal quality, as ``report.verification``; the variants of a
+            technique that is worse there are worse, however fast they are.
         cost: ``report.cost``.
     """
     base, final = variants[0], variants[-1]
     judgements = judge_variants(variants, verification or ())
-    rows = [_variant(variant, base, said) for variant, said in zip(variants, judgements, strict=True)]
+    rows = [
+        _variant(variant, base, said) for variant, said in zip(variants, judgements, strict=True)
+    ]
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "title": title,
@@ -83,7 +85,9 @@ def report_of(
         "design": None if design is None else dict(design),
         "invariance": None if invariance is None else [dict(entry) for entry in invariance],
         "verification": None if verification is None else [dict(entry) for entry in verification],
-        "samples": [{**s, "variant": variant.name} for variant in (base, final) for s in variant.samples],
+        "samples": [
+            {**s, "variant": variant.name} for variant in (base, final) for s in variant.samples
+        ],
         "hardware": dict(hardware),
         "versions": dict(versions),
         "recipe": dict(recipe),
@@ -113,7 +117,9 @@ def _variant(variant: Variant, base: Variant, said: Judgement) -> dict[str, Any]
         "corrected": said.corrected,
         "rounds_needed": said.rounds_needed,
         "rebuilt": rebuilt_of(variant, base),
-        "process_variance": None if variant.process_variance is None else asdict(variant.process_variance),
+        "process_variance": None
+        if variant.process_variance is None
+        else asdict(variant.process_variance),
         # What a failed variant had used by then says nothing of what it needs.
         "peak_memory_bytes": variant.peak_memory_bytes if variant.failed is None else None,
         "eval_loss": last_loss(variant),
@@ -126,7 +132,9 @@ def _variant(variant: Variant, base: Variant, said: Judgement) -> dict[str, Any]
         "padding_share": 1 - tokens / positions if positions else None,
         "mfu": _mfu(variant),
         "ledger": variant.ledger,
-        "startup_seconds": {k: variant.startup_seconds.get(k) for k in ("imports", "data", "model")},
+        "startup_seconds": {
+            k: variant.startup_seconds.get(k) for k in ("imports", "data", "model")
+        },
         "effective": variant.effective
         or [
             {"technique": t.name(), "effective": None, "evidence": variant.unfinished}
@@ -169,7 +177,8 @@ def experiment_report(
 ) -> dict[str, Any]:
     """The report of an experiment on a recipe; ``bundle.json`` is written into its folder.
 
-    ``further`` are more arguments of `report_of` (verification, invariance, cost), ``earlier_seconds`` of
+    ``further`` are more arguments of `report_of` (verification, invariance, cost),
+    ``earlier_seconds`` of
     the experiments that led to this one: their cost is a part of its own.
     """
     recipe, known = subject.recipe, subject.context
@@ -186,7 +195,11 @@ def experiment_report(
         design=found.design | epoch | ({"ranks": recipe.nproc} if recipe.nproc > 1 else {}),
         **further,
     )
-    joules = {variant.name: variant.joules_per_token for variant in found.variants if variant.failed is None}
+    joules = {
+        variant.name: variant.joules_per_token
+        for variant in found.variants
+        if variant.failed is None
+    }
     cost = cost_of_experiment(
         report,
         recipe.price,

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from hasten.errors import InputError
 from hasten.machine.files import write_atomic
-from hasten.measure.ablation import Variant, Design
+from hasten.measure.ablation import Design, Variant
 from hasten.measure.statistics import Effect, Interval, paired_ratio, unpaired_ratio, verdict
 from hasten.report.runs import number
 
@@ -28,7 +28,9 @@ LARGEST = 64 << 20  # bytes of the file
 
 @dataclass(frozen=True)
 class BundledMeasurement:
-    """One variant's raw rounds: its own tokens per second, and the baseline's in the same rounds."""
+    """One variant's raw rounds: its own tokens per second, and the baseline's in the same
+    rounds.
+    """
 
     rounds: tuple[float, ...] = ()
     beside: tuple[float, ...] = ()
@@ -77,7 +79,9 @@ def measurements(variants: Iterable[Variant]) -> dict[str, BundledMeasurement]:
     return {
         variant.name: BundledMeasurement(
             rounds=tuple(variant.rounds),
-            beside=tuple(() if base.failed else variant.beside or base.rounds[: len(variant.rounds)]),
+            beside=tuple(
+                () if base.failed else variant.beside or base.rounds[: len(variant.rounds)]
+            ),
             idle=tuple(str(a["technique"]) for a in variant.effective if a["effective"] is False),
             failed=variant.failed,
         )

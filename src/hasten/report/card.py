@@ -25,7 +25,9 @@ SHOWN = ("name", "effect", "verdict", "quality")  # of the table of variants
 JobContext = Mapping[str, Any]
 
 
-def write_card(folder: Path, recipe: JobContext, summary: JobContext, report: JobContext | None = None) -> bool:
+def write_card(
+    folder: Path, recipe: JobContext, summary: JobContext, report: JobContext | None = None
+) -> bool:
     """Write the card into a model's or adapter's folder; False where a card of others stays.
 
     Args:
@@ -42,7 +44,9 @@ def write_card(folder: Path, recipe: JobContext, summary: JobContext, report: Jo
     return True
 
 
-def card_text(recipe: JobContext, summary: JobContext, report: JobContext | None, adapter: bool) -> str:
+def card_text(
+    recipe: JobContext, summary: JobContext, report: JobContext | None, adapter: bool
+) -> str:
     """The card: the same for the same run, whenever it is written."""
     base = str(recipe["model"])
     random = " (random weights)" if recipe.get("from_scratch") or base in PRESETS else ""

@@ -1,7 +1,7 @@
 """What was promised of each technique, or of a published plan, beside what was measured here.
 
-A claim belongs to one technique, so it is judged by two variants that differ by this technique alone,
-one of which has its effect against the other: its interval and its word decide.
+A claim belongs to one technique, so it is judged by two variants that differ by this technique
+alone, one of which has its effect against the other: its interval and its word decide.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def claims_of(techniques: Iterable[Technique], variants: Sequence[Variant]) -> l
 
 
 def pair_of(technique: str, variants: Sequence[Variant]) -> tuple[Variant, Variant] | None:
-    """The first variant without a technique and with it, of which one is judged against the other."""
+    """The first variant without a technique and with it, of which one is judged against the
+    other.
+    """
     by_name = {variant["name"]: variant for variant in variants}
     for variant in variants:
         other = by_name.get(variant.get("against"))
@@ -52,7 +54,9 @@ def without_quality(word: str) -> str:
     return "fell short: the model is worse" if word == "held" else word
 
 
-def _checked(metric: str, claimed: float, name: str, without: Variant, with_: Variant) -> tuple[str, str]:
+def _checked(
+    metric: str, claimed: float, name: str, without: Variant, with_: Variant
+) -> tuple[str, str]:
     """What two variants show of a claim, and the verdict on it."""
     ratio, effect = with_["effect"] or NOT_MEASURED, verdict_word(with_["verdict"])
     if without["against"] == with_["name"]:  # the variant leaves out what the other has
@@ -103,9 +107,9 @@ QUALITY = "quality"  # a claim of any measure of it: here it is the eval loss
 def preset_claims(preset: Mapping[str, Any], report: Mapping[str, Any]) -> list[Row]:
     """Rows for the report's ``claims``: switches without a technique, the whole, what isn't fit.
 
-    A claim that a technique carries itself stands in the report already, beside the two variants that
-    differ by it alone; one that only the published plan makes is checked on the variant that has the
-    technique and no other, against the baseline.
+    A claim that a technique carries itself stands in the report already, beside the two variants
+    that differ by it alone; one that only the published plan makes is checked on the variant that
+    has the technique and no other, against the baseline.
     """
     source = preset["source"]
     told = {(_base(c["technique"]), c["metric"]) for c in report["claims"]}
@@ -118,7 +122,9 @@ def preset_claims(preset: Mapping[str, Any], report: Mapping[str, Any]) -> list[
     missing = [switch["name"] for switch in preset["switches"] if "missing" in switch]
     name = "the whole plan" + (f" without {', '.join(missing)}" if missing else "")
     rows += [
-        _row(name, claim, claim.get("source", source), *_total(claim, report["variants"][-1], report))
+        _row(
+            name, claim, claim.get("source", source), *_total(claim, report["variants"][-1], report)
+        )
         for claim in preset["totals"]
     ]
     for entry in preset.get("not_comparable", ()):
@@ -151,7 +157,11 @@ def _alone(
     if "missing" in switch:
         return "not measured", f"{UNKNOWN}: {switch['missing']}"
     name = switch["technique"]
-    single = (variant for variant in report["variants"] if [_base(t) for t in variant["techniques"]] == [name])
+    single = (
+        variant
+        for variant in report["variants"]
+        if [_base(t) for t in variant["techniques"]] == [name]
+    )
     variant = next(single, None)
     if variant is None:
         return "not measured apart", UNKNOWN
@@ -171,7 +181,8 @@ def _total(claim: Mapping[str, Any], final: Variant, report: Mapping[str, Any]) 
     return measured, without_quality(word) if verdict_word(final["quality"]) == "worse" else word
 
 
-# Claims on a figure itself, by name: how it is read off a variant, and whether more of it is better.
+# Claims on a figure itself, by name: how it is read off a variant, and whether more of it is
+# better.
 ABSOLUTE = {
     "parallel_efficiency": True,
     "utilisation": True,
@@ -181,7 +192,9 @@ ABSOLUTE = {
 PER_RUN = ("samples_per_second", "cost")  # figures of one job on one machine, comparable to none
 
 
-def _absolute(claim: Mapping[str, Any], final: Variant, report: Mapping[str, Any]) -> tuple[str, str]:
+def _absolute(
+    claim: Mapping[str, Any], final: Variant, report: Mapping[str, Any]
+) -> tuple[str, str]:
     """A claim on a share: the baseline's, the variant's, and whether it reaches what was said."""
     metric = claim["metric"]
     shares = [_share(metric, variant) for variant in (report["variants"][0], final)]
@@ -210,7 +223,9 @@ def _share(metric: str, variant: Mapping[str, Any]) -> Any:
 
 
 def _per_run(metric: str, final: Mapping[str, Any], report: Mapping[str, Any]) -> str:
-    """Examples a second, or the price of a pass over the data: of the baseline and of the variant."""
+    """Examples a second, or the price of a pass over the data: of the baseline and of the
+    variant.
+    """
     design, cost = report.get("design") or {}, report.get("cost") or {}
     tokens, examples = design.get("epoch_tokens"), design.get("epoch_examples")
     rates = [variant["tokens_per_second"]["median"] for variant in (report["variants"][0], final)]
@@ -229,7 +244,9 @@ def _per_run(metric: str, final: Mapping[str, Any], report: Mapping[str, Any]) -
 def _quality(report: Mapping[str, Any]) -> tuple[str, str]:
     """The eval loss of the last variant and the first, by the margin that was fixed before."""
     found = report.get("quality") or {}
-    losses = [variant.get("eval_loss") for variant in (report["variants"][0], report["variants"][-1])]
+    losses = [
+        variant.get("eval_loss") for variant in (report["variants"][0], report["variants"][-1])
+    ]
     if None in losses or not found:
         return "not measured", UNKNOWN
     said = " → ".join(words(loss, "loss") for loss in losses)

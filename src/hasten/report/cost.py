@@ -97,7 +97,8 @@ def cost_of_experiment(
     per_million = {
         variant["name"]: price.money(1e6 / rate, paid, energy.get(variant["name"]))
         for variant in variants
-        if (rate := variant["tokens_per_second"]["median"]) and verdict_word(variant["verdict"]) != "failed"
+        if (rate := variant["tokens_per_second"]["median"])
+        and verdict_word(variant["verdict"]) != "failed"
     }
     cost: dict[str, Any] = {
         "currency": price.currency,

@@ -1,8 +1,9 @@
 """All judgements of a report: ratios over common rounds, the noise, what gained, what did not pay.
 
-A ratio is taken only between rounds that ran in the same turn. Variants of one experiment may have been
-measured in groups, because memory holds only so many at once; then each carries the baseline's
-values of its own rounds (``Variant.beside``), and two variants of different groups never ran side by side.
+A ratio is taken only between rounds that ran in the same turn. Variants of one experiment may have
+been measured in groups, because memory holds only so many at once; then each carries the baseline's
+values of its own rounds (``Variant.beside``), and two variants of different groups never ran side
+by side.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ NOT_MEASURED: dict[str, float | None] = {"median": None, "low": None, "high": No
 
 
 def ratios_of(variant: Variant, base: Variant) -> list[float]:
-    """The variant's tokens per second over the baseline's, round by round; empty if one has none."""
+    """The variant's tokens per second over the baseline's, round by round; empty if one has
+    none.
+    """
     if variant.failed is not None or base.failed is not None:
         return []
     beside = variant.beside or base.rounds
@@ -57,10 +60,14 @@ def ratio_to(variant: Variant, base: Variant) -> Interval | None:
     return ratio_of_rounds(found, variant.process_variance) if found else None
 
 
-def ratio_between(variant: Variant, other: Variant, base: Variant) -> tuple[Interval, list[float]] | None:
-    """One variant over another, and its value in each round; of different groups without the latter.
+def ratio_between(
+    variant: Variant, other: Variant, base: Variant
+) -> tuple[Interval, list[float]] | None:
+    """One variant over another, and its value in each round; of different groups without the
+    latter.
 
-    Variants of different groups are compared by their ratios to the baseline, each of its own rounds.
+    Variants of different groups are compared by their ratios to the baseline, each of its own
+    rounds.
     """
     if other is base or variant is base or _side_by_side([variant, other]):
         theirs = variant.beside if other is base and variant.beside else other.rounds
@@ -97,7 +104,8 @@ def noise_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
     text += f" Changes below {100 * floor:.1f} % are not counted as gain or harm."
     if process_variance is not None:
         text += (
-            f" Processes of one program lie {100 * process_variance.spread:.1f} % apart here (standard "
+            f" Processes of one program lie {100 * process_variance.spread:.1f} % apart here "
+            f"(standard "
             "deviation, from all variants' builds); intervals allow for it."
         )
     text += _losses_apart(variants)
@@ -127,7 +135,9 @@ def _losses_apart(variants: Sequence[Variant]) -> str:
 def interaction_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
     """All techniques together against the product of their single gains; None where not asked."""
     base = variants[0]
-    together = next((variant for variant in variants if variant.kind == "all" and len(variant.plan) > 1), None)
+    together = next(
+        (variant for variant in variants if variant.kind == "all" and len(variant.plan) > 1), None
+    )
     if together is None or not any(variant.kind == "single" for variant in variants):
         return None
     singles = []
@@ -165,8 +175,12 @@ def rebuilt_of(variant: Variant, base: Variant) -> dict[str, Any] | None:
 
 
 def _widened(ratio: Interval, variant: Variant, variants: float = 2.0) -> Interval:
-    """At least as wide as the process_variance of the processes makes it, where that is known."""
-    return ratio if variant.process_variance is None else variant.process_variance.widened(ratio, variants=variants)
+    """At least as wide as the process variance of the processes makes it, where that is known."""
+    return (
+        ratio
+        if variant.process_variance is None
+        else variant.process_variance.widened(ratio, variants=variants)
+    )
 
 
 def _again(variants: Sequence[Variant]) -> list[float]:
@@ -184,7 +198,7 @@ def _joint(together: Variant, singles: Sequence[Variant], base: Variant) -> Inte
     every = [beside, together.rounds, *(variant.rounds for variant in singles)]
     rounds = min(len(values) for values in every)
     first, second, *rest = (values[:rounds] for values in every)
-    # The baseline's process_variance is in every single gain and once in that of all together.
+    # The baseline's process variance is in every single gain and once in that of all together.
     return _widened(joint_ratio(first, second, rest), base, 1 + len(rest) + (len(rest) - 1) ** 2)
 
 
@@ -202,17 +216,18 @@ def _interaction_words(ratio: Interval) -> str:
 
 # One judgement per variant: its effect against the variant that it belongs beside, and its quality.
 #
-# A variant's effect is its speed against another variant: on a cumulative the row above, for a plan without
-# one technique the whole plan, else the baseline. Whether the model is as good is judged apart,
-# against the baseline. The effect's word is the first that applies: it failed; it is a row of a
-# cumulative that adds several techniques at once, so that its effect is that of none of them; nobody
-# knows what its techniques did; none of those that the other variant hasn't acted. Only then does the
-# ratio decide, by the rules of `significance.judge_effects`: beyond the noise floor of the
+# A variant's effect is its speed against another variant: on a cumulative the row above, for a plan
+# without one technique the whole plan, else the baseline. Whether the model is as good is judged
+# apart, against the baseline. The effect's word is the first that applies: it failed; it is a row
+# of a cumulative that adds several techniques at once, so that its effect is that of none of them;
+# nobody knows what its techniques did; none of those that the other variant hasn't acted. Only then
+# does the ratio decide, by the rules of `significance.judge_effects`: beyond the noise floor of the
 # experiment and after Holm's correction for the number of its variants.
 
 MARGIN = 0.01  # of the eval loss: fixed before any run, for the whole plan; wide for one seed
 GUILTY = FAILED
-Verification = Sequence[Mapping[str, Any]]  # report.verification: one entry per technique that was tested
+# report.verification: one entry per technique that was tested
+Verification = Sequence[Mapping[str, Any]]
 Row = Mapping[str, Any]  # a variant as the report has it
 Plans = Mapping[str, Sequence[str]]  # each variant's techniques as texts, by the variant's name
 
@@ -221,8 +236,8 @@ Plans = Mapping[str, Sequence[str]]  # each variant's techniques as texts, by th
 class Judgement:
     """What is said of one variant.
 
-    ``verdict`` is about ``effect``, its speed over that of the variant ``against``; ``p_value`` is the
-    one after the correction. ``quality`` is about its model against the baseline's.
+    ``verdict`` is about ``effect``, its speed over that of the variant ``against``; ``p_value`` is
+    the one after the correction. ``quality`` is about its model against the baseline's.
     """
 
     verdict: str
@@ -261,7 +276,8 @@ def judge_variants(
     usable = others if _has_result(base) else {}
     effects = {n: ratio_between(a, usable[n], base) for a in variants if (n := a.name) in usable}
     rows = _cumulative(variants, plans)[1:]
-    rows = rows or [variant.name for variant in variants[1:] if variant.name.startswith("+ ")]  # of a cumulative's end
+    # of a cumulative's end
+    rows = rows or [variant.name for variant in variants[1:] if variant.name.startswith("+ ")]
     several = {n: new for n in rows if n in usable and len(new := _new(n, others, plans)) > 1}
     known = {n: effect for n, effect in effects.items() if effect is not None and n not in several}
     words = judge_effects(known, floor, base.process_variance)
@@ -303,7 +319,9 @@ def _cumulative(variants: Sequence[Variant], plans: Plans) -> list[str]:
 
 def references(variants: Sequence[Variant], plans: Plans) -> dict[str, Variant]:
     """The variant that the effect of each variant with a result is against, by name."""
-    measured = [variant for variant in variants[1:] if variant.kind != "again" and _has_result(variant)]
+    measured = [
+        variant for variant in variants[1:] if variant.kind != "again" and _has_result(variant)
+    ]
     whole = [variant for variant in measured if variant.kind == "all"] or [variants[0]]
     found = {a.name: whole[-1] if a.kind == "leave-one-out" else variants[0] for a in measured}
     above, cumulative = variants[0], _cumulative(variants, plans)
@@ -324,7 +342,9 @@ def cumulative_of(variants: Sequence[Row]) -> list[Row]:
 
 
 def quality(final: Variant, base: Variant, verification: Verification = ()) -> dict[str, Any]:
-    """Whether the model is as good: by the verification, and by the eval loss after equal tokens."""
+    """Whether the model is as good: by the verification, and by the eval loss after equal
+    tokens.
+    """
     found = _eval_data(final, base)
     guilty = guilty_of(map(str, final.plan), verification)
     if not guilty:
@@ -346,7 +366,8 @@ def idle_techniques(variant: Variant) -> list[str]:
 
 def last_loss(variant: Variant) -> float | None:
     """The eval loss at the end; None for a variant that failed or had no look after training."""
-    looked = bool(variant.eval_data) and variant.eval_data[-1][0] > 0  # the first look is at 0 tokens
+    # the first look is at 0 tokens
+    looked = bool(variant.eval_data) and variant.eval_data[-1][0] > 0
     return variant.eval_data[-1][1] if looked and not variant.failed else None
 
 
@@ -378,7 +399,9 @@ def _effect_text(variant: Variant, own: Collection[str], said: EffectVerdict) ->
     return f"{said.word}: {', '.join(at_rest)} did not act" if at_rest else said.text
 
 
-def _quality_of(variant: Variant, base: Variant, verification: Verification, techniques: Iterable[str]) -> str | None:
+def _quality_of(
+    variant: Variant, base: Variant, verification: Verification, techniques: Iterable[str]
+) -> str | None:
     """Whether a variant's model is as good as the baseline's, with the reason where it is worse."""
     if variant is base or variant.kind == "again" or not _has_result(variant):
         return None
@@ -409,9 +432,9 @@ def _eval_data(final: Variant, base: Variant) -> dict[str, Any]:
     return {"margin": MARGIN, "verdict": "not worse" if change <= MARGIN else "worse", "text": text}
 
 
-# What several variants of a report say together. A variant's own verdict is about its effect against one
-# other variant, and stands in the report. What a technique still gains beside all the others needs two
-# other variants; it is a ratio paired by round, as everywhere.
+# What several variants of a report say together. A variant's own verdict is about its effect
+# against one other variant, and stands in the report. What a technique still gains beside all the
+# others needs two other variants; it is a ratio paired by round, as everywhere.
 
 _SAME = 1e-3  # by which a ratio may differ from its rounds' for being rounded
 _SENSIBLE = (1e-50, 1e50)  # tokens per second; beyond, logarithms and their squares lose meaning
@@ -434,7 +457,9 @@ def result_of(variants: Sequence[Row]) -> Row:
 
 
 def paired_speed(one: Row, other: Row, base: Row) -> Interval | None:
-    """The speed of the other variant over the one's, paired by round; None if they can't be paired."""
+    """The speed of the other variant over the one's, paired by round; None if they can't be
+    paired.
+    """
     found = {id(row): measured_variant(row, base) for row in (base, one, other)}
     sides = found[id(other)], found[id(one)]
     if not all(side.rounds for side in sides):
@@ -444,7 +469,8 @@ def paired_speed(one: Row, other: Row, base: Row) -> Interval | None:
 
 
 def measured_variant(row: Row, base: Row) -> Variant:
-    """A variant of a report with what verdicts need of it; without rounds where they can't be paired.
+    """A variant of a report with what verdicts need of it; without rounds where they can't be
+    paired.
 
     A variant without `beside`, whose ratio isn't that of its rounds over the baseline's, has run in
     other turns.
@@ -479,7 +505,9 @@ def on_the_whole(variant: Row, report: Mapping[str, Any]) -> str:
 
 
 def switches(variants: Sequence[Row]) -> list[SwitchGain]:
-    """Every technique of the whole plan, where it was measured apart; not what a cumulative shows."""
+    """Every technique of the whole plan, where it was measured apart; not what a cumulative
+    shows.
+    """
     final = result_of(variants)
     wanted = set(final["techniques"])
     apart = [a for a in variants[1:] if a is not final and a["kind"] not in ("again", "cumulative")]
@@ -499,7 +527,8 @@ def switches(variants: Sequence[Row]) -> list[SwitchGain]:
 def fastest_of_equal_quality(report: Mapping[str, Any]) -> Row | None:
     """The fastest variant whose model isn't worse; None where nothing was measured.
 
-    The baseline is one of these variants. Of a cumulative, last rows that aren't likely to gain anything
+    The baseline is one of these variants. Of a cumulative, last rows that aren't likely to gain
+    anything
     are left off: the simpler plan wins, as with ``plan: auto``.
     """
     variants: Sequence[Row] = report["variants"]
@@ -507,7 +536,10 @@ def fastest_of_equal_quality(report: Mapping[str, Any]) -> Row | None:
     if base["tokens_per_second"]["median"] is None:
         return None
     equal = [variant for variant in variants[1:] if verdict_word(variant["quality"]) == "not worse"]
-    every: list[Row] = [base, *(variant for variant in equal if variant["ratio"]["median"] is not None)]
+    every: list[Row] = [
+        base,
+        *(variant for variant in equal if variant["ratio"]["median"] is not None),
+    ]
     best = max(every, key=lambda variant: variant["ratio"]["median"] or 0.0)
     rows = cumulative_of(variants)
     place = next((i for i, row in enumerate(rows) if row is best), 0)
@@ -543,8 +575,15 @@ def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
     variants, floor, found = report["variants"], report["noise"]["floor"], []
     quality_of = {variant["name"]: variant["quality"] for variant in variants}
     for variant in compared(variants):
-        word, reasons = verdict_word(variant["verdict"]), [effect_words(variant), variant["verdict"]]
-        if verdict_word(variant["quality"]) == "worse" != verdict_word(quality_of.get(variant["against"])):
+        word, reasons = (
+            verdict_word(variant["verdict"]),
+            [effect_words(variant), variant["verdict"]],
+        )
+        if (
+            verdict_word(variant["quality"])
+            == "worse"
+            != verdict_word(quality_of.get(variant["against"]))
+        ):
             word, reasons = word if word == "hurt" else "worse", [*reasons, variant["quality"]]
         if word in ("worse", "hurt", "no effect", "undecided"):
             found.append({"name": variant["name"], "why": "; ".join(reasons), "word": word})
@@ -595,7 +634,9 @@ def amount(value: object) -> str:
 
 
 def _in_turn(variant: Row, base: Row) -> bool:
-    """Whether the variant's ratio is that of its rounds over the baseline's, as far as it is known."""
+    """Whether the variant's ratio is that of its rounds over the baseline's, as far as it is
+    known.
+    """
     pairs = zip(variant["rounds"], base["rounds"], strict=False)
     ratios = [a / b for a, b in pairs if _sensible(a) and _sensible(b)]
     told = variant["ratio"]["median"]
@@ -610,7 +651,9 @@ def _sensible(value: float | None) -> bool:
 
 
 def effect_words(variant: Row, usual: str | None = None) -> str:
-    """A variant's own effect with its interval, and against which variant if that isn't the usual one."""
+    """A variant's own effect with its interval, and against which variant if that isn't the usual
+    one.
+    """
     if variant["kind"] == "again":
         return span(variant["ratio"], "times")
     if verdict_word(variant["verdict"]) == "baseline":
@@ -625,7 +668,9 @@ def variants_that_hurt(variants: Sequence[Row]) -> set[str]:
     Not those that leave a technique out: there it is good news for the technique.
     """
     return {
-        a["name"] for a in variants if verdict_word(a["verdict"]) == "hurt" and a["kind"] != "left out"
+        a["name"]
+        for a in variants
+        if verdict_word(a["verdict"]) == "hurt" and a["kind"] != "left out"
     }
 
 

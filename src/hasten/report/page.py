@@ -34,15 +34,15 @@ from hasten.report.judgement import (
     Row,
     amount,
     any_known,
-    variants_that_hurt,
     compared,
-    effect_words,
     cumulative_of,
+    effect_words,
     lead_of,
     on_the_whole,
     reason_of,
     result_of,
     unpaid,
+    variants_that_hurt,
     verdict_word,
 )
 from hasten.report.markup import LONGEST, cell, markdown_table
@@ -200,7 +200,9 @@ def _shortened(read: dict[str, Any], limits: PageLimits) -> dict[str, Any]:
     plain["samples"] = [{k: _cut(text, _SAMPLE) for k, text in one.items()} for one in samples]
     short = {key: cut(value) for key, value in plain.items()}
     short["more_samples"] = len(read["samples"]) - len(samples)
-    short["variants"] = [{key: cut(value) for key, value in variant.items()} for variant in variants]
+    short["variants"] = [
+        {key: cut(value) for key, value in variant.items()} for variant in variants
+    ]
     kept_as_it_is = {key: read[key] for key in ("created", "created_words")}
     return short | kept_as_it_is | {"cut": "; ".join(dict.fromkeys(counts))}
 
@@ -232,7 +234,11 @@ def _embedded(plain: Mapping[str, Any]) -> tuple[str, bool]:
     Where the whole would make the page too heavy, curves become means; report.json keeps all.
     """
     for most in (None, 200, 50):
-        variants = plain["variants"] if most is None else [_thinned(variant, most) for variant in plain["variants"]]
+        variants = (
+            plain["variants"]
+            if most is None
+            else [_thinned(variant, most) for variant in plain["variants"]]
+        )
         text = _inert(json.dumps({**plain, "variants": variants}))
         if len(text) <= _EMBEDDED:
             return text, most is None
@@ -248,7 +254,9 @@ def _inert(text: str) -> str:
 
 
 def _thinned(variant: Mapping[str, Any], most: int) -> dict[str, Any]:
-    curves = {key: thin(variant[key], most) for key in ("loss_curve", "eval_curve") if variant.get(key)}
+    curves = {
+        key: thin(variant[key], most) for key in ("loss_curve", "eval_curve") if variant.get(key)
+    }
     return {**variant, **curves}
 
 
@@ -259,14 +267,17 @@ def _thinned(variant: Mapping[str, Any], most: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """The variants as rows of text: a heading for each column, and for each variant its cells by column."""
+    """The variants as rows of text: a heading for each column, and for each variant its cells by
+    column.
+    """
 
     columns: dict[str, str]
     rows: list[dict[str, str]]
 
 
 def table_of(report: Mapping[str, Any]) -> ReportTable:
-    """What each variant did: its own effect first, then the ratio to the baseline, then its quality.
+    """What each variant did: its own effect first, then the ratio to the baseline, then its
+    quality.
 
     Where every effect is against the baseline anyway, there is no second column of it.
     """
@@ -329,7 +340,9 @@ def proofs(variants: Sequence[Row]) -> list[dict[str, Any]]:
     for (technique, effective, evidence), names in found.items():
         every_user = len(names) == users[technique] > 1
         said = f"all {len(names)} with it" if every_user else ", ".join(names)
-        rows.append({"technique": technique, "effective": effective, "evidence": evidence, "variants": said})
+        rows.append(
+            {"technique": technique, "effective": effective, "evidence": evidence, "variants": said}
+        )
     return rows
 
 
@@ -386,7 +399,9 @@ def unmeasured(report: Mapping[str, Any]) -> list[str]:
     found += [
         f"{a['name']}: {a['verdict']}" for a in variants if verdict_word(a["verdict"]) == "failed"
     ]
-    untested = (row for row in report["verification"] if verdict_word(row["verdict"]) == "not tested")
+    untested = (
+        row for row in report["verification"] if verdict_word(row["verdict"]) == "not tested"
+    )
     found += [f"Equal quality of {row['technique']}: {reason_of(row)}" for row in untested]
     lines = (row for row in report["invariance"] if verdict_word(row["verdict"]) == "not tested")
     found += [f"Invariance, {row['what']}: {reason_of(row)}" for row in lines]
@@ -420,7 +435,9 @@ def more_rounds(variant: Mapping[str, Any], design: Mapping[str, Any]) -> str | 
 
 
 def load_of_others(variants: Sequence[Row]) -> str | None:
-    """How much of the processor others used while the variants had their turns; None: not measured."""
+    """How much of the processor others used while the variants had their turns; None: not
+    measured.
+    """
     load = [value for variant in variants for value in variant["foreign_load"] if value is not None]
     if not load:
         return None
@@ -430,8 +447,8 @@ def load_of_others(variants: Sequence[Row]) -> str | None:
 
 # The report in short, as Markdown that reads well in a terminal too.
 #
-# The table of variants; below it the reasons behind verdicts, the noise floor, what did not pay, where
-# the verification objects, and the cost. The page has the rest.
+# The table of variants; below it the reasons behind verdicts, the noise floor, what did not pay,
+# where the verification objects, and the cost. The page has the rest.
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
@@ -499,7 +516,9 @@ def _money(read: Mapping[str, Any]) -> Iterator[str]:
     prices = cost["per_million_tokens"]
     if prices is not None:
         ends = [read["variants"][0], result_of(read["variants"])]
-        said = " → ".join(words(priced(prices, variant), "price") for variant in ends[: len(read["variants"])])
+        said = " → ".join(
+            words(priced(prices, variant), "price") for variant in ends[: len(read["variants"])]
+        )
         yield f"{cell(cost['currency'] or 'cost')} per million tokens: {said}"
     experiment = cost["experiment"]
     if experiment["money"] is not None:

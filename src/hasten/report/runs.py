@@ -189,10 +189,17 @@ def _logged(path: Path) -> RunFacts:
 
 def _variants(path: Path, report: Mapping[str, Any]) -> list[RunFacts]:
     variants = report.get("variants")
-    if not _list(variants) or not variants or not all(isinstance(variant, dict) for variant in variants):
+    if (
+        not _list(variants)
+        or not variants
+        or not all(isinstance(variant, dict) for variant in variants)
+    ):
         raise InputError(f"{path} is not a report: it lists no variants; see docs/report-schema.md")
     label = path.parent.name if path.is_file() else path.name
-    return [_variant(label, variant, report) for variant in (variants[0], *variants[-1:][: len(variants) - 1])]
+    return [
+        _variant(label, variant, report)
+        for variant in (variants[0], *variants[-1:][: len(variants) - 1])
+    ]
 
 
 def _variant(label: str, variant: Mapping[str, Any], report: Mapping[str, Any]) -> RunFacts:

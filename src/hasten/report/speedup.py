@@ -7,10 +7,10 @@ Gradual optimisation tries one technique more at a time, and only what pays is k
   3. the technique is kept if its whole interval lies above the noise floor, it was seen to act, and
      the model isn't worse; else the next one is tried without it
 
-Each of the n techniques gets one chance, so one of n that do nothing would be kept by chance n times
-as often. Holm's correction orders all p-values first, which nobody has while climbing; so every
-decision is taken at its first and strictest threshold, a doubt of 5 % / n (Bonferroni): that is
-never laxer than Holm's.
+Each of the n techniques gets one chance, so one of n that do nothing would be kept by chance n
+times as often. Holm's correction orders all p-values first, which nobody has while climbing; so
+every decision is taken at its first and strictest threshold, a doubt of 5 % / n (Bonferroni): that
+is never laxer than Holm's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Literal
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.formatting import span
-from hasten.measure.ablation import Variant, Design, Kind, Which, plans_of, with_second_baseline
+from hasten.measure.ablation import Design, Kind, Variant, Which, plans_of, with_second_baseline
 from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared
 from hasten.measure.statistics import Interval, paired_ratio, verdict
 from hasten.progress import Audience, SilentProgress
@@ -36,7 +36,8 @@ from hasten.report.markup import cell, markdown_table
 DOUBT = 0.05  # of all decisions of a greedy search together
 FLOOR = 0.01  # a gain that nobody should act on
 
-Measure = Callable[[Plan, Plan], tuple[Variant, Variant]]  # the plan so far, and with one technique more
+# the plan so far, and with one technique more
+Measure = Callable[[Plan, Plan], tuple[Variant, Variant]]
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,11 @@ def decide(technique: Technique, before: Variant, after: Variant, doubt: float) 
     if not ratios:
         return rung(False, f"the plan so far has no result: {before.failed or 'no rounds'}")
     ratio = paired_ratio([1.0] * len(ratios), ratios, confidence=1 - doubt)
-    ratio = ratio if after.process_variance is None else after.process_variance.widened(ratio, confidence=1 - doubt)
+    ratio = (
+        ratio
+        if after.process_variance is None
+        else after.process_variance.widened(ratio, confidence=1 - doubt)
+    )
     if after.unfinished is not None:
         return rung(False, f"what it did is not known: {after.unfinished}", ratio)
     if technique.name() in idle_techniques(after):
@@ -188,8 +193,8 @@ def greedy_recipe(
 ) -> GreedySearch:
     """LiveSetting the recipe's techniques on one at a time, measure each, keep what pays.
 
-    Each decision is an experiment with an example of its own, so that a greedy search that was interrupted
-    goes on. At the end the plan that is left is measured against the baseline.
+    Each decision is an experiment with an example of its own, so that a greedy search that was
+    interrupted goes on. At the end the plan that is left is measured against the baseline.
 
     Args:
         recipe: a recipe, or the path of one; its plan lists the techniques in question.

@@ -1,4 +1,5 @@
-"""The report's drawings: from numbers to accessible inline SVG, and which variants each drawing shows.
+"""The report's drawings: from numbers to accessible inline SVG, and which variants each drawing
+shows.
 
 Every drawing takes its width in CSS pixels, so that the page can hold a wide and a narrow one and
 text keeps its size on a telephone. A value that wasn't measured (None, NaN, infinite) leaves a gap,
@@ -373,9 +374,10 @@ def _deviations(values: Sequence[float]) -> list[float]:
 
 # The report's drawings by name: which variants each one shows, in which colours, with which words.
 #
-# Drawings with a row per variant exist twice, for wide and for narrow screens. Which of the drawings of
-# speed there are depends on the variants: a waterfall where they are a cumulative, pairs of bars (alone,
-# and beside all the others) where switches were measured apart, plain bars for all other variants.
+# Drawings with a row per variant exist twice, for wide and for narrow screens. Which of the
+# drawings of speed there are depends on the variants: a waterfall where they are a cumulative,
+# pairs of bars (alone, and beside all the others) where switches were measured apart, plain bars
+# for all other variants.
 
 WIDTHS = (800, 324)  # pixels of a drawing for wide and for narrow screens
 _CURVES = (390, 250)  # pixels, width and height
@@ -400,7 +402,10 @@ def drawings(report: Mapping[str, Any]) -> Drawings:
     for name, key in (("eval_data", "eval_curve"), ("training", "loss_curve")):
         if any(variant[key] for variant in variants):
             title = f"{'Held-out' if name == 'eval_data' else 'Training'} loss"
-            curves = [Curve(variant["name"], variant[key], _tone(variant, variants)) for variant in ordered]
+            curves = [
+                Curve(variant["name"], variant[key], _tone(variant, variants))
+                for variant in ordered
+            ]
             found[name] = [line_chart(title, curves, _CURVES, UNITS["tokens"])]
     return found
 
@@ -414,7 +419,11 @@ def _speeds(report: Mapping[str, Any]) -> dict[str, Draw]:
     if pairs:
         shown |= {switch.alone["name"] for switch in apart if switch.alone}
         shown |= {variant["name"] for variant in variants if variant["kind"] == "leave-one-out"}
-    rest = [variant for variant in variants if variant["name"] not in shown and variant["kind"] != "again"]
+    rest = [
+        variant
+        for variant in variants
+        if variant["name"] not in shown and variant["kind"] != "again"
+    ]
     found: dict[str, Draw] = {}
     if cumulative:
         steps = _waterfall(cumulative, report)
@@ -449,7 +458,9 @@ def _waterfall(cumulative: Sequence[Row], report: Mapping[str, Any]) -> list[Bar
     bars, height = [_speed(cumulative[0], report)], cumulative[0]["ratio"]["median"]
     for variant in cumulative[1:]:
         found = _speed(variant, report)
-        bars.append(replace(found, tone=_tone_of(variant, verdict_word(variant["verdict"])), start=height))
+        bars.append(
+            replace(found, tone=_tone_of(variant, verdict_word(variant["verdict"])), start=height)
+        )
         height = found.value if found.value is not None else height
     return bars
 
@@ -477,7 +488,9 @@ def _memory(variants: Sequence[Row]) -> Draw:
     for variant in (variant for variant in variants if variant["kind"] != "again"):
         used = variant["peak_memory_bytes"]
         value = None if used is None else used / unit
-        bars.append(Bar(variant["name"], _used(variant, variants[0]), value, tone=_tone(variant, variants)))
+        bars.append(
+            Bar(variant["name"], _used(variant, variants[0]), value, tone=_tone(variant, variants))
+        )
     return lambda width: bar_chart("Peak memory", bars, width, 0, lambda v: f"{v:g} {sign}")
 
 
@@ -486,14 +499,18 @@ def _byte_unit(values: Sequence[float | None]) -> tuple[float, str]:
 
 
 def _rounds(variants: Sequence[Row]) -> Draw:
-    strips = [Strip(a["name"], _reach(a["rounds"]), a["rounds"], _tone(a, variants)) for a in variants]
+    strips = [
+        Strip(a["name"], _reach(a["rounds"]), a["rounds"], _tone(a, variants)) for a in variants
+    ]
     return lambda width: strip_chart("Speed in each round", strips, width)
 
 
 def _loads(variants: Sequence[Row]) -> dict[str, Draw]:
     """What others took of the machine in each round, for the variants that say so."""
     strips = []
-    for variant in (variant for variant in variants if any(v is not None for v in variant["foreign_load"])):
+    for variant in (
+        variant for variant in variants if any(v is not None for v in variant["foreign_load"])
+    ):
         known = [value for value in variant["foreign_load"] if value is not None]
         text = f"most {words(max(known), 'percent')}"
         strips.append(Strip(variant["name"], text, known, _tone(variant, variants)))
@@ -533,7 +550,9 @@ def _second_unit(values: Sequence[float]) -> tuple[float, str]:
 
 
 def _tone(variant: Row, variants: Sequence[Row]) -> str:
-    return "base" if variant is variants[0] else "final" if variant is result_of(variants) else "other"
+    return (
+        "base" if variant is variants[0] else "final" if variant is result_of(variants) else "other"
+    )
 
 
 def _used(variant: Row, base: Row) -> str:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from hasten.core.technique import Technique
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.allocator import Allocator
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.average import WeightAverage
-from hasten.techniques.batch import GradientAccumulation, AdaptiveBatch
+from hasten.techniques.batch import AdaptiveBatch, GradientAccumulation
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
+from hasten.techniques.communication.compress import Half, PowerSGD, Quantised, TopK
+from hasten.techniques.communication.local import LocalSteps, Stream
+from hasten.techniques.communication.topology import Hierarchical
 from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
 from hasten.techniques.feed import Prefetched
@@ -25,13 +29,9 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from hasten.techniques.threads import Threads
-from hasten.techniques.communication.compress import Half, PowerSGD, Quantised, TopK
-from hasten.techniques.communication.local import LocalSteps, Stream
-from hasten.techniques.communication.topology import Hierarchical
 
 CATALOGUE: tuple[type[Technique], ...] = (
     PackedEpoch,

@@ -11,7 +11,15 @@ from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, EffectCheck, LiveSetting, Technique, knob, setting
+from hasten.core.technique import (
+    EffectCheck,
+    Fidelity,
+    Forecast,
+    LiveSetting,
+    Technique,
+    knob,
+    setting,
+)
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.techniques import batch as changing
 

@@ -12,7 +12,7 @@ from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Claim, Fidelity, Forecast, EffectCheck, Technique, knob, setting
+from hasten.core.technique import Claim, EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.models import adapters
 from hasten.parts.nn.quantised import KINDS, Kind
 

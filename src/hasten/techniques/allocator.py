@@ -9,7 +9,7 @@ from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, EffectCheck, Technique, knob
+from hasten.core.technique import EffectCheck, Fidelity, Technique, knob
 from hasten.machine import environment, memory
 from hasten.machine.threads import started_with
 

@@ -10,7 +10,7 @@ from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, EffectCheck, Technique
+from hasten.core.technique import EffectCheck, Fidelity, Technique
 from hasten.parts.kernels import registry
 from hasten.parts.nn import attention, kernel_variants
 from hasten.parts.nn.causal_lm import causal_lm
@@ -61,7 +61,9 @@ class DocumentAttention(Technique):
         layers = max(session.setup.context.model.layers, 1)
         said = f"{calls + kernel} calls of attention in {layers} layers over some examples"
         if kernel:
-            return EffectCheck(True, f"{said}, {kernel} of them by a kernel for whole rows of documents")
+            return EffectCheck(
+                True, f"{said}, {kernel} of them by a kernel for whole rows of documents"
+            )
         return EffectCheck(
             calls > layers,
             said + (", one for each document" if calls > layers else ": each row is one document"),

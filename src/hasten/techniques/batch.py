@@ -16,7 +16,15 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.step import Engine, PlainEngine, SendsGradientsLate
-from hasten.core.technique import Fidelity, Forecast, EffectCheck, LiveSetting, Technique, knob, setting
+from hasten.core.technique import (
+    EffectCheck,
+    Fidelity,
+    Forecast,
+    LiveSetting,
+    Technique,
+    knob,
+    setting,
+)
 from hasten.errors import InputError
 from hasten.machine.environment import ranks_here
 from hasten.machine.memory import Headroom, is_out_of_memory, memory_meter
@@ -215,7 +223,8 @@ class AdaptiveBatch(Technique):
         return EffectCheck(
             found.steps > 0 and (found.passes > found.steps or found.larger > 0),
             f"{found.passes} passes in {found.steps} steps, {found.redone} redone, "
-            f"micro-batch of {found.room.size} positions after {found.room.changes} changes{larger}",
+            f"micro-batch of {found.room.size} "
+            f"positions after {found.room.changes} changes{larger}",
         )
 
 

@@ -14,7 +14,7 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.state import restore, state_of, told
-from hasten.core.technique import Fidelity, EffectCheck, Technique, setting
+from hasten.core.technique import EffectCheck, Fidelity, Technique, setting
 from hasten.errors import InputError
 from hasten.parts.checkpoint import SmartCheckpointer
 from hasten.parts.checkpoint.state import moments_to_come

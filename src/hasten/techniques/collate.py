@@ -9,7 +9,7 @@ from hasten.core.job import with_language_counts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique
+from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique
 from hasten.parts.data import collate
 from hasten.parts.nn import attention
 from hasten.techniques import probes
@@ -45,7 +45,8 @@ class Packed(Technique):
         if not examples.tokens:
             return Forecast()
         mean = examples.tokens / examples.count
-        return Forecast(positions=mean / max(examples.longest, 1))  # at worst: every batch has a longest
+        # at worst: every batch has a longest
+        return Forecast(positions=mean / max(examples.longest, 1))
 
     def check_effect(self, session: Session) -> EffectCheck:
         positions, tokens = session.progress.positions, session.progress.tokens
@@ -59,4 +60,6 @@ class Packed(Technique):
         if padded is None:
             return EffectCheck(effective, evidence)
         there = padded.positions > padded.tokens  # or there was nothing to take out
-        return EffectCheck(effective and there, f"{evidence}; padded rows have {padded.padding_share:.1%}")
+        return EffectCheck(
+            effective and there, f"{evidence}; padded rows have {padded.padding_share:.1%}"
+        )

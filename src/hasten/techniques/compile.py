@@ -20,7 +20,7 @@ from hasten.core.job import Collate, Job, MicroBatch
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, EffectCheck, Technique, knob, setting
+from hasten.core.technique import EffectCheck, Fidelity, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.parts.kernels.build import COMPILERS
 from hasten.parts.nn.compile import CompiledBlocks, filled_rows
@@ -39,7 +39,9 @@ class Compiled(Technique):
     slot = Slot.COMPILE
     fidelity = Fidelity.ROUNDING
     auto = "try"
-    bucket: int = knob(256, "rows are filled to a multiple of so many positions", choices=(128, 256))
+    bucket: int = knob(
+        256, "rows are filled to a multiple of so many positions", choices=(128, 256)
+    )
     dynamic: bool = setting(False, "one translation for all lengths; slower code")
     mode: str = setting("default", "torch.compile's mode; reduce-overhead: CUDA graphs (GPU)")
     shapes: int = setting(4, "shapes that are compiled; any other runs as it is")

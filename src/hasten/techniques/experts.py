@@ -10,7 +10,7 @@ from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, EffectCheck, Technique, knob
+from hasten.core.technique import EffectCheck, Fidelity, Technique, knob
 from hasten.errors import InputError
 from hasten.parts.kernels import registry
 from hasten.parts.nn import fused_experts, kernel_variants
@@ -85,7 +85,9 @@ class ExpertsImplementation(Technique):
         chosen = "fused" if layers else str(model.config._experts_implementation)
         seen = probes.operators(session) if session.setup.job.device == "cpu" else None
         if seen is None:
-            return EffectCheck(chosen == self.kind, f"the model's experts are computed by {chosen} code")
+            return EffectCheck(
+                chosen == self.kind, f"the model's experts are computed by {chosen} code"
+            )
         ran = next((kind for kind, sign in SIGNS.items() if probes.count(seen, sign)), "other")
         sign = SIGNS.get(ran, "operators that aren't known here")
         return EffectCheck(

@@ -11,7 +11,7 @@ from hasten.core.job import MicroBatch
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob, setting
+from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.parts.data.prefetch import ReadAhead, SmartPrefetcher
 
 
@@ -42,12 +42,14 @@ class Prefetched(Technique):
         setup.feed = PrefetchedFeed(self)
 
     def forecast(self, context: JobContext) -> Forecast:
-        # At least: token ids, labels and positions, int64, of one mean example in each waiting step.
-        # How many examples a step has the facts don't say.
+        # At least: token ids, labels and positions, int64, of one mean example in each waiting
+        # step. How many examples a step has the facts don't say.
         examples = context.examples
         mean = examples.tokens / examples.count if examples.count else 0.0
         waiting = 3 * 8 * mean * self.lookahead
-        return Forecast(resident_bytes=min(waiting, self.memory_mb * 1e6) if context.on_gpu else 0.0)
+        return Forecast(
+            resident_bytes=min(waiting, self.memory_mb * 1e6) if context.on_gpu else 0.0
+        )
 
     def check_effect(self, session: Session) -> EffectCheck:
         feed = session.setup.feed

@@ -10,7 +10,7 @@ from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Claim, Fidelity, Forecast, EffectCheck, Technique
+from hasten.core.technique import Claim, EffectCheck, Fidelity, Forecast, Technique
 from hasten.machine.gain import Gain
 from hasten.parts.kernels import registry
 from hasten.parts.nn import fused_layers, kernel_variants
@@ -74,4 +74,6 @@ class FusedLayers(Technique):
         if seen is None:
             return EffectCheck(bool(bound), said)
         ran = probes.count(seen, *OPERATORS)
-        return EffectCheck(ran > 0, f"{said}; {ran} of its kernels ran in one pass over some examples")
+        return EffectCheck(
+            ran > 0, f"{said}; {ran} of its kernels ran in one pass over some examples"
+        )

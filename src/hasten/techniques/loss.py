@@ -10,7 +10,15 @@ from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Claim, Fidelity, Forecast, EffectCheck, LiveSetting, Technique, knob
+from hasten.core.technique import (
+    Claim,
+    EffectCheck,
+    Fidelity,
+    Forecast,
+    LiveSetting,
+    Technique,
+    knob,
+)
 from hasten.errors import InputError
 from hasten.parts.kernels import registry
 from hasten.parts.nn import kernel_variants

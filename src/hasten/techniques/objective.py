@@ -10,7 +10,7 @@ from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, setting
+from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, setting
 from hasten.errors import InputError
 from hasten.parts.nn import multi_token
 from hasten.parts.nn.multi_token import MultiToken

@@ -18,7 +18,7 @@ from hasten.core.job import NamedParameters, OptimizerFactory
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob
+from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob
 from hasten.errors import InputError
 from hasten.machine.gain import Gain
 from hasten.parts.kernels import registry

@@ -15,7 +15,7 @@ from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import GivenPrecision, Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Claim, Fidelity, Forecast, EffectCheck, Technique, knob, setting
+from hasten.core.technique import Claim, EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.machine.gain import Gain
 from hasten.parts.distributed.local_shards import LocalShards
@@ -51,7 +51,8 @@ def _slow_bf16(context: JobContext) -> tuple[str, ...]:
     if context.on_gpu or not known or set(BF16_KERNELS) & set(context.hardware.instruction_sets):
         return ()
     return (
-        f"{context.hardware.cpu} multiplies bf16 in software only (neither AVX-512 nor AMX nor Arm's "
+        f"{context.hardware.cpu} multiplies bf16 in software only (neither AVX-512 nor AMX nor "
+        f"Arm's "
         "bf16), many times slower than float32: leave it out (emulate: true has it all the same)",
     )
 
@@ -211,7 +212,9 @@ class Float8(Technique):
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         found = []
         old = [
-            g for g in context.hardware.accelerators if _capability(g.capability) < FLOAT8_CAPABILITY
+            g
+            for g in context.hardware.accelerators
+            if _capability(g.capability) < FLOAT8_CAPABILITY
         ]
         if not self.emulate and not context.on_gpu:
             found.append("a processor has no float8 products (emulate: true shows their rounding)")

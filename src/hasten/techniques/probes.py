@@ -1,9 +1,10 @@
 """What probes look at: operators that a pass really runs, and how examples really lie.
 
 A setting proves nothing; a fused kernel may be bound to every layer and refuse every tensor. So a
-probe runs one forward pass of the finished session on a few of its examples and counts the operators
-that torch dispatches, kernels of hasten's own included (they are operators under ``hasten::``).
-Compiled graphs step aside for that pass, random state and counters of the run stay as they were.
+probe runs one forward pass of the finished session on a few of its examples and counts the
+operators that torch dispatches, kernels of hasten's own included (they are operators under
+``hasten::``). Compiled graphs step aside for that pass, random state and counters of the run stay
+as they were.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ def laid_out(session: Session, sampler: Sampler | None, collate: Collate) -> Wor
     found = WorkCounts()
     for pieces in islice(sampler.local_steps(0, layout.data_rank, layout.data_size), steps):
         for piece in filter(None, pieces):
-            parts = setup.split_micro_batches([setup.job.examples[i] for i in piece])  # as BATCH does
+            # as BATCH does
+            parts = setup.split_micro_batches([setup.job.examples[i] for i in piece])
             found = sum((collate(part).counts for part in parts if part), found)
     return found

@@ -14,7 +14,7 @@ from hasten.core.session import Session
 from hasten.core.setup import Routing, Setup
 from hasten.core.slot import Slot
 from hasten.core.step import forward_of
-from hasten.core.technique import Fidelity, EffectCheck, Technique, knob
+from hasten.core.technique import EffectCheck, Fidelity, Technique, knob
 from hasten.errors import InputError
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.router_balance import (

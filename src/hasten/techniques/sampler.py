@@ -9,7 +9,7 @@ from hasten.core.job import ShuffledOrder
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob
+from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob
 from hasten.errors import InputError
 from hasten.parts.data.epoch_order import GroupedOrder, PackedOrder, quadratic_share
 from hasten.techniques import probes
@@ -20,8 +20,8 @@ class PackedEpoch(Technique):
     """Full rows out of the examples of the whole epoch, dealt to ranks by what they cost.
 
     A row is a micro-batch of its rank, which BATCH can cut but never mixes with another. A step
-    has ``global_batch_tokens // row_tokens`` rows, or as many as hold ``global_batch_size`` examples
-    on average; a row never takes more than a step's tokens. Lay rows out with ``packed``.
+    has ``global_batch_tokens // row_tokens`` rows, or as many as hold ``global_batch_size``
+    examples on average; a row never takes more than a step's tokens. Lay rows out with ``packed``.
     """
 
     slot = Slot.SAMPLER
@@ -54,7 +54,8 @@ class PackedEpoch(Technique):
         row = max(min(self.row_tokens, of_step), longest)
         quadratic = quadratic_share(setup.context.model.hidden_size)
         order = PackedOrder(job.lengths, row, max(of_step // row, 1), job.seed, quadratic)
-        if job.batch.examples:  # rows aren't all full: the average of examples is what was asked for
+        # rows aren't all full: the average of examples is what was asked for
+        if job.batch.examples:
             found = order.efficiency.rows * job.batch.examples / len(job.lengths)
             order.rows_per_step = max(round(found), 1)
         return order

@@ -12,7 +12,7 @@ from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, EffectCheck, Technique, knob, setting
+from hasten.core.technique import EffectCheck, Fidelity, Technique, knob, setting
 from hasten.machine import environment, threads
 
 

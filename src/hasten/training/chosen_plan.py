@@ -24,8 +24,8 @@ from hasten.machine.environment import World
 from hasten.machine.files import write_atomic
 from hasten.machine.processes import LoadMeter
 from hasten.measure.choose import LONGEST_SECONDS, Choice, choose, choose_by_forecast
-from hasten.measure.quality.verification import VerificationDesign, verified
 from hasten.measure.quality.requirements import FAILED
+from hasten.measure.quality.verification import VerificationDesign, verified
 from hasten.parts.checkpoint.format import read_manifest
 from hasten.progress import Audience
 from hasten.recipe.build import prepare_run, requested_plan
@@ -114,7 +114,9 @@ def _proven(recipe: Recipe, choice: Choice, audience: Audience) -> Choice:
     lossy = recipe.auto_plan is not None and recipe.auto_plan.fidelity == "lossy"
     design = VerificationDesign(seeds=SEEDS if lossy else 0, budget_seconds=budget)
     found = verified(settled, context, plan, data.note.key, design, audience.tell, fresh=False)
-    wrong = {row["technique"]: row["text"] for row in found["verification"] if row["verdict"] in FAILED}
+    wrong = {
+        row["technique"]: row["text"] for row in found["verification"] if row["verdict"] in FAILED
+    }
     whole = [row["what"] for row in found["invariance"] if row["verdict"] in FAILED]
     untested = [row["technique"] for row in found["verification"] if row["verdict"] == "not tested"]
     if not wrong and whole:

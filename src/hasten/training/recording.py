@@ -183,7 +183,9 @@ def _processor_temperature() -> float | None:
 
 
 @contextmanager
-def recorded(watch: EvaluationSchedule, session: Session, recipe: Recipe, output: Path) -> Iterator[EvaluationSchedule]:
+def recorded(
+    watch: EvaluationSchedule, session: Session, recipe: Recipe, output: Path
+) -> Iterator[EvaluationSchedule]:
     """Around a run's steps, on every rank: the watch with the recording of the run in it."""
     context = session.setup.context
     recording = Recording(

@@ -26,16 +26,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hasten.core.health import StepChecks, SlowLink, SpikeWatch, check_comparable, check_policy
+from hasten.core.health import SlowLink, SpikeWatch, StepChecks, check_comparable, check_policy
 from hasten.core.job import share_of
 from hasten.core.loop import (
     Evaluation,
+    EvaluationSchedule,
     Outcome,
     ShutdownNotice,
-    EvaluationSchedule,
-    request_stop,
-    fit,
     defer_signals,
+    fit,
+    request_stop,
 )
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble

@@ -40,7 +40,7 @@ def tune(
 
     Args:
         job: a recipe or its path.
-        budget: 90s, 8m, 1h30m or seconds: for trials and final_comparison together.
+        budget: 90s, 8m, 1h30m or seconds: for trials and final comparison together.
         options: how.
         audience: is told how it goes on.
         prove: finds what the verification has against a plan with lossy techniques.
@@ -142,7 +142,7 @@ class _Tuning:
         self._folder.keep_best(self._subject.text(leader, words))
 
     def _judge(self, study: Study, left: float) -> dict[str, Any]:
-        """The final_comparison, and of its winners the best that nothing speaks against."""
+        """The final comparison, and of its winners the best that nothing speaks against."""
         subject, leaders = self._subject, study.leaders()
         found: dict[str, Any] | None = None
         winner = None
@@ -151,7 +151,9 @@ class _Tuning:
             def show(text: str) -> None:
                 self._audience.show(text, 0.99)
 
-            self._audience.show(f"final_comparison of {len(leaders)} with the start", 1 - left / self._seconds)
+            self._audience.show(
+                f"final_comparison of {len(leaders)} with the start", 1 - left / self._seconds
+            )
             found = subject.final_comparison(leaders, left, study.step_seconds, show)
             for place, leader in enumerate(leaders, start=2):
                 found["variants"][place]["settings"] = subject.space.settings(leader)

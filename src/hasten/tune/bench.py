@@ -328,7 +328,9 @@ class ReferencePair:
 
 
 def turn_steps(most: int, step_seconds: float, together: int = 1) -> int:
-    """Steps of a turn of the final comparison, about a second of the start: short turns see one machine."""
+    """Steps of a turn of the final comparison, about a second of the start: short turns see one
+    machine.
+    """
     if step_seconds <= 0:
         return most
     return max(together, min(most, math.ceil(SHORT / step_seconds)))

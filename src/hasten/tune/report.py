@@ -9,7 +9,13 @@ from html import escape
 from typing import Any
 
 from hasten.measure.ablation import Variant
-from hasten.report.judgement import floor_of, idle_techniques, judge_variants, ratio_to, verdict_word
+from hasten.report.judgement import (
+    floor_of,
+    idle_techniques,
+    judge_variants,
+    ratio_to,
+    verdict_word,
+)
 from hasten.report.markup import html_table
 from hasten.tune.space import Space
 from hasten.tune.study import Study
@@ -33,7 +39,8 @@ svg {{ max-width: 100%; height: auto; }} text {{ fill: var(--ink); font-size: 12
 .best {{ fill: none; stroke: var(--good); stroke-width: 2; }} .bar {{ fill: var(--good); }}
 .axis {{ stroke: var(--faint); }}
 </style></head><body><h1>{title}</h1><p>{lead}</p>
-<h2>FinalComparison</h2>{final_comparison}{final}<h2>History</h2>{history}<h2>Importance</h2>{importance}<h2>Trials</h2>{trials}
+<h2>FinalComparison</h2>{final
+comparison}{final}<h2>History</h2>{history}<h2>Importance</h2>{importance}<h2>Trials</h2>{trials}
 </body></html>
 """
 
@@ -78,7 +85,7 @@ def study_document(
 
 
 def final_rows(variants: Sequence[Variant]) -> dict[str, Any]:
-    """The final_comparison as the study's JSON has it; places of ``rows`` follow the variants."""
+    """The final comparison as the study's JSON has it; places of ``rows`` follow the variants."""
     words = judge_variants(variants)
     rows = []
     for variant, said in zip(variants, words, strict=True):
@@ -100,7 +107,9 @@ def final_rows(variants: Sequence[Variant]) -> dict[str, Any]:
 
 
 def is_fit(row: Mapping[str, Any]) -> bool:
-    """Whether a variant could be taken if it is better: it ran, its model isn't worse, as proven."""
+    """Whether a variant could be taken if it is better: it ran, its model isn't worse, as
+    proven.
+    """
     bad = verdict_word(row["verdict"]) == "failed" or verdict_word(row.get("quality")) == "worse"
     return not bad and row.get("refused") is None
 
@@ -140,7 +149,11 @@ def result_sentence(found: Mapping[str, Any]) -> str:
         why = found["final_comparison"]["variants"][2]["verdict"].partition(": ")[2]
         return f"Not proven ({why}): the best of the trials is in best.yaml. {said}"
     if winner is None:
-        why = "No significant difference" if found["final_comparison"] else "Nothing was better by the trials"
+        why = (
+            "No significant difference"
+            if found["final_comparison"]
+            else "Nothing was better by the trials"
+        )
         return f"{why}: keep the settings as they are. {said}"
     ratio = winner["ratio"]
     span = f"{ratio['median']:.3f}×"
@@ -157,9 +170,13 @@ def _words(changes: Mapping[str, Any]) -> str:
 
 
 def is_proven(found: Mapping[str, Any]) -> bool:
-    """Whether nothing is left to prove: there was nobody to final_comparison with, or a final comparison had rounds."""
+    """Whether nothing is left to prove: there was nobody to final comparison with, or a final
+    comparison had rounds.
+    """
     final_comparison = found["final_comparison"]
-    return final_comparison is None or any(variant["rounds"] for variant in final_comparison["variants"][2:])
+    return final_comparison is None or any(
+        variant["rounds"] for variant in final_comparison["variants"][2:]
+    )
 
 
 def page(found: Mapping[str, Any], title: str, said: str) -> str:

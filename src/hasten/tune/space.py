@@ -157,11 +157,13 @@ class Space:
 # Nothing here knows a technique: the catalogue, and bounds that follow from the job, are handed in.
 # A slot is a dimension with ``none`` and the names that could fill it on this job; a knob is a
 # dimension that matters where its technique was chosen. Techniques of the recipe keep what isn't a
-# knob. What a technique's ``unsupported_reasons`` or its own checks object to is refused before it is tried.
+# knob. What a technique's ``unsupported_reasons`` or its own checks object to is refused before it
+# is tried.
 
 NONE = "none"
 MOST_VALUES = 6  # of a range
-TRUST = {"positions": 1.0, "flops": 0.7, "bytes": 0.4, "comm_bytes": 0.3}  # of a step's time, at most
+# of a step's time, at most
+TRUST = {"positions": 1.0, "flops": 0.7, "bytes": 0.4, "comm_bytes": 0.3}
 CLAIMED = 0.5  # share of a promise that is believed beforehand
 MEANT = 0.01  # a technique of unknown gain is meant to gain something
 TURNED = 0.003  # of a gain, for a knob that isn't where its author has set it

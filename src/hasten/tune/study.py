@@ -3,8 +3,8 @@
 Everything that is found goes into a record, line by line, so that a study that was killed goes on
 from there: what was tried is told to the proposer again, and nothing is measured twice. The last
 part of the budget is kept: first for a final, in which the best few take turns among themselves,
-since the best of many trials is in part process_variance; then for the final comparison, in which they are measured again
-beside the start, in the final's order as far as the time allows.
+since the best of many trials is in part process variance; then for the final comparison, in which
+they are measured again beside the start, in the final's order as far as the time allows.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ NOISE_SHARE = 0.08  # of the budget, if the noise has been seen twice by then
 DUEL_SHARE = 0.22  # of the budget, at least
 FINAL_SHARE = 0.2  # the same
 FINALISTS = 4
-DUEL_STARTS = 3.5  # starts of a process that a final comparison needs at least, its first rounds included
+# starts of a process that a final comparison needs at least, its first rounds included
+DUEL_STARTS = 3.5
 FINAL_HOPE = 0.3  # below the best, as a logarithm: no finalist, whose turns would be long
 FINAL_PASSES = 4  # fewer decide nothing
 FEWEST = 5  # trials before a study may end early
@@ -164,7 +165,7 @@ class Search:
     def _finalists(self, study: Study, proposer: Proposer) -> list[Point]:
         """The best few as far as memory holds them all, by what all trials say of each.
 
-        A value of its own is in part process_variance, of one round most of all.
+        A value of its own is in part process variance, of one round most of all.
         """
         better = study.leaders(len(study.rows))
         values = dict(zip(better, proposer.believed(better) if better else (), strict=True))
@@ -202,7 +203,7 @@ class Search:
         """Seconds that the next trial leaves for what comes after the trials.
 
         As long as nothing is better than the start, nothing is sure to come: then half of the
-        final_comparison's part is kept, should the last trial be the first that is better.
+        final comparison's part is kept, should the last trial be the first that is better.
         """
         least = DUEL_STARTS * self._bench.start_seconds
         if len(study.rows) < LEAST_TRIALS:
@@ -232,13 +233,16 @@ class Search:
         return noise
 
     def _afford(self, more: float) -> None:
-        """Refuse a budget that doesn't hold what is still to come, one trial and the final comparison."""
+        """Refuse a budget that doesn't hold what is still to come, one trial and the final
+        comparison.
+        """
         before = self._started - self._began
         least = (self._clock() - self._started) + more + self._trial_time + self.reserve
         if before + least > self._budget:
             gone = f", and {rounded_up(before)} of it went by before the first start"
             raise InputError(
-                f"budget: {rounded_up(self._budget)} is too short: the noise, one trial and a final comparison "
+                f"budget: {rounded_up(self._budget)} is too short: the noise, one trial and a "
+                f"final comparison "
                 f"take about {rounded_up(least / (1 - DUEL_SHARE))} on this job and machine"
                 f"{gone if before > GONE * self._budget else ''}"
             )

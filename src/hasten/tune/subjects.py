@@ -1,4 +1,6 @@
-"""A recipe as it is tuned: a space of plans, processes to measure in, a final comparison, the winner's text."""
+"""A recipe as it is tuned: a space of plans, processes to measure in, a final comparison, the
+winner's text.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +158,8 @@ class RecipeSubject:
         step_seconds: float,
         tell: Callable[[str], None],
     ) -> dict[str, Any]:
-        """The final_comparison's rows: the start, again, then the leaders, as `hasten speedup` measures.
+        """The final comparison's rows: the start, again, then the leaders, as `hasten speedup`
+        measures.
 
         The budget drops the second baseline last, and never the last variant, which is the result.
 
@@ -233,7 +236,9 @@ class RecipeSubject:
 
 
 class _FinalProgress:
-    """Hands a final comparison's progress on without its own share, which is that of another budget."""
+    """Hands a final comparison's progress on without its own share, which is that of another
+    budget.
+    """
 
     def __init__(self, audience: Audience, tell: Callable[[str], None]) -> None:
         self._audience, self._tell = audience, tell

@@ -27,7 +27,7 @@ from hasten.measure.quality.bench import (
 )
 from hasten.parts.data.collate import tokenized_example
 from measure.quality.verify_plants import bench
-from tiny import job_context, language_job, examples, tiny_model
+from tiny import examples, job_context, language_job, tiny_model
 
 SEVEN = ModelFacts("llama", 6_900_000_000, 4096, 30, 102_400)
 KNOWN = job_context(language_job())

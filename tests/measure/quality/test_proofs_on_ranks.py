@@ -8,7 +8,7 @@ import pytest
 
 from hasten.core.plan import Plan
 from hasten.measure.quality.gradients import reference
-from hasten.measure.quality.requirements import FLOAT32, LEAK_FLOAT32, COMMUNICATION
+from hasten.measure.quality.requirements import COMMUNICATION, FLOAT32, LEAK_FLOAT32
 from hasten.measure.workers import merge_replies
 from measure.quality.verify_plants import bench
 from ranks import on_ranks

@@ -9,8 +9,9 @@ import pytest
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
-from hasten.measure.quality.verification import VerificationDesign, verification_report
 from hasten.measure.quality.requirements import FLOAT32, bound_of, failures, lossy_rows
+from hasten.measure.quality.verification import VerificationDesign, verification_report
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
@@ -18,7 +19,6 @@ from hasten.techniques.feed import Prefetched
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.precision import Autocast, BF16MasterWeights
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from measure.quality.verify_plants import (
     HalfRate,
     Here,
@@ -118,7 +118,9 @@ def test_what_could_not_be_run_is_not_tested_and_never_equal(tmp_path: Path) -> 
     def broken(orders: Any) -> list[dict[str, Any]]:
         return [{"failed": "no memory"} for _ in orders]
 
-    plan = Plan([Packed(), ActivationCheckpointing(), BF16MasterWeights(), CompactAdamW(), Prefetched()])
+    plan = Plan(
+        [Packed(), ActivationCheckpointing(), BF16MasterWeights(), CompactAdamW(), Prefetched()]
+    )
     report = verification_report(plan, broken, VerificationDesign(seeds=2, tokens=10))
     assert {row["verdict"] for key in report for row in report[key]} == {"not tested"}
     texts = [row["text"] for row in report["verification"]]

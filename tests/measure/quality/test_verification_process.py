@@ -12,8 +12,8 @@ import pytest
 from hasten.core.plan import Plan
 from hasten.measure.quality.runner import CheckRequest, QualityRunner
 from hasten.measure.workers import merge_replies
-from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
+from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.threads import Threads
 from simulation import IMPORTS
 
@@ -45,7 +45,10 @@ def test_plans_that_differ_in_what_a_process_keeps_have_processes_of_their_own(
     performs: Any,
 ) -> None:
     plain, loss, threads, more = performs(
-        order(), order("go", LabelledTokenLoss()), order("go", Threads()), order("go", ActivationCheckpointing())
+        order(),
+        order("go", LabelledTokenLoss()),
+        order("go", Threads()),
+        order("go", ActivationCheckpointing()),
     )
     assert plain["pid"] == loss["pid"] == more["pid"] != threads["pid"]
     assert (plain["variable"], threads["variable"]) == ("plain", "threads")

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from hasten.core.plan import Plan
-from hasten.measure.quality.verification import VerificationDesign, verification_report
 from hasten.measure.quality.runner import CheckRequest
+from hasten.measure.quality.verification import VerificationDesign, verification_report
 from hasten.techniques.collate import Packed
+from hasten.techniques.communication.compress import Half
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.optimizer import FusedAdamW
-from hasten.techniques.communication.compress import Half
 
 PLAN = Plan([Packed(), DDP(), Half(), FusedAdamW()])
 ANSWERS: dict[str, dict[str, Any]] = {

@@ -12,12 +12,12 @@ from hasten.machine.environment import World
 from hasten.measure.worker import QualityJob
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
+from hasten.techniques.communication.compress import Half
+from hasten.techniques.communication.local import LocalSteps
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
-from hasten.techniques.communication.compress import Half
-from hasten.techniques.communication.local import LocalSteps
 from measure.quality.verify_plants import Louder, Unscaled, bench
 
 HONEST = (Packed(), GradientAccumulation(micro_batch_size=3), LabelledTokenLoss())

@@ -1,4 +1,6 @@
-"""Planted techniques for the verification's tests: each does one kind of wrong, and nothing else."""
+"""Planted techniques for the verification's tests: each does one kind of wrong, and nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from hasten.core.plan import Plan
 from hasten.core.session import Session
 from hasten.core.setup import NoCompression, Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, EffectCheck, Technique
+from hasten.core.technique import EffectCheck, Fidelity, Technique
 from hasten.machine.environment import World
 from hasten.measure.quality.bench import CheckContext
 from hasten.measure.quality.runner import CheckRequest

@@ -11,7 +11,7 @@ import torch
 
 from hasten.parts import checkpoint
 from hasten.parts.checkpoint import MANIFEST, STATE
-from hasten.parts.checkpoint.format import bytes_in, archive
+from hasten.parts.checkpoint.format import archive, bytes_in
 from hasten.parts.checkpoint.saver import Saver
 
 

@@ -139,7 +139,8 @@ def test_what_is_sent_and_what_is_kept_are_what_was_there(
 @every
 def test_what_was_left_out_comes_later(communication: Codec) -> None:
     gradient, residual, sent = numbers(1000) * 1e-3, torch.zeros(1000), torch.zeros(1000)
-    rounds = 2000 if communication.name == "sign" else 200  # the largest wait until the mean is large enough
+    # the largest wait until the mean is large enough
+    rounds = 2000 if communication.name == "sign" else 200
     for _ in range(rounds):
         message, _ = communication.encode_with_feedback(gradient, residual)
         communication.decode(message, 1000, sent, add=True)
@@ -187,25 +188,35 @@ def test_a_sum_that_overflows_counts_as_not_finite(bits: int) -> None:
 
 @every
 def test_a_mean_is_summed_in_the_order_of_the_ranks(communication: Codec) -> None:
-    messages = torch.stack([communication.encode(numbers(700, seed) * 10.0**seed) for seed in range(5)])
+    messages = torch.stack(
+        [communication.encode(numbers(700, seed) * 10.0**seed) for seed in range(5)]
+    )
     total = communication.decode(messages[0], 700)
     for message in messages[1:]:
         total += communication.decode(message, 700)
     assert same_bits(communication.decode_mean(messages, 700), total * torch.tensor(1 / 5))
-    added = communication.decode(messages[1], 700, out=communication.decode(messages[0], 700), add=True)
-    assert same_bits(added, communication.decode(messages[0], 700) + communication.decode(messages[1], 700))
+    added = communication.decode(
+        messages[1], 700, out=communication.decode(messages[0], 700), add=True
+    )
+    assert same_bits(
+        added, communication.decode(messages[0], 700) + communication.decode(messages[1], 700)
+    )
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rounding_by_chance_is_right_in_the_mean_and_the_seed_decides_it(bits: int) -> None:
     communication, flat = QuantisedCodec(bits), numbers(2048)
-    drawn = torch.stack([communication.decode(communication.encode(flat, seed=s), 2048) for s in range(400)])
+    drawn = torch.stack(
+        [communication.decode(communication.encode(flat, seed=s), 2048) for s in range(400)]
+    )
     step = flat.view(-1, 256).abs().amax(1).repeat_interleave(256) / (2 ** (bits - 1) - 1)
     off = (drawn.double().mean(0) - flat) / step
     assert float(off.abs().max()) < 5 * 0.5 / math.sqrt(400)  # of 2048, beyond five sigmas: none
     assert abs(float(off.mean())) < 5 * 0.5 / math.sqrt(400 * 2048)
     assert torch.equal(communication.encode(flat, seed=3), communication.encode(flat, seed=3))
-    assert not torch.equal(communication.encode(flat, seed=3), communication.encode(flat, seed=3 + 2**33))
+    assert not torch.equal(
+        communication.encode(flat, seed=3), communication.encode(flat, seed=3 + 2**33)
+    )
     assert not torch.equal(communication.encode(flat, seed=-3), communication.encode(flat, seed=3))
     zero = communication.encode(torch.zeros(300), seed=1)
     assert torch.equal(zero, torch.zeros_like(zero))

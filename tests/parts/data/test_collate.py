@@ -108,11 +108,15 @@ def test_positions_lengths_and_boundaries_tell_the_same_story(
 
 
 @given(given_records=EXAMPLES)
-def test_padded_rows_keep_their_order_and_end_in_filler(given_records: list[TokenizedExample]) -> None:
+def test_padded_rows_keep_their_order_and_end_in_filler(
+    given_records: list[TokenizedExample],
+) -> None:
     batch = padded(given_records, PAD)
     longest = max(r.length for r in given_records)
     assert batch["input_ids"].shape == batch["labels"].shape == (len(given_records), longest)
-    for ids, labels, example in zip(batch["input_ids"], batch["labels"], given_records, strict=True):
+    for ids, labels, example in zip(
+        batch["input_ids"], batch["labels"], given_records, strict=True
+    ):
         assert ids[: example.length].tolist() == example.input_ids.tolist()
         assert (ids[example.length :] == PAD).all()
         assert (labels[example.length :] == IGNORED).all()

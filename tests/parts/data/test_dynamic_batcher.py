@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hasten import DynamicBatcher
-from hasten.parts.data.dynamic_batch import join_batches, example_count, select_examples
+from hasten.parts.data.dynamic_batch import example_count, join_batches, select_examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* examples (wait|at a time)")
 
@@ -86,7 +86,11 @@ def test_whole_batches_are_trained_as_long_as_they_fit() -> None:
 
 def test_beyond_the_largest_size_or_what_fits_the_rest_waits() -> None:
     for made in (limited(4), DynamicBatcher(2, 4, meter=plenty)):
-        with pytest.warns(UserWarning, match=r"6 examples wait: the loader gives 10 and a step tak"):
+        with pytest.warns(
+            UserWarning,
+            match=r"6 examples wait: the "
+            r"loader gives 10 and a step tak",
+        ):
             assert made.adjust_batch(torch.arange(10)).tolist() == [0, 1, 2, 3]
         assert made.held == 6
         assert made.adjust_batch(torch.arange(10, 12)).tolist() == [4, 5, 6, 7]  # said once
@@ -99,7 +103,9 @@ def test_a_loader_with_small_batches_is_told_once_and_a_short_tail_never() -> No
     made.update_after_step()
     assert made.size == 9
     made.adjust_batch(torch.arange(5))
-    with pytest.warns(UserWarning, match="gives 5 examples at a time, so batches stay at 5 of 9; b"):
+    with pytest.warns(
+        UserWarning, match="gives 5 examples at a time, so batches stay at 5 of 9; b"
+    ):
         made.adjust_batch(torch.arange(5))
     made.adjust_batch(torch.arange(5))
 

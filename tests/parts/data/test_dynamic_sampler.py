@@ -149,7 +149,9 @@ def test_a_record_without_a_length_is_named(example: Any) -> None:
 
 def test_a_record_beyond_the_budget_is_alone_or_refused_or_left_out_and_said() -> None:
     lengths = [3, 70, 90, 4]
-    with pytest.warns(UserWarning, match="2 examples have more .* longest 90, and are a batch each"):
+    with pytest.warns(
+        UserWarning, match="2 examples have more .* longest 90, and are a batch each"
+    ):
         alone = DynamicBatchSampler(None, 64, lengths=lengths)
     batches = sorted(map(sorted, alone))
     assert batches in ([[0, 3], [1], [2]], [[0], [1], [2], [3]])

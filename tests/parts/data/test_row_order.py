@@ -1,4 +1,6 @@
-"""Orders of an epoch: every example once, the same steps for any number of ranks, new each epoch."""
+"""Orders of an epoch: every example once, the same steps for any number of ranks, new each
+epoch.
+"""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.parts.distributed import weight_broadcast
 from hasten.parts.distributed.weight_broadcast import WeightBroadcast
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
-from hasten.techniques.activation_checkpointing import ActivationCheckpointing
-from tiny import job_context, language_job, examples, tiny_model
+from tiny import examples, job_context, language_job, tiny_model
 
 CASES: dict[str, tuple[str, tuple[Technique, ...]]] = {
     "plain": ("llama", (GradientAccumulation(micro_batch_size=2),)),

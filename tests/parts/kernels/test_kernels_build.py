@@ -25,7 +25,7 @@ from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.loss import LabelledTokenLoss
-from tiny import job_context, language_job, examples, run, session_of, tiny_model
+from tiny import examples, job_context, language_job, run, session_of, tiny_model
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler"

@@ -1,4 +1,5 @@
-"""Packed rows: the same logits and gradients as example by example, and no view of another document.
+"""Packed rows: the same logits and gradients as example by example, and no view of another
+document.
 
 The reference is the model itself, in float64, one example at a time. Norms, rotary tables and
 routers compute in float32 in these models whatever the weights are: a router's product rounds

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hasten.parts.kernels import experts, rowwise
 from hasten.parts.nn import fused_experts
-from hasten.techniques.experts import ExpertsImplementation
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
+from hasten.techniques.experts import ExpertsImplementation
 from tiny import language_job, run, session_of, tiny_model
 
 pytestmark = pytest.mark.skipif(rowwise.library().library is None, reason=rowwise.library().reason)
@@ -185,7 +185,14 @@ def test_registered_operators_pass_torch_s_own_checks(name: str) -> None:
     torch.library.opcheck(getattr(experts, name), given[name], test_utils=checks)
 
 
-@pytest.mark.parametrize("technique", [ActivationCheckpointing(), ActivationCheckpointing(segments=2), ActivationCheckpointing(budget=0.5)])
+@pytest.mark.parametrize(
+    "technique",
+    [
+        ActivationCheckpointing(),
+        ActivationCheckpointing(segments=2),
+        ActivationCheckpointing(budget=0.5),
+    ],
+)
 def test_experts_under_recompute_learn_the_same(technique: ActivationCheckpointing) -> None:
     fused = ExpertsImplementation(kind="fused")
     job = language_job(lambda: tiny_model("deepseek_v3"), steps=3)

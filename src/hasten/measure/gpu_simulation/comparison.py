@@ -1,7 +1,8 @@
-"""What a training's step takes on its GPU beside what the GPU allows by simulation, after a few steps.
+"""What a training's step takes on its GPU beside what the GPU allows by simulation, after a few
+steps.
 
-    step 4   its operators are counted as they run: bytes, FLOPs, seconds by simulation, part by part
-    step 5   runs as ever, on the session's clock
+    step 4   its operators are counted as they run: bytes, FLOPs, seconds by simulation, part by
+    part step 5   runs as ever, on the session's clock
     one line the step's share of paper; below 40 % also the part that is farthest from it
 
 Counting changes no number. It takes one step some times as long, and where it fails, training goes
@@ -79,7 +80,9 @@ class SimulationComparison:
             self._end()
             self._counted_positions = metrics.positions
         elif self._steps == COUNTED_STEP + 1 and not self._counter.failed:
-            paper = _scaled(self._counter.seconds, metrics.positions / max(self._counted_positions, 1))
+            paper = _scaled(
+                self._counter.seconds, metrics.positions / max(self._counted_positions, 1)
+            )
             self._tell(line(self._inner.steps[-1], paper, self._name))
 
     def between_steps(self, *_: Any) -> None:
@@ -97,7 +100,9 @@ class SimulationComparison:
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Adds up what the operators of real tensors take on a device by simulation, by part of the step."""
+    """Adds up what the operators of real tensors take on a device by simulation, by part of the
+    step.
+    """
 
     def __init__(self, device: SimulatedDevice) -> None:
         super().__init__()

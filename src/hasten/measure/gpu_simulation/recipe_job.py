@@ -1,7 +1,8 @@
 """A recipe's session on the simulated device: its real plan, model and job, with examples made up.
 
-Nothing is read but the model's config: weights have no values by simulation, and every example is as long
-as the recipe allows. So a step is traced at full width, with as few layers and examples as wanted.
+Nothing is read but the model's config: weights have no values by simulation, and every example is
+as long as the recipe allows. So a step is traced at full width, with as few layers and examples as
+wanted.
 """
 
 from __future__ import annotations
@@ -134,7 +135,9 @@ class SimulatedRecipe:
             if self.recipe.auto_plan is None:
                 return plan
             fidelity = self.recipe.auto_plan.fidelity
-            return first_plan(candidates(whole.recipe, whole.context, fidelity), plan, whole.context)
+            return first_plan(
+                candidates(whole.recipe, whole.context, fidelity), plan, whole.context
+            )
 
     @cached_property
     def passes(self) -> int:
@@ -195,7 +198,9 @@ class SizedRecipe:
     def data(self) -> PreparedData:
         recipe = self.recipe
         rows = int(read_config(recipe.model).vocab_size)
-        examples = SimulatedExamples(STEPS * (recipe.global_batch_size or 1), recipe.cutoff_len, rows)
+        examples = SimulatedExamples(
+            STEPS * (recipe.global_batch_size or 1), recipe.cutoff_len, rows
+        )
         note = PreparedDataIndex("paper", "paper", "paper", None, None)
         return PreparedData(cast(Any, SimulatedTokenizer(rows)), cast(Any, examples), (), note)
 
@@ -215,7 +220,10 @@ class SizedRecipe:
         assert setup.sampler is not None  # the job has examples
         layout = setup.layout
         pieces = next(setup.sampler.local_steps(0, layout.data_rank, layout.data_size))
-        return sum(len(setup.split_micro_batches([setup.job.examples[i] for i in piece])) for piece in pieces)
+        return sum(
+            len(setup.split_micro_batches([setup.job.examples[i] for i in piece]))
+            for piece in pieces
+        )
 
     def session(self) -> Session:
         session = assemble(self.setup())

@@ -152,7 +152,8 @@ def _read(device: SimulatedDevice, answer: Mapping[str, Any]) -> SimulatedTrace 
         return InputError(str(answer["refused"]))
     if "failed" in answer:
         return InputError(
-            f"the step can't be traced by simulation: {answer['failed']}; on a GPU it may run all the "
+            f"the step can't be traced by simulation: {answer['failed']}; on a GPU it may run all "
+            f"the "
             "same"
         )
     return SimulatedTrace(device, [_rank(rank) for rank in answer["ranks"]])

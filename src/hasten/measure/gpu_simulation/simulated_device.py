@@ -61,7 +61,8 @@ def _check_build() -> None:
     version = runpy.run_path(str(Path(package.origin).with_name("version.py")))
     if version.get("cuda") or version.get("hip"):
         raise InputError(
-            "a step is traced by simulation with the CPU build of torch, and this is a build for GPUs: "
+            "a step is traced by simulation with the CPU build of torch, and this is a build for "
+            "GPUs: "
             "install the CPU build in another environment (README, choosing a torch build)"
         )
 

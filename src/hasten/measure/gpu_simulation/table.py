@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from hasten.measure.gpu_simulation.request import SimulatedTrace, RankTrace
+from hasten.measure.gpu_simulation.request import RankTrace, SimulatedTrace
 from hasten.measure.gpu_simulation.roofline import (
     ATTENTION,
     FP8,
@@ -18,7 +18,8 @@ from hasten.measure.gpu_simulation.roofline import (
     SimulatedDevice,
 )
 
-PARTS = ("forward", "backward", "optimizer", "between")  # as hasten.measure.gpu_simulation.tracer has them
+# as hasten.measure.gpu_simulation.tracer has them
+PARTS = ("forward", "backward", "optimizer", "between")
 OPERATORS, LINES = 12, 12  # that are shown
 QUANTITIES = ("calls", "launches", "bytes", "flops", "seconds")
 

@@ -23,8 +23,8 @@ from typing import Any
 
 from hasten.errors import InputError
 from hasten.machine.files import write_atomic
-from hasten.measure.gpu_simulation.simulated_device import simulate_devices
 from hasten.measure.gpu_simulation.roofline import SimulatedDevice, simulated_device
+from hasten.measure.gpu_simulation.simulated_device import simulate_devices
 
 RANK_SECONDS = 900.0  # then a rank hangs
 

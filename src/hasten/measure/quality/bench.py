@@ -1,4 +1,5 @@
-"""What a proof is made on: the user's own model and first examples, as far as memory and time allow.
+"""What a proof is made on: the user's own model and first examples, as far as memory and time
+allow.
 
 A proof compares gradients, and a float64 gradient of a large model fits no machine that trains it.
 So a proof may take the first examples of the first step, cut to a length, and the first layers of
@@ -138,7 +139,9 @@ def first_examples(job: Job, limits: CheckBudget) -> list[TokenizedExample]:
             found.append(example)
             tokens += example.length
     if len(found) < 2:
-        raise InputError("the verification needs two examples with trained tokens; this job has fewer")
+        raise InputError(
+            "the verification needs two examples with trained tokens; this job has fewer"
+        )
     return found
 
 

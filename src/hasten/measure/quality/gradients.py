@@ -119,7 +119,9 @@ def gradient(
     job = replace(bench.small(plan), optimizer=GradientRecorder, max_grad_norm=None)
     setup = prepare(job, plan, bench.context, bench.folder)
     if cut != "planned":
-        setup.split_micro_batches = in_one_piece if cut == "whole" else lambda examples: [[r] for r in examples]
+        setup.split_micro_batches = (
+            in_one_piece if cut == "whole" else lambda examples: [[r] for r in examples]
+        )
         setup.run_passes = run_once
     if padded:
         setup.collate = job.collate
@@ -180,7 +182,9 @@ def leak(bench: CheckContext, plan: Plan) -> dict[str, Any]:
     job = bench.small(plan)
     session = assemble(prepare(job, plan, bench.context, bench.folder))
     still(session.loss_module)
-    examples: list[TokenizedExample] = [job.examples[i] for i in range(min(DOCUMENTS, len(job.examples)))]
+    examples: list[TokenizedExample] = [
+        job.examples[i] for i in range(min(DOCUMENTS, len(job.examples)))
+    ]
     changed = others(examples)
     worst, where = 0.0, 0
     for index, example in enumerate(examples):

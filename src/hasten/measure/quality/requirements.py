@@ -63,10 +63,14 @@ class VerificationRow:
         return _plain(asdict(self))
 
 
-def owed(technique: Technique, test: str, verdict: str, text: str, **numbers: Any) -> VerificationRow:
+def owed(
+    technique: Technique, test: str, verdict: str, text: str, **numbers: Any
+) -> VerificationRow:
     """A line for a technique; ``numbers`` are found, allowed and seeds where there are any."""
     values = {"found": None, "allowed": None, **numbers}
-    return VerificationRow(technique.name(), technique.fidelity.name, test, verdict, text=text, **values)
+    return VerificationRow(
+        technique.name(), technique.fidelity.name, test, verdict, text=text, **values
+    )
 
 
 def failures(report: Mapping[str, Any]) -> list[str]:
@@ -169,7 +173,9 @@ def _differs(one: Reply, other: Reply) -> bool:
     return "failed" not in one and "failed" not in other and any(one[k] != other[k] for k in parts)
 
 
-def _row(technique: Technique, whole: Reply, rest: Reply, steps: int, repeats: bool) -> VerificationRow:
+def _row(
+    technique: Technique, whole: Reply, rest: Reply, steps: int, repeats: bool
+) -> VerificationRow:
     test = f"losses and weights of {steps} steps with and without it, bit by bit"
     failed = whole.get("failed") or rest.get("failed")
     if failed:
@@ -339,14 +345,16 @@ def _test(margin: float, names: Sequence[str] = ("eval loss",)) -> str:
     return f"{measures} at equal tokens, paired seeds, margin {100 * margin:g} % fixed before"
 
 
-# What ranks add to a verification's rows: examples dealt to them, and gradients that travel between them.
-#
-# A communication method of ROUNDING may send numbers in 16 bits, each rounded on its way there and back. So it is
-# not among the techniques that are tested together, whose bound is that of float32, but beside
+# What ranks add to a verification's rows: examples dealt to them, and gradients that travel between
 # them.
+#
+# A communication method of ROUNDING may send numbers in 16 bits, each rounded on its way there and
+# back. So it is not among the techniques that are tested together, whose bound is that of float32,
+# but beside them.
 
 ONE_PROCESS = "needs several ranks, and one process ran; nproc: 2 in the recipe runs two"
-Found = Mapping[str, Reply]  # of the orders `planned` and `communication` on all ranks, `single` on one
+# of the orders `planned` and `communication` on all ranks, `single` on one
+Found = Mapping[str, Reply]
 
 
 def split_row(ranks: int, found: Found, bound: Bound) -> Invariance:
@@ -368,7 +376,9 @@ def split_row(ranks: int, found: Found, bound: Bound) -> Invariance:
     return Invariance(what, "differs", here["error"], bound.whole, text)
 
 
-def communication_row(technique: Technique, ranks: int, found: Found, bound: Bound) -> VerificationRow:
+def communication_row(
+    technique: Technique, ranks: int, found: Found, bound: Bound
+) -> VerificationRow:
     """Whether gradients arrive as they left, but for the rounding of what travels."""
     test = f"gradient of one step on {ranks} ranks against float64, all that isn't lossy beside it"
     if ranks == 1:
@@ -381,7 +391,9 @@ def communication_row(technique: Technique, ranks: int, found: Found, bound: Bou
         text = f"without it, too: {bound.words(without)}"
         return owed(technique, test, "undecided", text)
     allowed = Bound(
-        max(COMMUNICATION, bound.whole), max(TENSOR * COMMUNICATION, bound.tensor), max(LOSS_FLOAT32, bound.loss)
+        max(COMMUNICATION, bound.whole),
+        max(TENSOR * COMMUNICATION, bound.tensor),
+        max(LOSS_FLOAT32, bound.loss),
     )
     verdict = "equal" if allowed.excess(answer) <= 1 else "differs"
     text = f"{allowed.words(answer)}; without it the gradient is {short(without)}"
@@ -412,7 +424,9 @@ LAYOUTS = {  # name -> (what it is in words, cut, rows as without a technique)
     "padded": ("rows padded, whatever the plan's collator", "whole", True),
 }
 
-LATER = 3  # step: DDP forms its buckets anew after the first, and a communication method may begin with the next
+# step: DDP forms its buckets anew after the first, and a communication method may begin with the
+# next
+LATER = 3
 
 
 class Gradients:
@@ -427,7 +441,9 @@ class Gradients:
         self.close = self.base.with_(*(t for t in rounding if t.slot not in apart))
         self.single = Plan(t for t in self.close if t.slot is not Slot.LAYOUT)  # for one process
         communications = [t for t in rounding if t.slot is Slot.COMMUNICATION]
-        self.communication = next((t for t in communications if t.fidelity is Fidelity.ROUNDING), None)
+        self.communication = next(
+            (t for t in communications if t.fidelity is Fidelity.ROUNDING), None
+        )
         self.precision = next((t for t in rounding if t.slot is Slot.PRECISION), None)
         self.optimizer = next((t for t in rounding if t.slot is Slot.OPTIMIZER), None)
         self.without_precision = Plan(t for t in plan if t.slot is not Slot.PRECISION)
@@ -457,7 +473,9 @@ class Gradients:
         if self.ranks > 1:
             orders["single"] = self._gradient(self.single, "planned", alone=True)
         if self.ranks > 1 and self.communication is not None:
-            orders["communication"] = self._gradient(self.close.with_(self.communication), "planned", step=LATER)
+            orders["communication"] = self._gradient(
+                self.close.with_(self.communication), "planned", step=LATER
+            )
         if self.precision is not None:
             bare = self.base.with_(self.precision)
             orders["half bare"] = self._gradient(bare, "whole", alone=True)
@@ -582,7 +600,8 @@ class Gradients:
         if "failed" in reference:
             return str(reference["failed"])
         return (
-            f"{reference['examples']} examples, {reference['tokens']:,} tokens, {_layers(reference)}"
+            f"{reference['examples']} examples, {reference['tokens']:,} tokens, "
+            f"{_layers(reference)}"
         )
 
     def owed(self) -> list[VerificationRow]:

@@ -1,4 +1,5 @@
-"""The verification: for every technique of a plan the proof that its fidelity owes, on the user's own job.
+"""The verification: for every technique of a plan the proof that its fidelity owes, on the user's
+own job.
 
     EXACT     the plan's losses with and without it, over some steps, compared bit by bit
     ROUNDING  one step's gradient against float64, example by example; of an optimizer, the move of
@@ -55,8 +56,8 @@ class VerificationDesign:
         seeds: pairs of trainings for each LOSSY technique; 0: none.
         tokens: of each such training.
         margin: by how much the eval loss may be worse.
-        budget_seconds: when the verification ends; what isn't proven by then is *not tested*, and there
-            are as many seeds as fit.
+        budget_seconds: when the verification ends; what isn't proven by then is *not tested*, and
+            there are as many seeds as fit.
     """
 
     steps: int = 3
@@ -86,7 +87,9 @@ def verification_report(
     rows += exact_rows(plan, answers, perform, design.steps)
     lossy = [t for t in plan if t.fidelity is Fidelity.LOSSY]
     if lossy and design.seeds:
-        tell(f"verification: {(1 + len(lossy)) * design.seeds} trainings of {design.tokens:,} tokens")
+        tell(
+            f"verification: {(1 + len(lossy)) * design.seeds} trainings of {design.tokens:,} tokens"
+        )
     rows += lossy_rows(plan, perform, design.seeds, design.tokens, design.margin, left)
     order = {t.name(): position for position, t in enumerate(plan)}
     rows.sort(key=lambda row: order[row.technique])
@@ -158,7 +161,9 @@ def _kept(path: Path) -> Rows | None:
     return found
 
 
-def _key(recipe: Recipe, context: JobContext, plan: Plan, data_key: str, design: VerificationDesign) -> str:
+def _key(
+    recipe: Recipe, context: JobContext, plan: Plan, data_key: str, design: VerificationDesign
+) -> str:
     """Of everything that a proof depends on."""
     return key_of(
         {

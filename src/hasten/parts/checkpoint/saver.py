@@ -36,10 +36,10 @@ from hasten.parts.checkpoint.delta import DIFFERENCE, PLAIN, SHUFFLE, DeltaChoic
 from hasten.parts.checkpoint.format import (
     DamagedCheckpointError,
     Disk,
+    archive,
     bytes_in,
     on_host,
     read_manifest,
-    archive,
 )
 from hasten.parts.checkpoint.remote import Mirror, is_address
 from hasten.parts.checkpoint.verify import load, load_latest

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.parts.comm import buckets as gradients
 from hasten.parts.comm.buckets import BucketExchange, RankMeeting
-from hasten.parts.comm.exchange import Ranks, CommunicationError
+from hasten.parts.comm.exchange import CommunicationError, Ranks
 from hasten.parts.comm.groups import OrderedThread, at_once, bucket_hook
 from hasten.parts.comm.local_sgd import LocalTraining
 from hasten.parts.comm.methods import (
@@ -218,7 +218,8 @@ class GradientCompressor:
 
         Raises:
             ValueError: the model isn't DDP (is DDP), or this compressor has one already.
-            CommunicationError: the ranks' settings differ, or hosts have different numbers of ranks.
+            CommunicationError: the ranks' settings differ, or hosts have different numbers of
+                ranks.
         """
         if self._whole is not None or self._names:
             raise ValueError("this compressor is attached to a model; build one for each model")

@@ -58,8 +58,9 @@ def parts_of(flat: Tensor, pieces: Pieces) -> list[Tensor]:
 class ErrorMemory:
     """Float32 tensors by name, from step to step: what messages left out, and what goes with it.
 
-    What a step leaves is pending until ``synchronize``, and read before what is kept. ``scale`` is what
-    the gradients given to ``encode`` are multiplied by; memory is in the unit of the true gradient.
+    What a step leaves is pending until ``synchronize``, and read before what is kept. ``scale`` is
+    what the gradients given to ``encode`` are multiplied by; memory is in the unit of the true
+    gradient.
     """
 
     def __init__(self) -> None:
@@ -425,7 +426,8 @@ class PowerSGDMean:
                 return None, None
             bases = [_orthonormal(f) for f in _apart(factors.float(), left_factors)]
             own = [
-                (m.T @ b / ranks.world).to(COMMUNICATION) for (_, m), b in zip(matrices, bases, strict=True)
+                (m.T @ b / ranks.world).to(COMMUNICATION)
+                for (_, m), b in zip(matrices, bases, strict=True)
             ]
             means = _together(own, flat).to(COMMUNICATION)
             if len(means):
@@ -441,7 +443,9 @@ class PowerSGDMean:
         matrices, rest = self._split(_sum(flat, residual), pieces)
         if not bool(flat.isfinite().all()):  # waits for the device
             return None, None
-        bases = [_orthonormal((m @ self._start_of(p, m)).to(COMMUNICATION).float()) for p, m in matrices]
+        bases = [
+            _orthonormal((m @ self._start_of(p, m)).to(COMMUNICATION).float()) for p, m in matrices
+        ]
         own = [(m.T @ b).to(COMMUNICATION) for (_, m), b in zip(matrices, bases, strict=True)]
         whole = _together(rest, flat)
         return self._outcome(pieces, matrices, bases, own, [q.float() for q in own], whole, 1)

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from hasten.parts.comm.codecs import codec as codec_of
 from hasten.parts.comm.groups import FullDuplexWork, all_gather
-from hasten.parts.comm.local_sgd import NUMBERS, TIMEOUT, LocalTraining, Drift
+from hasten.parts.comm.local_sgd import NUMBERS, TIMEOUT, Drift, LocalTraining
 
 if TYPE_CHECKING:
     from hasten.parts.comm.codecs import Codec

@@ -2,10 +2,11 @@
 
     indices -> classify -> Pattern -> IndexedReader merges the next requests into one
 
-A store that charges per request (a disk, an object store) serves a range for the price of an example.
-Where the order is sequential, strided, or shuffled within blocks, the reader asks for the range the
-pattern promises and keeps what it will need. In any other order it asks for single examples, exactly
-as without it: a guess would read what nobody wants. Bits and order never depend on the guess.
+A store that charges per request (a disk, an object store) serves a range for the price of an
+example. Where the order is sequential, strided, or shuffled within blocks, the reader asks for the
+range the pattern promises and keeps what it will need. In any other order it asks for single
+examples, exactly as without it: a guess would read what nobody wants. Bits and order never depend
+on the guess.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Pattern:
 def classify(indices: Sequence[int]) -> Pattern:
     """The order of example indices; RANDOM for fewer than 16 of them.
 
-    Blocks are counted from example 0, as samplers cut them; a sequence may begin and end within one.
+    Blocks are counted from example 0, as samplers cut them; a sequence may begin and end within
+    one.
     """
     seen = np.asarray(indices, np.int64)
     if len(seen) < FEWEST:

@@ -36,7 +36,9 @@ def tokenized_example(input_ids: Any, trained: Any = None) -> TokenizedExample:
     ids = np.asarray(input_ids, dtype=np.int32)
     mask = np.ones(len(ids), bool) if trained is None else np.asarray(trained, dtype=np.bool_)
     if ids.ndim != 1 or mask.shape != ids.shape:
-        raise ValueError(f"an example needs two equal-length rows, got {ids.shape} and {mask.shape}")
+        raise ValueError(
+            f"an example needs two equal-length rows, got {ids.shape} and {mask.shape}"
+        )
     return TokenizedExample(ids, mask)
 
 
@@ -77,9 +79,10 @@ def padded(examples: Sequence[TokenizedExample], pad_id: int = 0) -> dict[str, T
 def packed(examples: Sequence[TokenizedExample]) -> dict[str, Any]:
     """All examples end to end in one row, longest first, without a slot of padding.
 
-    Returns ``input_ids``, ``labels``, ``position_ids`` (1, T), positions counted from each example's
-    start; ``document_lengths``, a tuple of ints; and ``boundaries`` (documents + 1,), the start of
-    each example and the end of the last, int32, as variable-length attention kernels take them.
+    Returns ``input_ids``, ``labels``, ``position_ids`` (1, T), positions counted from each
+    example's start; ``document_lengths``, a tuple of ints; and ``boundaries`` (documents + 1,), the
+    start of each example and the end of the last, int32, as variable-length attention kernels take
+    them.
 
     Models that read positions tell the examples apart by the positions alone; see
     :mod:`hasten.parts.nn.attention` for attention that also does no work between them.
@@ -135,7 +138,9 @@ def _pair(example: Any, index: int) -> tuple[Tensor, Tensor]:
     elif isinstance(example, tuple | list) and len(example) == 2:
         found = example[0], example[1]
     else:
-        has = ", ".join(map(str, example)) if isinstance(example, Mapping) else type(example).__name__
+        has = (
+            ", ".join(map(str, example)) if isinstance(example, Mapping) else type(example).__name__
+        )
         raise ValueError(
             f"example {index} of the batch needs 'input' and 'target', or must be a pair of them; "
             f"it has {has}"

@@ -277,7 +277,8 @@ def release_memory() -> None:
 #
 # Every rank computes the whole plan and takes its own part; nothing is communicated.
 
-POOL = 8192  # examples sorted together: enough for equal rows, few enough for new company each epoch
+# examples sorted together: enough for equal rows, few enough for new company each epoch
+POOL = 8192
 Batches = list[list[int]]
 TooLong = Literal["alone", "error", "drop"]
 
@@ -326,7 +327,9 @@ class DynamicBatchSampler(Sampler[list[int]]):
             raise ValueError(f"too_long is {too_long!r}; give {', '.join(get_args(TooLong))}")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; it must lie in 0..{world_size - 1} (world_size - 1)")
-        self.lengths = example_lengths(dataset) if lengths is None else np.asarray(lengths, np.int64)
+        self.lengths = (
+            example_lengths(dataset) if lengths is None else np.asarray(lengths, np.int64)
+        )
         self._examples = _within(self.lengths, max_tokens, too_long)
         self.max_tokens, self.shuffle, self.seed = max_tokens, shuffle, seed
         self.rank, self.world_size = rank, world_size

@@ -1,7 +1,7 @@
 """The order of an epoch where examples travel in company: in packed rows, or with their like.
 
-Both orders are pure functions of (seed, epoch), hold every example once per epoch, and give the same
-steps whatever the number of ranks. ``steps`` lists a step's examples over all ranks together;
+Both orders are pure functions of (seed, epoch), hold every example once per epoch, and give the
+same steps whatever the number of ranks. ``steps`` lists a step's examples over all ranks together;
 ``local_steps`` gives one rank's part, in pieces that belong into one micro-batch each.
 """
 
@@ -17,10 +17,10 @@ from hasten.parts.data.packing import LengthCounts, plan_rows
 
 # Dealing: how a step's rows are shared among ranks so that none waits long for the slowest.
 #
-# Rows of equal tokens don't cost the same: attention grows with the square of each example's length.
-# The cost of a row is ``linear * sum(lengths) + quadratic * sum(lengths ** 2)``, and rows are dealt
-# by cost: dearest first, each to the rank with the least so far (Graham's LPT rule, 1969), then
-# exchanged between the dearest rank and the others as long as that lowers the maximum.
+# Rows of equal tokens don't cost the same: attention grows with the square of each example's
+# length. The cost of a row is ``linear * sum(lengths) + quadratic * sum(lengths ** 2)``, and rows
+# are dealt by cost: dearest first, each to the rank with the least so far (Graham's LPT rule,
+# 1969), then exchanged between the dearest rank and the others as long as that lowers the maximum.
 
 EXCHANGES = 200  # at most; each one lowers the maximum, and few are ever needed
 
@@ -223,8 +223,8 @@ class GroupedOrder:
         window: examples that are sorted together; larger windows pad less and mix less.
 
     Raises:
-        ValueError: not one of ``examples`` and ``tokens`` is given, a window is empty, or an example
-            is longer than ``tokens``.
+        ValueError: not one of ``examples`` and ``tokens`` is given, a window is empty, or an
+            example is longer than ``tokens``.
     """
 
     def __init__(

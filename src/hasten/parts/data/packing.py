@@ -6,7 +6,8 @@ a count. Longest first, each example goes into the fullest row that still holds 
 
     (1) lengths -> how many examples of each length
     (2) counts  -> classes of rows: (how many rows, the lengths in each)
-    (3) classes -> rows of example indices; which of the examples of one length is drawn by the caller
+    (3) classes -> rows of example indices; which of the examples of one length is drawn by the
+    caller
 
 The histogram form is from Krell et al., Efficient Sequence Packing without Cross-contamination
 (arXiv:2107.02027); best fit decreasing over whole examples from Ding et al., Fewer Truncations
@@ -51,7 +52,8 @@ from hasten.parts.data.row_search import (
 #         Problems, 1990)
 #     (2) beginning: where many rows are left, the longest example is put with the fewest that fill
 #         its row, until twenty rows are left; in some order drawn anew for each attempt
-#     (3) cover: of all full rows of what is left, some that hold every example once; the length that
+#     (3) cover: of all full rows of what is left, some that hold every example once; the length
+# that
 #         the fewest rows could still hold comes first, and of these first the row that takes the
 #         least from the others (:mod:`hasten.parts.data.row_search`)
 #
@@ -205,7 +207,8 @@ class Efficiency:
 class Rows:
     """A packing of lengths: which lengths lie in which row, before examples are chosen for them.
 
-    ``positions`` (examples,) are the lengths row after row, ``starts`` (rows + 1,) where each begins.
+    ``positions`` (examples,) are the lengths row after row, ``starts`` (rows + 1,) where each
+    begins.
     """
 
     positions: NDArray[np.int64]

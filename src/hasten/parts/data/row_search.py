@@ -6,8 +6,8 @@ Algorithm for the One-Dimensional Bin-Packing Problem, 1999), from the longest e
 Two ways to choose among such rows:
 
     longest first   the fullest row found, trying longer examples first
-    fewest first    a row of as few examples as can fill it; short ones, which fit anywhere, are left
-                    for the last rows, where little choice remains
+    fewest first    a row of as few examples as can fill it; short ones, which fit anywhere, are
+                    left for the last rows, where little choice remains
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def full_rows(
 
 
 def _beginnings(sizes: Table, row_tokens: int, examples: int) -> Table | None:
-    """All but the last example of rows that could be full, (beginnings, examples - 1); None: many."""
+    """All but the last example of rows that could be full, (beginnings, examples - 1); None:
+    many.
+    """
     falling = -sizes
     begun = np.zeros((1, 0), np.int64)
     room = np.array([row_tokens])
@@ -338,7 +340,9 @@ def of_fewest(
     looks = LOOKS
 
     def search(room: int, top: int, more: int) -> bool:
-        """Fill ``room`` with ``more`` examples, none longer than ``top``; they stay in ``taken``."""
+        """Fill ``room`` with ``more`` examples, none longer than ``top``; they stay in
+        ``taken``.
+        """
         nonlocal looks
         if more == 1:  # the last example's length is known
             if room > top or taken.count(room) >= left.get(room, 0):

@@ -38,9 +38,9 @@ from torch.nn.parallel import DistributedDataParallel
 #     (5) rows are added up by token, in the order of the ranks              tokens  (T, H)
 #
 # No expert has a capacity: messages are as long as the routers make them, none is cut and none is
-# filled up. A token whose experts lie on few ranks crosses the network few times, which is why routers
-# limit the groups they choose from (DeepSeek-V2, arXiv:2405.04434, section 2.2.2), and why rows
-# travel and not pairs (DeepSeek-V3, arXiv:2412.19437, section 3.2.2). Backward is the same way
+# filled up. A token whose experts lie on few ranks crosses the network few times, which is why
+# routers limit the groups they choose from (DeepSeek-V2, arXiv:2405.04434, section 2.2.2), and why
+# rows travel and not pairs (DeepSeek-V3, arXiv:2412.19437, section 3.2.2). Backward is the same way
 # back.
 #
 # Every rank of the group takes part in every pass, with tokens or without. Rows and weights go in

@@ -158,7 +158,8 @@ def _compiled(part: nn.Module, usual: Forward, *args: Any, **kwargs: Any) -> Any
 
 
 def filled_rows(inputs: Mapping[str, Any], bucket: int) -> dict[str, Any]:
-    """Token rows filled up on the right to a multiple of ``bucket`` positions, without any loss there.
+    """Token rows filled up on the right to a multiple of ``bucket`` positions, without any loss
+    there.
 
     In a packed row the filler is a document of its own, behind all others. Inputs without
     ``input_ids``, or with tensors that aren't known here, come back as they are.

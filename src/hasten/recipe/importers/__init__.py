@@ -233,7 +233,11 @@ def _beside_deepspeed(draft: RecipeDraft, ranks: int) -> None:
     if words:
         draft.withdraw("deepspeed", f"left out, since {words[0]}", "unmapped")
         return
-    taken = {"gradient_accumulation": found.micro_batch, "activation_checkpointing": found.recompute, "fsdp2": found.stage}
+    taken = {
+        "gradient_accumulation": found.micro_batch,
+        "activation_checkpointing": found.recompute,
+        "fsdp2": found.stage,
+    }
     drop = {technique for technique, said in taken.items() if said}
     draft.plan = [e for e in draft.plan if (e if isinstance(e, str) else next(iter(e))) not in drop]
     if found.stage:

@@ -27,15 +27,15 @@ from hasten.recipe.importers.draft import (
 from hasten.recipe.importers.training import (
     DEFAULTS,
     TRAINING,
+    activation_checkpointing,
     batch,
     epochs,
+    examples_kept,
     packed_rows,
     per_epoch,
     pure,
-    activation_checkpointing,
-    examples_kept,
-    schedule,
     resolve_batch,
+    schedule,
     share_or_count,
 )
 

@@ -24,12 +24,12 @@ from hasten.recipe.importers.training import (
     TRAINING,
     batch,
     deepspeed,
+    examples_kept,
     found_file,
     half,
     packed_rows,
-    examples_kept,
-    schedule,
     resolve_batch,
+    schedule,
 )
 from hasten.recipe.yaml_reader import read_yaml_file
 

@@ -25,8 +25,8 @@ from hasten.recipe.importers.training import (
     DEFAULTS,
     TRAINING,
     batch,
-    packed_rows,
     examples_kept,
+    packed_rows,
     resolve_batch,
 )
 

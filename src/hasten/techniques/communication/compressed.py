@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.context import JobContext
 from hasten.core.session import Session
-from hasten.core.setup import Setup, Communication
+from hasten.core.setup import Communication, Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Claim, Fidelity, EffectCheck, Technique
+from hasten.core.technique import Claim, EffectCheck, Fidelity, Technique
 from hasten.errors import InputError
 from hasten.parts.comm.exchange import CommunicationError
 from hasten.parts.comm.gradient_compressor import GradientCompressor
@@ -31,7 +31,8 @@ from hasten.parts.distributed.fsdp import why_not
 from hasten.parts.distributed.mesh import MeshSizes
 from hasten.techniques.communication.traffic import no_torch_distributed
 
-# What COMMUNICATION does where a layout deals weights out: which ranks exchange small gradients, and how.
+# What COMMUNICATION does where a layout deals weights out: which ranks exchange small gradients,
+# and how.
 #
 #     pieces of weights alone      a codec in the reduce-scatter            scope all
 #     copies of whole layers       a codec between copies                   scope all or hosts
@@ -78,18 +79,25 @@ def members(mesh: DeviceMesh) -> list[tuple[int, ...]]:
     return [tuple(column.tolist()) for column in by_copy.T]
 
 
-def _reason(layout: str, sizes: MeshSizes, communication: Communication, settings: CompressionSettings | None) -> str:
+def _reason(
+    layout: str,
+    sizes: MeshSizes,
+    communication: Communication,
+    settings: CompressionSettings | None,
+) -> str:
     """Why not, in one sentence; empty when nothing is in the way."""
     if settings is None:
         return (
             f"{layout} adds gradients up as they become shards, which "
-            f"{type(communication).__name__.lower()} can't enter; take half, quantised or topk as the communication method, "
+            f"{type(communication).__name__.lower()} can't enter; take half, quantised or topk as "
+            f"the communication method, "
             "leave it out, or take ddp as the layout"
         )
     if sizes.data_size == 1:
         return (
             f"all ranks of {layout} see the same examples, so no gradients travel between ranks "
-            "that a communication method could make small; leave the communication method's technique out"
+            "that a communication method could make small; leave the communication method's "
+            "technique out"
         )
     if sizes.dp > 1 and sizes.shard > 1 and settings.scope == "all":
         return (
@@ -167,7 +175,9 @@ class CompressesGradients(Technique):
     def check_effect(self, session: Session) -> EffectCheck:
         communication = session.setup.communication
         if not isinstance(communication, Compressed) or communication.kind != self.name():
-            return EffectCheck(False, "gradients were not compressed: one rank, or another communication")
+            return EffectCheck(
+                False, "gradients were not compressed: one rank, or another communication"
+            )
         return communication.proof(session)
 
     def _given(self) -> dict[str, Any]:
@@ -264,7 +274,9 @@ class Compressed:
         trained = [p for p in session.loss_module.parameters() if p.requires_grad]
         sent = compressor.predicted(trained) if compressor.steps else 0
         if compressor.hosts == 1:
-            return EffectCheck(False, "nothing was compressed: scope is hosts, and all ranks share one")
+            return EffectCheck(
+                False, "nothing was compressed: scope is hosts, and all ranks share one"
+            )
         what = (
             f"{sent:,} {'by its host to others ' if compressor.hosts else ''}in a compressed step"
         )

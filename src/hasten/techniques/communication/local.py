@@ -15,13 +15,13 @@ from hasten.core.context import JobContext
 from hasten.core.job import WorkCounts
 from hasten.core.layout import CommTiming
 from hasten.core.session import Session
-from hasten.core.setup import Setup, Communication
+from hasten.core.setup import Communication, Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob, setting
+from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.parts.comm import local_sgd, streaming_local_sgd
 from hasten.parts.comm.codecs import codec
-from hasten.parts.comm.local_sgd import LocalTraining, Buffers, same_start
+from hasten.parts.comm.local_sgd import Buffers, LocalTraining, same_start
 from hasten.techniques.communication.traffic import WeightTraffic, no_torch_distributed
 
 AUTO = "auto"
@@ -42,7 +42,11 @@ class TrainsApart(Technique):
 
     def check_effect(self, session: Session) -> EffectCheck:
         communication = session.setup.communication
-        part = communication.part if isinstance(communication, Apart) and communication.kind == self.name() else None
+        part = (
+            communication.part
+            if isinstance(communication, Apart) and communication.kind == self.name()
+            else None
+        )
         if part is None:
             return EffectCheck(False, "ranks did not train apart")
         pieces, kind = len(part.drift.edges), "float32" if part.codec is None else part.codec.name
@@ -208,7 +212,8 @@ class Apart(Communication):
 
 
 def enable_local_steps(setup: Setup, technique: Technique, build: Build) -> None:
-    """Make a part the communication method of a run on several ranks; on one rank nothing is to be done.
+    """Make a part the communication method of a run on several ranks; on one rank nothing is to be
+    done.
 
     Raises:
         InputError: the plan or the job needs what ranks that train apart don't know.

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from hasten.core.context import JobContext
 from hasten.core.session import Session
-from hasten.core.setup import Setup, Communication
+from hasten.core.setup import Communication, Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob, setting
+from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.collective_plan import CODECS, Route

@@ -8,7 +8,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.layout import CommTiming
-from hasten.core.setup import NoCompression, Communication
+from hasten.core.setup import Communication, NoCompression
 from hasten.core.timing import OPTIMIZER
 from hasten.parts.distributed.ddp import ring_bytes, under_way, watch_reducer
 
@@ -22,7 +22,8 @@ class CountsBytes(Protocol):
 
 
 class ReplicaTraffic:
-    """Asks DDP's reducer for the seconds and the communication method for the bytes; all of it in one step.
+    """Asks DDP's reducer for the seconds and the communication method for the bytes; all of it in
+    one step.
 
     ``late`` is set where the passes were over before the first bucket left: nothing hid it then.
     """

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.context import JobContext
-from hasten.core.layout import MeasuresExchange, CommTiming, total_norm
+from hasten.core.layout import CommTiming, MeasuresExchange, total_norm
 from hasten.core.session import Session
-from hasten.core.setup import RankSync, Setup, Communication
+from hasten.core.setup import Communication, RankSync, Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, EffectCheck, Technique, knob
+from hasten.core.technique import EffectCheck, Fidelity, Technique, knob
 from hasten.machine.environment import World
 from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.groups import sum_over_ranks
@@ -60,7 +60,9 @@ class DDP(Technique):
         replicated = isinstance(session.module, DistributedDataParallel)
         size, steps = session.setup.layout.size, session.progress.step
         if session.setup.rank_sync.diverged:
-            return EffectCheck(size > 1 and steps > 0, f"{size} rank(s) that train apart, {steps} steps")
+            return EffectCheck(
+                size > 1 and steps > 0, f"{size} rank(s) that train apart, {steps} steps"
+            )
         layout = session.setup.layout
         buckets = layout.buckets if isinstance(layout, Replicas) else ""
         # What torch counts of the reducer misses gradients that travel late (adaptive_batch).
@@ -92,7 +94,8 @@ class Replicas:
 
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         self._communication = communication
-        if isinstance(communication, RankSync) and communication.diverged:  # gradients stay where they are
+        # gradients stay where they are
+        if isinstance(communication, RankSync) and communication.diverged:
             communication.attach(module)
             return module
         gpu = None if self._device == "cpu" else [torch.device(self._device)]

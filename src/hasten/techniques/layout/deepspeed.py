@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from hasten.core.context import JobContext
 from hasten.core.job import MicroBatch
 from hasten.core.session import Session
-from hasten.core.setup import Setup, Communication
+from hasten.core.setup import Communication, Setup
 from hasten.core.slot import Slot
 from hasten.core.step import EngineParts, StepNumbers, all_finite, forward_of
-from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob, setting
+from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.core.timing import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
 from hasten.errors import InputError
 from hasten.machine import environment
@@ -36,7 +36,8 @@ EXTENSIONS = "TORCH_EXTENSIONS_DIR"
 # What DeepSpeed decides itself, and where it does.
 OWN = {
     Slot.PRECISION: "its number format is its config's (bf16, fp16), or this technique's dtype",
-    Slot.COMMUNICATION: "gradients travel in ZeRO's own reduce-scatter; its own way of making them small is "
+    Slot.COMMUNICATION: "gradients travel in ZeRO's own reduce-scatter; its own way of making them "
+    "small is "
     "zero_quantized_gradients in its config (ZeRO++)",
     Slot.OPTIMIZER: "it hands the job's AdamW flat pieces of many weights, which other rules can't "
     "tell apart",
@@ -139,7 +140,9 @@ class DeepSpeed(Technique):
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         reason = why_not(not context.on_gpu, _extensions(context))
-        return (f"{reason} (to train this {context.model.architecture} under it)",) if reason else ()
+        return (
+            (f"{reason} (to train this {context.model.architecture} under it)",) if reason else ()
+        )
 
     def forecast(self, context: JobContext) -> Forecast:
         ranks, stage = context.world.size, self._stage()

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hasten.core.context import JobContext
 from hasten.core.layout import total_norm
 from hasten.core.session import Session
-from hasten.core.setup import RankSync, NoCompression, Setup, Communication
+from hasten.core.setup import Communication, NoCompression, RankSync, Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob, setting
+from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.models.memory import ADAMW_FLOAT32, routed_weights
@@ -103,7 +103,9 @@ class ExpertParallel(Technique):
     def check_effect(self, session: Session) -> EffectCheck:
         layout = session.setup.layout
         shared = layout.shared if isinstance(layout, ExpertsInDDP) else None
-        return EffectCheck(False, "every rank holds all experts") if shared is None else proof(shared)
+        return (
+            EffectCheck(False, "every rank holds all experts") if shared is None else proof(shared)
+        )
 
 
 def routed(context: JobContext) -> float:
@@ -319,7 +321,8 @@ class ExpertsInFSDP:
         if not isinstance(communication, NoCompression):
             raise InputError(
                 "plan: experts beside shards move their gradients in torch's own reduce-scatter, "
-                "which no communication method enters here; leave the communication method's technique out, or give ep beside dp"
+                "which no communication method enters here; leave the communication method's "
+                "technique out, or give ep beside dp"
             )
         self._module, shared = module, self._held()
         self.place(module)  # copies are made alike next, by what carries the device's memory

@@ -8,7 +8,7 @@ from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob, setting
+from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.models.memory import ADAMW_FLOAT32
 from hasten.parts.distributed.fsdp import Sharding, groups, is_sharded
 from hasten.parts.distributed.mesh import MeshSizes
@@ -54,7 +54,8 @@ class FSDP2(Technique):
         found = list(no_ranks(context))
         if context.world.size % self.replicas:
             found.append(
-                f"{context.world.size} ranks can't be dealt into {self.replicas} copies of equal size"
+                f"{context.world.size} ranks can't be dealt into {self.replicas} copies of equal "
+                f"size"
             )
         if self.offload and not context.on_gpu:
             found.append(

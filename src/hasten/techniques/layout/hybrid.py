@@ -8,7 +8,7 @@ from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, EffectCheck, Technique, knob, setting
+from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.parts.distributed.fsdp import Sharding
 from hasten.parts.distributed.mesh import MeshSizes
 from hasten.techniques.layout import experts

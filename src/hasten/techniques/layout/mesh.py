@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hasten.core.context import JobContext
 from hasten.core.layout import CommTiming
-from hasten.core.setup import GivenPrecision, NoCompression, Setup, Communication, on_device
+from hasten.core.setup import Communication, GivenPrecision, NoCompression, Setup, on_device
 from hasten.core.slot import Slot
 from hasten.errors import InputError
 from hasten.parts.comm.groups import sum_over_ranks
@@ -32,7 +32,9 @@ from hasten.techniques.communication.compressed import Compressed, Exchange, exc
 # State of weights that are dealt out as DTensors: made whole, and dealt out again.
 
 
-def full_tensor(name: str, weights: LocalShards, weight: Tensor, value: Tensor, keeps: bool) -> Tensor:
+def full_tensor(
+    name: str, weights: LocalShards, weight: Tensor, value: Tensor, keeps: bool
+) -> Tensor:
     """What belongs to a weight, whole where ``keeps``; all ranks of its mesh call it.
 
     Raises:
@@ -131,7 +133,9 @@ class MeshLayout:
 
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         self._module, sharding = module, self.how.sharding
-        self._exchange = None if isinstance(communication, NoCompression) else self._entered(communication)
+        self._exchange = (
+            None if isinstance(communication, NoCompression) else self._entered(communication)
+        )
         if self.data_size > 1 or self.weights.dtype is not None:
             how = Sharding(sharding.reshard, sharding.offload, self.weights.dtype)
             arrival = WeightBroadcast(self.builds) if self._sends else None
@@ -146,7 +150,9 @@ class MeshLayout:
         return module
 
     def _entered(self, communication: Communication) -> Exchange:
-        """What makes gradients small on their way; it knows the mesh, and the communication method its settings."""
+        """What makes gradients small on their way; it knows the mesh, and the communication method
+        its settings.
+        """
         compressed = communication if isinstance(communication, Compressed) else None
         settings = (
             None if compressed is None else CompressionSettings(**compressed.compressor.settings())
@@ -169,7 +175,9 @@ class MeshLayout:
         return nullcontext()
 
     def traffic(self) -> CommTiming | None:
-        """Bytes of a step's gradients where a communication method counts them; of seconds nothing is known."""
+        """Bytes of a step's gradients where a communication method counts them; of seconds nothing
+        is known.
+        """
         if self._exchange is None:
             return None
         before, self._counted = self._counted, self._exchange.sent_bytes

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.layout import total_norm
-from hasten.core.setup import NoCompression, Setup, Communication, on_device, run_once
+from hasten.core.setup import Communication, NoCompression, Setup, on_device, run_once
 from hasten.core.state import order_of
 from hasten.errors import InputError
 from hasten.parts.comm.groups import sum_over_ranks
@@ -42,10 +42,10 @@ from hasten.parts.distributed.tensor_parallel import split_layers
 from hasten.parts.distributed.tensor_plans import TENSOR_PLANS
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
+from hasten.techniques.communication.compressed import Compressed
 from hasten.techniques.compile import Compiling
 from hasten.techniques.layout import mesh as layout_dealt
 from hasten.techniques.layout.tensor import refuse_other_code
-from hasten.techniques.communication.compressed import Compressed
 
 # One rank's part of a pipeline: a model is cut, stages run, and the whole comes together again.
 
@@ -307,17 +307,20 @@ def check_communication(communication: Communication, pipelines: int) -> None:
     if not isinstance(communication, Compressed):
         raise InputError(
             f"plan: pipelines average the gradients of their stages, which "
-            f"{type(communication).__name__.lower()} can't do for some of the ranks; take half, quantised, "
+            f"{type(communication).__name__.lower()} can't do for some of the ranks; take half, "
+            f"quantised, "
             "topk or powersgd as the communication method, or none"
         )
     if pipelines == 1:
         raise InputError(
-            f"plan: {communication.kind} has nothing to compress in a single pipeline, whose ranks exchange "
+            f"plan: {communication.kind} has nothing to compress in a single pipeline, whose ranks "
+            f"exchange "
             "hidden states alone; leave it out, or set stages below the number of ranks"
         )
     if communication.compressor.settings()["scope"] != "all":
         raise InputError(
-            f"plan: {communication.kind} with scope hosts works on gradients of all ranks, and pipelines "
+            f"plan: {communication.kind} with scope hosts works on gradients of all ranks, and "
+            f"pipelines "
             "average stage by stage; set scope to all"
         )
 
@@ -386,7 +389,8 @@ class StagesInPieces(StageWeightsSplit):
         if not isinstance(communication, NoCompression):
             raise InputError(
                 "plan: stages in pieces move their gradients in torch's own reduce-scatter, which "
-                "no communication method enters here; leave the communication method's technique out, or give pp beside dp alone"
+                "no communication method enters here; leave the communication method's technique "
+                "out, or give pp beside dp alone"
             )
         self._module = module
         if self.data_size > 1:
