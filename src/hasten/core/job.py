@@ -37,7 +37,7 @@ class WorkCounts:
     tokens: int = 0
     positions: int = 0
     trained_tokens: int = 0
-    pairs: int = 0
+    attention_pairs: int = 0
 
     def __add__(self, other: WorkCounts) -> WorkCounts:
         return WorkCounts(
@@ -45,7 +45,7 @@ class WorkCounts:
             self.tokens + other.tokens,
             self.positions + other.positions,
             self.trained_tokens + other.trained_tokens,
-            self.pairs + other.pairs,
+            self.attention_pairs + other.attention_pairs,
         )
 
     @property
@@ -94,7 +94,7 @@ def language_counts(examples: Sequence[Any], inputs: Mapping[str, Any]) -> WorkC
         tokens=tokens,
         positions=inputs["input_ids"].numel(),
         trained_tokens=int((inputs["labels"] != -100).sum()),  # on the host: no device waits
-        pairs=pairs,
+        attention_pairs=pairs,
     )
 
 

@@ -281,7 +281,7 @@ class Meter:
         """Model FLOPs of a batch."""
         if not self.per_token:
             return None
-        return self.per_token * counts.tokens + self.per_pair * counts.pairs
+        return self.per_token * counts.tokens + self.per_pair * counts.attention_pairs
 
     def mfu(self, flops: float | None, seconds: float) -> float | None:
         """Model FLOPs utilisation of work that took ``seconds``."""
