@@ -81,7 +81,7 @@ def test_auto_is_the_datasheet_of_a_known_gpu_times_their_number(tmp_path: Path)
     assert meter.per_token == model_flops(model).per_token
 
 
-@pytest.mark.parametrize("known", [ON_CPU, on_gpu("NVIDIA H100 NVL")], ids=["cpu", "unknown gpu"])
+@pytest.mark.parametrize("context", [ON_CPU, on_gpu("NVIDIA H100 NVL")], ids=["cpu", "unknown gpu"])
 def test_auto_without_a_known_device_counts_flops_and_no_mfu(
     tmp_path: Path, context: JobContext
 ) -> None:
