@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from contract.make_golden import _model, _examples
+from contract.make_golden import _examples, _model
 from hasten.measure.ablation import Design, plans_of, with_second_baseline
 from hasten.measure.recipe_experiment import measured, prepared
 from hasten.recipe.schema import recipe_from

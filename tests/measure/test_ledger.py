@@ -21,7 +21,7 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.precision import BF16MasterWeights
-from tiny import VOCABULARY, language_job, examples, run, session_of, tiny_model
+from tiny import VOCABULARY, examples, language_job, run, session_of, tiny_model
 
 FLOATS = sum(p.numel() for p in tiny_model().parameters())
 
