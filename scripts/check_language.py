@@ -6,7 +6,8 @@
     python scripts/check_language.py --shrink   # store today's lower counts as the new limits
 
 Names: vague variables, arguments and functions of ``src``. Sentences: docstrings, messages and help
-texts of ``src`` and the pages of ``docs``. Each rule has a limit for each package in ``scripts/language_limits.json``; a limit only gets lower.
+texts of ``src`` and the pages of ``docs``. ``scripts/language_limits.json`` has a limit for each
+package and rule; a limit only gets lower.
 """
 
 from __future__ import annotations

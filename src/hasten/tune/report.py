@@ -39,8 +39,8 @@ svg {{ max-width: 100%; height: auto; }} text {{ fill: var(--ink); font-size: 12
 .best {{ fill: none; stroke: var(--good); stroke-width: 2; }} .bar {{ fill: var(--good); }}
 .axis {{ stroke: var(--faint); }}
 </style></head><body><h1>{title}</h1><p>{lead}</p>
-<h2>FinalComparison</h2>{final
-comparison}{final}<h2>History</h2>{history}<h2>Importance</h2>{importance}<h2>Trials</h2>{trials}
+<h2>Final comparison</h2>{final_comparison}
+{final}<h2>History</h2>{history}<h2>Importance</h2>{importance}<h2>Trials</h2>{trials}
 </body></html>
 """
 
@@ -170,9 +170,7 @@ def _words(changes: Mapping[str, Any]) -> str:
 
 
 def is_proven(found: Mapping[str, Any]) -> bool:
-    """Whether nothing is left to prove: there was nobody to final comparison with, or a final
-    comparison had rounds.
-    """
+    """Returns whether no proof is missing: the start is the best, or the final comparison ended."""
     final_comparison = found["final_comparison"]
     return final_comparison is None or any(
         variant["rounds"] for variant in final_comparison["variants"][2:]
