@@ -1,6 +1,6 @@
 """One step, as a story.
 
-A *example* lies on disk in an Arrow file, tokenised once and memory-mapped since. The *sampler*
+An *example* lies on disk in an Arrow file, tokenised once and memory-mapped since. The *sampler*
 chooses which examples share a step; the *collator* lays them out as one tensor, and knows how many
 of its positions are tokens and how many tokens carry loss. The *feeder* brings the micro-batches to
 the device. There the model turns tokens into *loss*, summed over trained tokens and divided by the

@@ -37,7 +37,7 @@ def simulate_devices(device: SimulatedDevice, count: int = 1) -> None:
     _check_build()
     guard = built_against_torch(GUARD)
     if guard.library is None:
-        raise InputError(f"a step can't be traced by simulation: {guard.reason}")
+        raise InputError(f"a step can't be simulated: {guard.reason}")
     guard.library.simulated_devices(count)
     import torch
 
@@ -61,7 +61,7 @@ def _check_build() -> None:
     version = runpy.run_path(str(Path(package.origin).with_name("version.py")))
     if version.get("cuda") or version.get("hip"):
         raise InputError(
-            "a step is traced by simulation with the CPU build of torch, and this is a build for "
+            "a step is simulated with the CPU build of torch, and this is a build for "
             "GPUs: "
             "install the CPU build in another environment (README, choosing a torch build)"
         )
@@ -73,7 +73,7 @@ def _answer_for_cuda(device: SimulatedDevice, count: int) -> None:
     cuda: Any = torch.cuda
     major, minor = device.capability
     properties = SimpleNamespace(
-        name=f"{device.name} (by simulation)",
+        name=f"{device.name} (simulated)",
         total_memory=device.memory_bytes,
         major=major,
         minor=minor,
@@ -250,10 +250,10 @@ class _TritonFinder:
         return _NoTriton(name, self) if name == "triton" else None  # type: ignore[arg-type]
 
     def create_module(self, spec: Any) -> Any:
-        raise ImportError("Triton is by simulation only")
+        raise ImportError("Triton is simulated here")
 
     def exec_module(self, module: Any) -> None:
-        raise ImportError("Triton is by simulation only")
+        raise ImportError("Triton is simulated here")
 
 
 def _simulate_triton() -> None:

@@ -163,7 +163,7 @@ class Tracer(TorchDispatchMode):
             return out
         for fake, number in zip(tree_leaves(out), tree_leaves(known), strict=False):
             if isinstance(fake, FakeTensor) and isinstance(number, Tensor):
-                fake.context = number
+                fake.known = number
         return out
 
     def _longest(self, name: str, args: Any) -> Tensor:
