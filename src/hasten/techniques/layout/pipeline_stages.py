@@ -171,7 +171,7 @@ def check_company(setup: Setup, settings: PipelineSettings) -> None:
         and "since it compiles a whole model's blocks and a rank has some of them; leave it out",
         "adaptive_batch": setup.run_passes is not run_once
         and "no rank can run its passes again by itself; leave it out",
-        "recompute": isinstance(setup.recompute, BlockRecompute)
+        "activation_checkpointing": isinstance(setup.recompute, BlockRecompute)
         and _no_recompute(setup.recompute, settings),
     }
     for name, reason in said.items():
