@@ -107,12 +107,12 @@ class StepChecks:
             )
 
     def _about(self, session: Session, batch: StepBatch, metrics: StepMetrics) -> dict[str, Any]:
-        own = math.isfinite(self._own_loss)
+        loss_finite = math.isfinite(self._own_loss)
         return {
             "step": metrics.step,
             "epoch": batch.epoch,
             "rank": session.setup.context.world.rank,
-            "own_loss_finite": own,
+            "own_loss_finite": loss_finite,
             "loss": metrics.loss if math.isfinite(metrics.loss) else None,
             "grad_norm": metrics.grad_norm if math.isfinite(metrics.grad_norm) else None,
             "examples": examples_of_last_step(session),
@@ -130,15 +130,15 @@ def examples_of_last_step(session: Session) -> list[int] | None:
     layout, position = setup.layout, progress.step_in_epoch - 1
     steps = setup.sampler.local_steps(progress.epoch, layout.data_rank, layout.data_size)
     pieces: Sequence[Sequence[int]] = next(itertools.islice(steps, position, None), [])
-    return [index for piece in pieces for index in piece]
+    return [index for group in pieces for index in group]
 
 
-def append_line(path: Path, found: dict[str, Any]) -> None:
+def append_line(path: Path, entry: dict[str, Any]) -> None:
     """One line of JSON at the end of a file, in one write: ranks may share it (open(2), O_APPEND).
 
     A disk that takes nothing doesn't end the run: the line is lost.
     """
-    line = (json.dumps(found) + "\n").encode()
+    line = (json.dumps(entry) + "\n").encode()
     try:
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     except OSError:
@@ -175,18 +175,20 @@ def compare_replicas(session: Session, compared_at: int = 0) -> None:
     if size == 1:
         return
     prints = fingerprints(session.setup.precision.parameters())
-    whole = sum(value * pow(ODD, i + 1, 1 << 64) for i, value in enumerate(prints)) % (1 << 64)
-    of_ranks = [row[0] for row in _gathered(session, [whole])]
+    checksum = sum(value * pow(ODD, i + 1, 1 << 64) for i, value in enumerate(prints)) % (1 << 64)
+    of_ranks = [row[0] for row in _gathered(session, [checksum])]
     if len(set(of_ranks)) == 1:
         return
     (_, most), *_ = Counter(of_ranks).most_common(1)
     wrong = [r for r, p in enumerate(of_ranks) if most * 2 <= size or of_ranks.count(p) < most]
     each = _gathered(session, prints)
-    place = next(i for i in range(len(prints)) if len({row[i] for row in each}) > 1)
-    wanted = session.setup.precision.parameters()[place]
+    weight_index = next(i for i in range(len(prints)) if len({row[i] for row in each}) > 1)
+    wanted = session.setup.precision.parameters()[weight_index]
     names = [n for n, p in session.loss_module.named_parameters() if p is wanted]
-    known = names[0] if names else f"master weight {place}"
-    raise ReplicasDifferError(_sentence(wrong, size, known, session.progress.step, compared_at))
+    weight_name = names[0] if names else f"master weight {weight_index}"
+    raise ReplicasDifferError(
+        _sentence(wrong, size, weight_name, session.progress.step, compared_at)
+    )
 
 
 def _sentence(wrong: Sequence[int], size: int, weight: str, step: int, compared_at: int) -> str:
@@ -213,17 +215,17 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
     return [v % (1 << 64) for v in torch.cat(sums).tolist()]  # the one wait for the device
 
 
-def _gathered(session: Session, mine: Sequence[int]) -> list[list[int]]:
+def _gathered(session: Session, numbers: Sequence[int]) -> list[list[int]]:
     """The numbers of every rank, through a sum in which each has places of its own."""
     world = session.setup.context.world
-    rows = torch.zeros(world.size, len(mine), PIECES, dtype=torch.float64)
+    rows = torch.zeros(world.size, len(numbers), PIECES, dtype=torch.float64)
     mask = (1 << PIECE_BITS) - 1
-    for i, value in enumerate(mine):
+    for i, value in enumerate(numbers):
         pieces = [value >> (PIECE_BITS * p) & mask for p in range(PIECES)]
         rows[world.rank, i] = torch.tensor(pieces, dtype=torch.float64)
     total = session.setup.layout.all_reduce_world(rows.flatten()).reshape(rows.shape).tolist()
     return [
-        [sum(int(piece) << (PIECE_BITS * p) for p, piece in enumerate(v)) for v in row]
+        [sum(int(part) << (PIECE_BITS * p) for p, part in enumerate(v)) for v in row]
         for row in total
     ]
 
@@ -316,10 +318,10 @@ class SpikeWatch:
 
     def _act(self, session: Session, metrics: StepMetrics, limit: float) -> bool:
         policy, before = self.policy, session.progress
-        found: dict[str, Any] = {"step": metrics.step, "losses": list(self._high), "limit": limit}
+        record: dict[str, Any] = {"step": metrics.step, "losses": list(self._high), "limit": limit}
         self._high.clear()
         if self.times == policy.at_most:
-            self._note(session, {**found, "did": "stopped"})
+            self._note(session, {**record, "did": "stopped"})
             raise SpikeError(
                 f"the loss rose to {metrics.loss:.4g} at step {metrics.step}, above {limit:.4g}, "
                 f"after {self.times} restarts by loss_spike: lower the learning rate, or look at "
@@ -327,17 +329,17 @@ class SpikeWatch:
             )
         # The policy's own memory is newer than the checkpoint's.
         times, rate = self.times + 1, self.rate * policy.lower
-        place = session.resume()
+        checkpoint = session.resume()
         self.times, self.rate = times, rate
-        if place is not None and policy.skip_data:
+        if checkpoint is not None and policy.skip_data:
             session.progress.epoch = before.epoch
             session.progress.step_in_epoch = before.step_in_epoch
         did = "no checkpoint yet: lowered the learning rate alone"
-        if place is not None:
+        if checkpoint is not None:
             left_out = before.step - session.progress.step if policy.skip_data else 0
-            did = f"went back to {place.name}, left out {left_out} steps of data"
-        self._note(session, {**found, "rate": rate, "did": did})
-        return place is not None
+            did = f"went back to {checkpoint.name}, left out {left_out} steps of data"
+        self._note(session, {**record, "rate": rate, "did": did})
+        return checkpoint is not None
 
     def _note(self, session: Session, line: dict[str, Any]) -> None:
         if self.log is not None and session.setup.context.world.is_main:

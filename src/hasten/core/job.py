@@ -259,9 +259,9 @@ class Schedule:
         return self.floor + (1 - self.floor) * shape
 
 
-def share_of(asked: int | float, steps: int) -> int:
+def share_of(amount: int | float, steps: int) -> int:
     """Steps out of a number of them, or out of a share of ``steps`` below 1."""
-    return math.ceil(asked * steps) if asked < 1 else int(asked)
+    return math.ceil(amount * steps) if amount < 1 else int(amount)
 
 
 # The job.
@@ -299,8 +299,8 @@ class Stop:
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        given = [v for v in (self.steps, self.epochs, self.tokens) if v is not None]
-        if not given or min(given) < 1:
+        limits = [v for v in (self.steps, self.epochs, self.tokens) if v is not None]
+        if not limits or min(limits) < 1:
             raise InputError("give max_steps, epochs or max_tokens, and at least 1 of each")
 
     def reached(self, steps: int, tokens: int) -> bool:

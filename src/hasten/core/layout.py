@@ -119,7 +119,7 @@ class SplitsState(Protocol):
         means nothing. Raises InputError where the value isn't laid out like its weight.
         """
 
-    def local_shard(self, weight: Tensor, whole: Tensor) -> Tensor:
+    def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
         """This rank's part; what isn't of the whole weight's shape comes back as it is."""
 
 
@@ -139,10 +139,10 @@ class SplitsWeights(Protocol):
     def ordered(self) -> list[str]:
         """The names of all trained weights, as an optimizer of the whole model counts them."""
 
-    def all_gather_object(self, mine: Any) -> list[Any]:
+    def all_gather_object(self, local_object: Any) -> list[Any]:
         """What each rank with another part of the same model says; all of them call it."""
 
-    def gather_to_rank0(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather_to_rank0(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """On the first rank the tensors of all parts, on the host; what others get means nothing.
 
         All ranks call it.

@@ -57,8 +57,8 @@ def evaluate(session: Session) -> Evaluation:
     with evaluation_mode(session.loss_module):
         loss = eval_loss(session)
         if job.metrics:
-            with session.setup.layout.gather(session.model) as whole:
-                if whole:
+            with session.setup.layout.gather(session.model) as gathered:
+                if gathered:
                     metrics = {n: float(metric(session.model)) for n, metric in job.metrics.items()}
     return Evaluation(progress.step, progress.tokens, loss, metrics)
 
@@ -70,11 +70,11 @@ def eval_loss(session: Session) -> float | None:
         return None
     collate = setup.collate or setup.job.collate
     ranks = setup.layout.data_size
-    mine = range(len(eval_data))[setup.layout.data_rank :: ranks]
+    indices = range(len(eval_data))[setup.layout.data_rank :: ranks]
     sums = torch.zeros(2, dtype=torch.float64)
     # Shards meet in every pass: a rank with fewer examples takes part without any loss.
     for start in range(0, math.ceil(len(eval_data) / ranks), EXAMPLES_AT_ONCE):
-        examples = [eval_data[i] for i in mine[start : start + EXAMPLES_AT_ONCE]]
+        examples = [eval_data[i] for i in indices[start : start + EXAMPLES_AT_ONCE]]
         batch = collate(examples) if examples else without_loss(collate([eval_data[0]]))
         batch = batch.to(setup.job.device)
         with setup.precision.region():
@@ -154,8 +154,8 @@ def defer_signals(session: Callable[[], Session | None]) -> Iterator[None]:
     before = {s: signal.getsignal(s) for s in HASTE}
 
     def hear(number: int, frame: object) -> None:
-        found = session()
-        if found is not None and found.preempted:
+        active_session = session()
+        if active_session is not None and active_session.preempted:
             return
         signal.signal(number, before[signal.Signals(number)])
         signal.raise_signal(number)
@@ -171,8 +171,8 @@ def defer_signals(session: Callable[[], Session | None]) -> Iterator[None]:
 
 def asked(session: Session) -> tuple[bool, bool]:
     """Whether any rank was asked to stop, and whether in haste; every rank calls it at the end."""
-    mine = torch.tensor([session.stop_requested, session.preempted], dtype=torch.float64)
-    stop, haste = session.setup.layout.all_reduce_data(mine).tolist()
+    flags = torch.tensor([session.stop_requested, session.preempted], dtype=torch.float64)
+    stop, haste = session.setup.layout.all_reduce_data(flags).tolist()
     session.preempted = session.preempted or bool(haste)
     return bool(stop), bool(haste)
 
@@ -348,8 +348,8 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
     if in_haste:
         outcome.seconds = time.perf_counter() - began
         return outcome
-    here = outcome.evaluations[len(watch.earlier) :]
-    if not here or here[-1].step != session.progress.step:
+    evaluations = outcome.evaluations[len(watch.earlier) :]
+    if not evaluations or evaluations[-1].step != session.progress.step:
         _evaluate(session, watch, outcome)
     outcome.seconds = time.perf_counter() - began
     return outcome

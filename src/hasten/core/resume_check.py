@@ -31,7 +31,7 @@ COMPARED_STEPS = 10_000  # of two schedules at most, evenly spread
 def resume_check(setup: Setup) -> dict[str, Any]:
     """Flat, under the recipe's keys; ``job.terms`` brings what only the job's maker knows."""
     job, schedule = setup.job, asdict(setup.job.schedule)
-    found = {
+    settings = {
         # Where the user brings batches, nothing that follows comes from the seed.
         "seed": job.seed if job.stream is None else None,
         **(batch_record(job.batch) if job.stream is None else {}),
@@ -44,7 +44,7 @@ def resume_check(setup: Setup) -> dict[str, Any]:
         "plan": {technique.name(): _entry(technique) for technique in setup.plan},
         **job.terms,
     }
-    return _as_json(found)
+    return _as_json(settings)
 
 
 def batch_record(batch: GlobalBatch) -> dict[str, Any]:
@@ -61,7 +61,9 @@ def changes_since(meta: Mapping[str, Any], setup: Setup) -> list[str]:
     return check_same_job(meta["job"], resume_check(setup), meta["progress"]["step"])
 
 
-def check_same_job(saved: Mapping[str, Any], here: Mapping[str, Any], step: int) -> list[str]:
+def check_same_job(
+    saved: Mapping[str, Any], new_settings: Mapping[str, Any], step: int
+) -> list[str]:
     """What differs from a record that was saved after ``step`` and may, a phrase each.
 
     Keys that only one of the two has are not compared.
@@ -69,20 +71,24 @@ def check_same_job(saved: Mapping[str, Any], here: Mapping[str, Any], step: int)
     Raises:
         InputError: something differs that decides the training, with both values.
     """
-    here = _as_json(here)
+    new_settings = _as_json(new_settings)
     refused: list[str] = []
     allowed: list[str] = []
-    for key in here:
-        if key not in saved or saved[key] == here[key]:
+    for key in new_settings:
+        if key not in saved or saved[key] == new_settings[key]:
             continue
         if key == "plan":
-            alone = min(saved.get("ranks", 1), here["ranks"]) == 1
-            for name in {**saved[key], **here[key]}:
-                _compare(name, saved[key].get(name), here[key].get(name), alone, refused, allowed)
+            alone = min(saved.get("ranks", 1), new_settings["ranks"]) == 1
+            for name in {**saved[key], **new_settings[key]}:
+                _compare(
+                    name, saved[key].get(name), new_settings[key].get(name), alone, refused, allowed
+                )
             continue
-        free = key in MAY_CHANGE or (key in SCHEDULE and _same_rates(saved, here, step))
-        name = f"{key} (of lr_schedule {here['lr_schedule']})" if key == "total_steps" else key
-        (allowed if free else refused).append(_phrase(name, saved[key], here[key]))
+        free = key in MAY_CHANGE or (key in SCHEDULE and _same_rates(saved, new_settings, step))
+        name = (
+            f"{key} (of lr_schedule {new_settings['lr_schedule']})" if key == "total_steps" else key
+        )
+        (allowed if free else refused).append(_phrase(name, saved[key], new_settings[key]))
     if refused:
         raise InputError(
             f"the checkpoint is of another training: {', '.join(refused)}; go on with what was, or "
@@ -102,8 +108,8 @@ def _entry(technique: Technique) -> dict[str, Any]:
 
 def _compare(
     name: str,
-    there: Mapping[str, Any] | None,
-    here: Mapping[str, Any] | None,
+    saved_entry: Mapping[str, Any] | None,
+    new_entry: Mapping[str, Any] | None,
     alone: bool,
     refused: list[str],
     allowed: list[str],
@@ -111,36 +117,39 @@ def _compare(
     """One technique of a plan; ``alone``: one of the two runs has a single rank, and no
     communication method.
     """
-    if there == here:
+    if saved_entry == new_entry:
         return
-    either = [entry for entry in (there, here) if entry is not None]
+    either = [entry for entry in (saved_entry, new_entry) if entry is not None]
     lossy = any(entry["fidelity"] == Fidelity.LOSSY.name for entry in either)
     communication = alone and any(entry["slot"] == Slot.COMMUNICATION.name for entry in either)
-    if there is None or here is None:
-        words = (f"on ({_words(entry['settings'])})" if entry else "off" for entry in (there, here))
+    if saved_entry is None or new_entry is None:
+        states = (
+            f"on ({_words(entry['settings'])})" if entry else "off"
+            for entry in (saved_entry, new_entry)
+        )
         (refused if lossy and not communication else allowed).append(
-            _phrase(f"plan: {name}", *words)
+            _phrase(f"plan: {name}", *states)
         )
         return
-    for key, value in here["settings"].items():
-        before = there["settings"].get(key)
+    for key, value in new_entry["settings"].items():
+        before = saved_entry["settings"].get(key)
         if before != value:
-            free = not lossy or communication or key in here["may_change"]
+            free = not lossy or communication or key in new_entry["may_change"]
             (allowed if free else refused).append(_phrase(f"plan: {name}: {key}", before, value))
 
 
-def _same_rates(saved: Mapping[str, Any], here: Mapping[str, Any], step: int) -> bool:
+def _same_rates(saved: Mapping[str, Any], new_settings: Mapping[str, Any], step: int) -> bool:
     """Whether the steps that are done had the learning rate that the schedule of now gives them."""
     old, new = (
         Schedule(**{field: record[key] for key, field in SCHEDULE.items()})
-        for record in (saved, here)
+        for record in (saved, new_settings)
     )
     steps = [*range(0, step, step // COMPARED_STEPS + 1), *([step - 1] if step else [])]
     return all(math.isclose(old(s), new(s), abs_tol=1e-12) for s in steps)
 
 
-def _phrase(key: str, there: Any, here: Any) -> str:
-    return f"{key} was {_words(there)} and is {_words(here)} now"
+def _phrase(key: str, saved: Any, new: Any) -> str:
+    return f"{key} was {_words(saved)} and is {_words(new)} now"
 
 
 def _words(value: Any) -> str:
@@ -151,5 +160,5 @@ def _words(value: Any) -> str:
 
 def _as_json(value: Mapping[str, Any]) -> dict[str, Any]:
     """As it comes back from a checkpoint: tuples are lists."""
-    found: dict[str, Any] = json.loads(json.dumps(value))
-    return found
+    decoded: dict[str, Any] = json.loads(json.dumps(value))
+    return decoded

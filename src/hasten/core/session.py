@@ -92,9 +92,9 @@ class Session:
             return
         self.setup.rank_sync.synchronize()
         # Each rank has counted its own work times the number of ranks: the mean is the truth.
-        mine = torch.tensor([getattr(self.progress, n) for n in SUMMED], dtype=torch.float64)
+        counts = torch.tensor([getattr(self.progress, n) for n in SUMMED], dtype=torch.float64)
         for name, total in zip(
-            SUMMED, self.setup.layout.all_reduce_data(mine).tolist(), strict=True
+            SUMMED, self.setup.layout.all_reduce_data(counts).tolist(), strict=True
         ):
             setattr(self.progress, name, round(total / self.setup.layout.data_size))
 

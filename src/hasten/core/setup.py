@@ -208,7 +208,7 @@ class RankSync(Protocol):
     # ranks may differ in weights, optimizer state and progress until they are synchronized
     diverged: bool
 
-    def counts(self, mine: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
+    def counts(self, local_counts: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
         """Before a step's first pass: counts over all ranks, and whether the run stops here.
 
         The answer to the second is the same on every rank.
@@ -238,12 +238,12 @@ class SumsEachStep(RankSync):
     layout: Sums
     diverged = False
 
-    def counts(self, mine: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
+    def counts(self, local_counts: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
         sums = self.layout.all_reduce_data(
-            torch.tensor([*astuple(mine), float(stop)], dtype=torch.float64)
+            torch.tensor([*astuple(local_counts), float(stop)], dtype=torch.float64)
         )
-        *found, wanted = sums.tolist()
-        return WorkCounts(*map(round, found)), bool(wanted)
+        *totals, wanted = sums.tolist()
+        return WorkCounts(*map(round, totals)), bool(wanted)
 
     def sum(self, values: Tensor) -> Tensor:
         return self.layout.all_reduce_data(values)

@@ -81,9 +81,9 @@ def training(session: Session) -> Iterator[StepMetrics]:
                 if setup.checkpoint is not None and not suspect:
                     setup.checkpoint.after_step(session)
                 clock.mark(CHECKPOINT)
-                place = progress.epoch, progress.step_in_epoch
+                position = progress.epoch, progress.step_in_epoch
                 yield metrics
-                if back or (progress.epoch, progress.step_in_epoch) != place:
+                if back or (progress.epoch, progress.step_in_epoch) != position:
                     moved = True
                     break
                 if setup.live_tuner is not None:
@@ -100,18 +100,21 @@ def batches(session: Session) -> Iterator[StepBatch]:
     setup, progress = session.setup, session.progress
     job, clock = setup.job, setup.clock
     while job.stop.epochs is None or progress.epoch < job.stop.epochs:
-        seen, source = 0, clock.reading(_local_steps(setup, progress.epoch, progress.step_in_epoch))
+        step_count, source = (
+            0,
+            clock.reading(_local_steps(setup, progress.epoch, progress.step_in_epoch)),
+        )
         for micro_batches in setup.feed(source, job.device):
-            seen += 1
+            step_count += 1
             clock.fed()
             if job.stop.reached(progress.step, progress.tokens):
                 return
             # Before the first backward: counts over all ranks, and whether any of them stops.
-            mine = WorkCounts()
+            local_counts = WorkCounts()
             for micro_batch in micro_batches:
-                mine += micro_batch.counts
+                local_counts += micro_batch.counts
             rank_sync = setup.rank_sync
-            counts, stop = rank_sync.counts(mine, session.stop_requested)
+            counts, stop = rank_sync.counts(local_counts, session.stop_requested)
             if stop:
                 session.stop_requested = True
                 clock.mark(COMMUNICATION)
@@ -125,7 +128,7 @@ def batches(session: Session) -> Iterator[StepBatch]:
             clock.mark(COMMUNICATION)
             progress.step_in_epoch += 1
             yield StepBatch(micro_batches, counts, progress.epoch)
-        if not seen and not progress.step_in_epoch:
+        if not step_count and not progress.step_in_epoch:
             raise InputError("the data has no steps: the loader or the examples are empty")
         progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
         clock.mark(DATA)  # the loader has said that there is no more
@@ -145,8 +148,8 @@ def _local_steps(setup: Setup, epoch: int, first: int) -> Iterator[tuple[MicroBa
         steps = setup.sampler.local_steps(epoch, layout.data_rank, layout.data_size)
     for step in itertools.islice(steps, first, None):
         parts: list[list[Any]] = []
-        for piece in step if job.stream is None else [step]:
-            examples = [job.examples[i] for i in piece] if job.stream is None else piece
+        for group in step if job.stream is None else [step]:
+            examples = [job.examples[i] for i in group] if job.stream is None else group
             if examples:
                 parts += setup.split_micro_batches(examples)
         if parts:
@@ -175,8 +178,8 @@ def step_outside(session: Session) -> tuple[MicroBatch, ...] | None:
     setup = session.setup
     if setup.job.stream is not None:
         return None
-    found = next(_local_steps(setup, session.progress.epoch, 0), None)
-    return None if found is None else tuple(m.to(setup.job.device) for m in found)
+    micro_batches = next(_local_steps(setup, session.progress.epoch, 0), None)
+    return None if micro_batches is None else tuple(m.to(setup.job.device) for m in micro_batches)
 
 
 def without_loss(micro_batch: MicroBatch) -> MicroBatch:
@@ -197,23 +200,25 @@ def train_step(session: Session, batch: StepBatch, started: float) -> StepMetric
         factor *= setup.spike_policy.rate
     loss_sum, batch = setup.run_passes(session.engine, batch)
     clock.mark(BACKWARD)
-    found = session.engine.norm(loss_sum)
-    if found.finite:
+    step_numbers = session.engine.norm(loss_sum)
+    if step_numbers.finite:
         session.engine.update(factor)
     else:
         session.engine.discard()
         setup.rank_sync.skipped()
-        setup.step_checks.given_up(found.loss_sum)
+        setup.step_checks.given_up(step_numbers.loss_sum)
     clock.mark(OPTIMIZER)
-    return _note(session, batch, found, started)
+    return _note(session, batch, step_numbers, started)
 
 
-def _note(session: Session, batch: StepBatch, found: StepNumbers, started: float) -> StepMetrics:
+def _note(
+    session: Session, batch: StepBatch, step_numbers: StepNumbers, started: float
+) -> StepMetrics:
     setup, clock, progress = session.setup, session.setup.clock, session.progress
     # as they ran: BATCH may cut
     positions = float(sum([m.counts.positions for m in batch.micro_batches]))
-    mine = torch.tensor([found.loss_sum, positions], dtype=torch.float64)
-    total, positions = setup.rank_sync.sum(mine).tolist()
+    local_sums = torch.tensor([step_numbers.loss_sum, positions], dtype=torch.float64)
+    total, positions = setup.rank_sync.sum(local_sums).tolist()
     clock.mark(COMMUNICATION)
     layout = setup.layout
     traffic = layout.traffic() if isinstance(layout, MeasuresExchange) else None
@@ -239,7 +244,7 @@ def _note(session: Session, batch: StepBatch, found: StepNumbers, started: float
         epoch=batch.epoch,
         loss=total / (counts.trained_tokens or 1),
         learning_rate=max([group["lr"] for group in session.optimizer.param_groups]),
-        grad_norm=found.norm,
+        grad_norm=step_numbers.norm,
         tokens=counts.tokens,
         trained_tokens=counts.trained_tokens,
         positions=counts.positions,
@@ -250,7 +255,7 @@ def _note(session: Session, batch: StepBatch, found: StepNumbers, started: float
         peak_memory_bytes=host.memory_peak(setup.job.device),
         model_flops=flops,
         mfu=session.meter.mfu(flops, seconds),
-        skipped=not found.finite,
+        skipped=not step_numbers.finite,
         expert_load_ratio=None if setup.routing is None else setup.routing.load_ratio(),
         data_seconds=parts.get(DATA),
         passes_seconds=parts.get(FORWARD, 0.0) + parts[BACKWARD] if parts else None,
@@ -457,11 +462,11 @@ def forward_of(
     return loss, labels
 
 
-def all_finite(rank_sync: RankSync, *mine: float) -> bool:
+def all_finite(rank_sync: RankSync, *numbers: float) -> bool:
     """Whether these numbers are finite on every rank; every rank calls it.
 
     A flag of its own: a communication method need not carry one rank's overflow to the others, and
     a loss that is infinite need not show in the gradients.
     """
-    wrong = torch.tensor([0.0 if all(map(math.isfinite, mine)) else 1.0], dtype=torch.float64)
+    wrong = torch.tensor([0.0 if all(map(math.isfinite, numbers)) else 1.0], dtype=torch.float64)
     return not rank_sync.sum(wrong).item()

@@ -117,10 +117,13 @@ class HostClock:
 
     def exposed(self, part: str, seconds: float) -> None:
         _expose(self._parts, part, seconds)
-        place = max((i for i, (name, _) in enumerate(self.laps) if name == part), default=None)
-        if place is not None:  # where the waiting is in a lap isn't known but for its end
-            rest = max(0.0, self.laps[place][1] - seconds)
-            self.laps[place : place + 1] = [(part, rest), (COMMUNICATION, seconds)]
+        lap_index = max((i for i, (name, _) in enumerate(self.laps) if name == part), default=None)
+        if lap_index is not None:  # where the waiting is in a lap isn't known but for its end
+            remaining_seconds = max(0.0, self.laps[lap_index][1] - seconds)
+            self.laps[lap_index : lap_index + 1] = [
+                (part, remaining_seconds),
+                (COMMUNICATION, seconds),
+            ]
 
     def end(self) -> Mapping[str, float]:
         self.busy.append(time.process_time() - self._busy)
@@ -215,31 +218,31 @@ def seconds_by_part(
     ordered = sorted(steps, key=step_total)
     cut = len(ordered) // 4
     middle = ordered[cut : len(ordered) - cut]
-    found: dict[str, float | None] = dict.fromkeys(PARTS)
+    means: dict[str, float | None] = dict.fromkeys(PARTS)
     for part in {name for step in middle for name in step} - {BETWEEN, CHECKPOINT}:
-        found[part] = sum(step.get(part, 0.0) for step in middle) / len(middle)
+        means[part] = sum(step.get(part, 0.0) for step in middle) / len(middle)
     if checkpoints:
-        found[CHECKPOINT] = sum(step.get(CHECKPOINT, 0.0) for step in steps) / len(steps)
-    waited = found.pop(EXPOSED, None)
+        means[CHECKPOINT] = sum(step.get(CHECKPOINT, 0.0) for step in steps) / len(steps)
+    waited = means.pop(EXPOSED, None)
     if waited is None:
-        _into_idle(found, COMMUNICATION)
+        _into_idle(means, COMMUNICATION)
     else:
-        found[COMMUNICATION] = (found[COMMUNICATION] or 0.0) + waited
-    if found[FORWARD] is None:  # an engine that doesn't say where forward ends
-        _into_idle(found, BACKWARD)
-    return found
+        means[COMMUNICATION] = (means[COMMUNICATION] or 0.0) + waited
+    if means[FORWARD] is None:  # an engine that doesn't say where forward ends
+        _into_idle(means, BACKWARD)
+    return means
 
 
-def _into_idle(found: dict[str, float | None], part: str) -> None:
-    if found[part] is not None:
-        found[IDLE] = (found[IDLE] or 0.0) + (found[part] or 0.0)
-        found[part] = None
+def _into_idle(means: dict[str, float | None], part: str) -> None:
+    if means[part] is not None:
+        means[IDLE] = (means[IDLE] or 0.0) + (means[part] or 0.0)
+        means[part] = None
 
 
 def data_stall(steps: Sequence[Mapping[str, float]]) -> float | None:
     """Share of all steps' time in which they waited for data, rare long waits included."""
-    whole = sum(map(step_total, steps))
-    return sum(step.get(DATA, 0.0) for step in steps) / whole if whole else None
+    total_seconds = sum(map(step_total, steps))
+    return sum(step.get(DATA, 0.0) for step in steps) / total_seconds if total_seconds else None
 
 
 def step_stability(seconds: Sequence[float]) -> dict[str, float | int | None]:
@@ -327,8 +330,8 @@ class StepMetrics:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; a number that isn't finite becomes None, which JSON can say."""
-        found = asdict(self)
+        metrics = asdict(self)
         return {
             k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in found.items()
+            for k, v in metrics.items()
         }

@@ -83,8 +83,8 @@ class Design:
         if self.foreign_load is not None and not 0 <= self.foreign_load <= 1:
             raise InputError(f"the foreign load is a share from 0 to 1, not {self.foreign_load}")
         if self.grouping not in get_args(Grouping):
-            known = ", ".join(get_args(Grouping))
-            raise InputError(f"grouping: there is no {self.grouping!r}; there are {known}")
+            groupings = ", ".join(get_args(Grouping))
+            raise InputError(f"grouping: there is no {self.grouping!r}; there are {groupings}")
 
     @property
     def most_warmup(self) -> int:
@@ -178,26 +178,26 @@ def plans_of(
 
 def _between(plan: Plan, name: str, which: Which) -> list[tuple[str, Kind, Plan]]:
     """The variants that single out one technique, less those that equal the whole plan."""
-    place = [t.name() for t in plan].index(name)
-    technique = plan.techniques[place]
-    found: list[tuple[str, Kind, Plan]] = []
+    index = [t.name() for t in plan].index(name)
+    technique = plan.techniques[index]
+    variants: list[tuple[str, Kind, Plan]] = []
     if which in ("single", "all"):
-        found.append((f"only {name}", "single", Plan([technique])))
+        variants.append((f"only {name}", "single", Plan([technique])))
     if which in ("leave-one-out", "all"):
-        found.append((f"without {name}", "leave-one-out", plan.without(technique)))
+        variants.append((f"without {name}", "leave-one-out", plan.without(technique)))
     if which == "cumulative":
-        found.append((f"+ {name}", "cumulative", Plan(plan.techniques[: place + 1])))
-    return [entry for entry in found if 0 < len(entry[2]) < len(plan)]
+        variants.append((f"+ {name}", "cumulative", Plan(plan.techniques[: index + 1])))
+    return [entry for entry in variants if 0 < len(entry[2]) < len(plan)]
 
 
 def with_second_baseline(
     plans: Mapping[str, Plan], kinds: Mapping[str, Kind]
 ) -> tuple[dict[str, Plan], dict[str, Kind]]:
     """The baseline a second time, after the first: what differs between them is noise."""
-    (base, plan), *rest = plans.items()
+    (base, plan), *others = plans.items()
     return (
-        {base: plan, AGAIN: plan, **dict(rest)},
-        {base: "baseline", AGAIN: "again", **{n: kinds.get(n, "other") for n, _ in rest}},
+        {base: plan, AGAIN: plan, **dict(others)},
+        {base: "baseline", AGAIN: "again", **{n: kinds.get(n, "other") for n, _ in others}},
     )
 
 

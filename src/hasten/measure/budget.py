@@ -112,16 +112,16 @@ def rounded_up(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def require_budget(seconds: float, spent: float, rest: float) -> None:
+def require_budget(seconds: float, spent: float, needed_seconds: float) -> None:
     """Refuse a budget in which the least there is doesn't fit.
 
     Raises:
         InputError: two rounds of baseline and plan take longer, and how long.
     """
-    if spent + rest > seconds:
+    if spent + needed_seconds > seconds:
         raise InputError(
             f"budget: {rounded_up(seconds)} is too short: two rounds of the baseline and one more "
-            f"variant take about {rounded_up(spent + rest)} on this job and machine"
+            f"variant take about {rounded_up(spent + needed_seconds)} on this job and machine"
         )
 
 
@@ -132,7 +132,7 @@ def fit_to_budget(
     builds: int,
     most_rounds: int,
     rest_of: Callable[[Sequence[str], int, int], float],
-    left: float,
+    available_seconds: float,
     worth: int = WORTH_ROUNDS,
 ) -> BudgetPlan:
     """The variants, builds and rounds that fit into the seconds that are left.
@@ -144,26 +144,26 @@ def fit_to_budget(
         builds: as the user wished.
         most_rounds: as the user wished.
         rest_of: seconds for (variants, builds, rounds).
-        left: seconds there are.
+        available_seconds: seconds there are.
         worth: with fewer rounds than these, rather fewer variants.
     """
     enough = min(worth, most_rounds)
-    kept = list(names)
+    retained = list(names)
     dropped: list[tuple[str, tuple[str, ...]]] = []
     for what in _in_order(names, kinds, expected):
-        if rest_of(kept, builds, max(enough, builds)) <= left:
+        if rest_of(retained, builds, max(enough, builds)) <= available_seconds:
             break
         if what is None:
             if builds > 1:
                 builds = 1
                 dropped.append(("second builds: no time for them", ()))
             continue
-        kept.remove(what)
+        retained.remove(what)
         dropped.append((f"{what}: no time for it", (what,)))
     rounds = most_rounds
-    while rounds > FEWEST_ROUNDS and rest_of(kept, builds, rounds) > left:
+    while rounds > FEWEST_ROUNDS and rest_of(retained, builds, rounds) > available_seconds:
         rounds -= 1
-    return BudgetPlan(tuple(kept), rounds, builds, tuple(dropped))
+    return BudgetPlan(tuple(retained), rounds, builds, tuple(dropped))
 
 
 def _in_order(
@@ -234,8 +234,8 @@ class BudgetTracker:
         if budget is None or not self._design.partial or self.every_variant or len(variants) < 2:
             return True
         rounds = min(self._worth, self._design.rounds)
-        rest = self._costs(variants).of(len(variants) + 1, rounds, looks=1, to_start=1)
-        if self._record.spent + rest <= budget or name in self._measured():
+        needed_seconds = self._costs(variants).of(len(variants) + 1, rounds, looks=1, to_start=1)
+        if self._record.spent + needed_seconds <= budget or name in self._measured():
             return True
         self._drop(name)
         return False
@@ -284,10 +284,10 @@ class BudgetTracker:
         self._cohorts = math.ceil(max(len(waiting) - 1, 1) / max(len(variants) - 1, 1))
         self._until = self._cohort_began + (budget - self._cohort_began) / self._cohorts
         more = self._design.most_warmup - self._design.warmup
-        rest = self._costs(variants, steps=1).of(
+        needed_seconds = self._costs(variants, steps=1).of(
             len(variants), more + WORTH_IN_PART, looks=1, to_start=0
         )
-        return self._design.most_warmup if self._record.spent + rest <= self._until else 0
+        return self._design.most_warmup if self._record.spent + needed_seconds <= self._until else 0
 
     def plan_rounds(self, waiting: Sequence[str], variants: Sequence[ArmProcess]) -> None:
         """After all have started that are to be alive together: how many rounds there will be."""
@@ -298,10 +298,10 @@ class BudgetTracker:
         if self._design.budget_seconds is None or not variants or len(names) < 2:
             return
         rounds = self._choose(names, len(variants), self._costs(variants))
-        told = [e["rounds"] for e in self._record.events if e["event"] == "rounds"]
+        recorded_rounds = [e["rounds"] for e in self._record.events if e["event"] == "rounds"]
         if self._design.eliminate:
             return  # rounds get cheaper as variants leave
-        if not told and rounds < self._design.rounds:
+        if not recorded_rounds and rounds < self._design.rounds:
             self._record.append("rounds", rounds=rounds)
 
     def out(self, variants: Sequence[ArmProcess], done: int) -> bool:
@@ -316,14 +316,14 @@ class BudgetTracker:
         costs = self._costs(variants)
         if self.every_variant and done < FEWEST_ROUNDS:  # what techniques did is worth less
             costs = replace(costs, finish=0.0)
-        rest = costs.of(len(variants), rounds=1, looks=1, to_start=0)
-        self._round_seconds = rest
+        round_seconds = costs.of(len(variants), rounds=1, looks=1, to_start=0)
+        self._round_seconds = round_seconds
         if done < self._fewest and self.left() > 0:
             return self.over
         if self.every_variant and not self._is_first:  # as many rounds as the first cohort has
-            self.over = self.over or rest > self.left()
+            self.over = self.over or round_seconds > self.left()
             return self.over
-        if self._record.spent + rest <= min(budget, self._until):
+        if self._record.spent + round_seconds <= min(budget, self._until):
             return self.over
         if self._cohorts > 1:
             self._record.append("rounds", rounds=done)
@@ -335,8 +335,8 @@ class BudgetTracker:
         """Turns of one step, for all cohorts, where not three rounds of whole turns fit."""
         if not variants or not self._is_first:
             return
-        rest = self._costs(variants).of(len(variants), WORTH_IN_PART, looks=1, to_start=0)
-        if self._record.spent + rest > self._until:
+        needed_seconds = self._costs(variants).of(len(variants), WORTH_IN_PART, looks=1, to_start=0)
+        if self._record.spent + needed_seconds > self._until:
             self.steps = 1
             self._record.append("turns", length=1)
 
@@ -398,11 +398,11 @@ class BudgetTracker:
             return self._design.rounds
         kinds = {**self._kinds, **dict.fromkeys(measured, STAYS)}
         ordered = [names[0], *names[2:], names[1]]  # the result started second
-        left = (self._design.budget_seconds or 0.0) - self._record.spent
+        available_seconds = (self._design.budget_seconds or 0.0) - self._record.spent
 
-        def rest_of(kept: Sequence[str], builds: int, rounds: int) -> float:
-            to_start = max(len(kept) - started, 0)
-            return costs.of(len(kept), rounds, self._design.evaluations, to_start, builds)
+        def rest_of(retained: Sequence[str], builds: int, rounds: int) -> float:
+            to_start = max(len(retained) - started, 0)
+            return costs.of(len(retained), rounds, self._design.evaluations, to_start, builds)
 
         choice = fit_to_budget(
             ordered,
@@ -411,7 +411,7 @@ class BudgetTracker:
             self.builds,
             self._design.rounds,
             rest_of,
-            left,
+            available_seconds,
             self._worth,
         )
         for text, variants in choice.dropped:

@@ -129,13 +129,13 @@ class Choice:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, kept: Mapping[str, Any]) -> Choice:
+    def from_dict(cls, record: Mapping[str, Any]) -> Choice:
         """Read one back. Raises TypeError, KeyError or ValueError for anything else."""
-        rows = [ChoiceRow(**row) for row in kept["rows"]]
-        found = cls(**{**kept, "rows": rows})
-        if not isinstance(found.entries, list) or not isinstance(found.why, str):
+        rows = [ChoiceRow(**row) for row in record["rows"]]
+        choice = cls(**{**record, "rows": rows})
+        if not isinstance(choice.entries, list) or not isinstance(choice.why, str):
             raise ValueError("not a choice")
-        return found
+        return choice
 
 
 def choose(
@@ -161,16 +161,16 @@ def choose(
     Raises:
         InputError: an unusable recipe.
     """
-    asked = recipe.auto_plan or AutoPlan()
+    settings = recipe.auto_plan or AutoPlan()
     subject = prepared(recipe.model_copy(update={"auto_plan": None}), audience, ranks=True)
     subject = replace(subject, job=job)
-    path = _path(subject, asked, folder or FOLDER)
-    if not fresh and (kept := _remembered(path)) is not None:
-        return kept
-    chooser = PlanComparison(subject, asked, audience, tuple(more))
+    path = _path(subject, settings, folder or FOLDER)
+    if not fresh and (cached_choice := _remembered(path)) is not None:
+        return cached_choice
+    chooser = PlanComparison(subject, settings, audience, tuple(more))
     choice = chooser.run()
     if choice.source == "measured":
-        _remember(path, choice, subject.context, asked)
+        _remember(path, choice, subject.context, settings)
     return choice
 
 
@@ -195,35 +195,43 @@ def kept_choices(context: JobContext, folder: Path | None = None) -> list[KeptCh
     """
     about = _about_job(context)
 
-    def build(path: Path, kept: Any) -> KeptChoice | None:
-        told = kept["about"]
-        if kept["fidelity"] == "lossy" or {**told, "examples": None} != {**about, "examples": None}:
+    def build(path: Path, entry: Any) -> KeptChoice | None:
+        saved_job = entry["about"]
+        if entry["fidelity"] == "lossy" or {**saved_job, "examples": None} != {
+            **about,
+            "examples": None,
+        }:
             return None
-        choice, examples = Choice.from_dict(kept["choice"]), ExampleStats(**told["examples"])
-        return KeptChoice(choice, str(kept["date"]), path, examples)
+        choice, examples = Choice.from_dict(entry["choice"]), ExampleStats(**saved_job["examples"])
+        return KeptChoice(choice, str(entry["date"]), path, examples)
 
     paths = sorted(cache.at_home(folder or FOLDER).glob("*.json"))
     read = [cache.read(path, partial(build, path), "it isn't used") for path in paths]
-    found = [kept for kept in read if kept is not None]
-    return sorted(found, key=lambda kept: kept.date, reverse=True)
+    choices = [entry for entry in read if entry is not None]
+    return sorted(choices, key=lambda entry: entry.date, reverse=True)
 
 
 def kept_choice(recipe: Recipe, audience: Audience, folder: Path | None = None) -> Choice | None:
     """What was chosen before for a job that says ``plan: auto``; None where nothing is kept."""
-    asked = recipe.auto_plan or AutoPlan()
+    settings = recipe.auto_plan or AutoPlan()
     subject = prepared(recipe.model_copy(update={"auto_plan": None}), audience, ranks=True)
-    return _remembered(_path(subject, asked, folder or FOLDER))
+    return _remembered(_path(subject, settings, folder or FOLDER))
 
 
 def choose_by_forecast(
     recipe: Recipe, context: JobContext, why: str, more: Iterable[type[Technique]] = ()
 ) -> Choice:
     """The first plan, of ranks that a launcher has started, or where there is no time to race."""
-    asked = recipe.auto_plan or AutoPlan()
-    found = candidates(recipe, context, asked.fidelity, more)
-    kept = plan_of(recipe.model_copy(update={"auto_plan": None}), context)
-    plan = first_plan(found, kept, context)
-    return Choice(_entries(plan, context), "forecast", f"{why}, so a forecast chose", _rows(found))
+    settings = recipe.auto_plan or AutoPlan()
+    technique_candidates = candidates(recipe, context, settings.fidelity, more)
+    base_plan = plan_of(recipe.model_copy(update={"auto_plan": None}), context)
+    plan = first_plan(technique_candidates, base_plan, context)
+    return Choice(
+        _entries(plan, context),
+        "forecast",
+        f"{why}, so a forecast chose",
+        _rows(technique_candidates),
+    )
 
 
 class PlanComparison:
@@ -232,14 +240,14 @@ class PlanComparison:
     def __init__(
         self,
         subject: ExperimentSubject,
-        asked: AutoPlan,
+        settings: AutoPlan,
         audience: Audience,
         more: tuple[type[Technique], ...],
     ) -> None:
         self._subject, self._audience = subject, audience
         self._recipe, self._known = subject.recipe, subject.context
         self._began = time.monotonic()
-        self._found = candidates(self._recipe, self._known, asked.fidelity, more)
+        self._found = candidates(self._recipe, self._known, settings.fidelity, more)
         self._plain = Plan(t for t in subject.plan if t.slot is not Slot.CHECKPOINT)
         saving = [t for t in subject.plan if t.slot is Slot.CHECKPOINT]
         self._saving = Plan(saving)  # joins the choice, and isn't raced
@@ -329,12 +337,12 @@ class PlanComparison:
         No flag of a processor says what bf16 gains. What may help comes next; then what usually
         helps, that with the largest forecast last.
         """
-        found: dict[str, Plan] = {}
+        neighbours: dict[str, Plan] = {}
         gains = {technique: expected_gain(technique, self._known) for technique in self._first}
         for technique in sorted(self._first, key=gains.__getitem__):
             if technique.slot in self._plain or self._fitted:
                 continue
-            found[f"without {technique.name()}"] = with_document_attention(
+            neighbours[f"without {technique.name()}"] = with_document_attention(
                 self._first.without(technique)
             )
         for candidate in self._found:
@@ -344,19 +352,19 @@ class PlanComparison:
             if technique.slot in self._plain:
                 continue
             other = next((t for t in self._first if t.slot is technique.slot), None)
-            rest = self._first if other is None else self._first.without(other)
+            base_plan = self._first if other is None else self._first.without(other)
             name = f"with {technique.name()}"
             name = name if other is None else f"{name} for {other.name()}"
-            found[name] = with_document_attention(rest.with_(technique), self._found)
-        self._too_large = [n for n, p in found.items() if not self._fits(p)]
-        fit = [name for name in found if name not in self._too_large]
+            neighbours[name] = with_document_attention(base_plan.with_(technique), self._found)
+        self._too_large = [n for n, p in neighbours.items() if not self._fits(p)]
+        fit = [name for name in neighbours if name not in self._too_large]
 
         def openness(name: str) -> int:
-            changed = set(found[name]) ^ set(self._first)
+            changed = set(neighbours[name]) ^ set(self._first)
             precise = any(technique.slot is Slot.PRECISION for technique in changed)
             return 0 if precise else 1 if name.startswith("with ") else 2
 
-        return {name: found[name] for name in sorted(fit, key=openness)}
+        return {name: neighbours[name] for name in sorted(fit, key=openness)}
 
     def _fits(self, plan: Plan) -> bool:
         return fits_in_memory(plan, self._recipe, self._known, self._slots)
@@ -367,7 +375,9 @@ class PlanComparison:
             self._ratios({FIRST: self._first, **variants}, FIRST_RACE * budget) if variants else {}
         )
         founded = {t.name() for t in self._first if expected_gain(t, self._known) > FORECAST}
-        helped = {n for n, (_, said) in _verdicts(self._variants).items() if said.word == "helped"}
+        helped = {
+            n for n, (_, verdict) in _verdicts(self._variants).items() if verdict.word == "helped"
+        }
         changes, best = _changes(ratios, variants, founded, helped), _best(ratios)
         if len(changes) == 1 and best == FIRST:
             best = changes[0]  # alike without a technique, or likely to help
@@ -380,12 +390,12 @@ class PlanComparison:
             plans[TOGETHER] = together
             finals = [TOGETHER, *dict.fromkeys((best, FIRST)), PLAIN]
         final: list[Variant] = []
-        left = budget - (time.monotonic() - self._began)
-        if left > 0 and plans[best] != self._plain:
-            final = self._race({name: plans[name] for name in dict.fromkeys(finals)}, left)
+        seconds_left = budget - (time.monotonic() - self._began)
+        if seconds_left > 0 and plans[best] != self._plain:
+            final = self._race({name: plans[name] for name in dict.fromkeys(finals)}, seconds_left)
         last = {variant.name: ratio for variant in final if (ratio := _ratio(variant)) is not None}
         if last:
-            best = _best(last, own=finals[0])
+            best = _best(last, reference=finals[0])
         elif not ratios:
             return self._forecast("nothing could be raced within the budget")
         return self._choice(plans, best, ratios, final)
@@ -403,7 +413,7 @@ class PlanComparison:
         kinds: dict[str, Kind] = dict.fromkeys(plans, "cumulative")
         kinds |= {next(iter(plans)): "baseline", list(plans)[-1]: "all"}
         design = replace(RACE, budget_seconds=seconds / (1 + GRACE), partial=True)
-        found = measured(
+        measurement = measured(
             self._subject,
             plans,
             kinds,
@@ -412,9 +422,9 @@ class PlanComparison:
             audience=self._audience,
             pool=self._pool,
             began=time.monotonic(),
-            expected={name: float(-place) for place, name in enumerate(plans)},
+            expected={name: float(-position) for position, name in enumerate(plans)},
         )
-        return found.variants
+        return measurement.variants
 
     def _choice(
         self,
@@ -441,11 +451,11 @@ class PlanComparison:
         nearest = max(others, key=others.__getitem__, default=None)
         verdicts, seconds = _verdicts(self._variants), time.monotonic() - self._began
         raced = len({*ratios, *variants, FIRST})
-        words = self._found_words(plans, verdicts, plan, f"{raced} plans in {duration(seconds)}")
+        reason = self._found_words(plans, verdicts, plan, f"{raced} plans in {duration(seconds)}")
         return Choice(
             entries=_entries(Plan([*plan, *self._saving]), self._known),
             source="measured",
-            why="; ".join(filter(None, (words, self._fitted))),
+            why="; ".join(filter(None, (reason, self._fitted))),
             rows=self._told(plans, verdicts, plan),
             gain=gain,
             tokens_per_second=statistics.median(speeds) if speeds else None,
@@ -461,17 +471,17 @@ class PlanComparison:
         compared: str,
     ) -> str:
         """How sure the choice is: what was compared, what is open, what a forecast decided."""
-        unsure = sum(said.word == "undecided" for _, said in verdicts.values())
-        words = f"the fastest of {compared}"
+        unsure = sum(verdict.word == "undecided" for _, verdict in verdicts.values())
+        text = f"the fastest of {compared}"
         if unsure:
-            words = f"the best supported one of {compared} ({unsure} undecided)"
+            text = f"the best supported one of {compared} ({unsure} undecided)"
         changes = [name for name in plans if name not in (FIRST, PLAIN, TOGETHER)]
         if missed := len(changes) - sum(name in verdicts for name in changes):
-            words += f"; no time for {missed} of {len(changes)} changes"
+            text += f"; no time for {missed} of {len(changes)} changes"
             tested = self._tested(plans, verdicts)
             if forecast := [t.name() for t in chosen if t not in tested]:
-                words += f", so a forecast decided on {', '.join(forecast)}"
-        return words
+                text += f", so a forecast decided on {', '.join(forecast)}"
+        return text
 
     def _tested(self, plans: Mapping[str, Plan], names: Iterable[str]) -> set[Technique]:
         """The techniques that these changes add, or leave out."""
@@ -485,10 +495,10 @@ class PlanComparison:
     ) -> list[ChoiceRow]:
         """A row for every change that was raced, and for every candidate that wasn't."""
         rows = []
-        for name, (ratio, said) in verdicts.items():
+        for name, (ratio, verdict) in verdicts.items():
             taken = _applied(self._first, plans[name], chosen)
             decision = "taken" if taken else "not taken"
-            rows.append(ChoiceRow(name, decision, said.text, ratio.summary()))
+            rows.append(ChoiceRow(name, decision, verdict.text, ratio.summary()))
         raced = self._tested(plans, verdicts)
         rows += [ChoiceRow(n, "not taken", "memory would run out") for n in self._too_large]
         for candidate in self._found:
@@ -569,9 +579,9 @@ def _applied(first: Plan, changed: Plan, chosen: Plan) -> bool:
     )
 
 
-def _best(ratios: Mapping[str, Interval], own: str = FIRST) -> str:
-    """The plan with the highest lower bound; ``own`` is what the others are compared with."""
-    bounds = {own: 1.0} | {name: ratio.low for name, ratio in ratios.items()}
+def _best(ratios: Mapping[str, Interval], reference: str = FIRST) -> str:
+    """The plan with the highest lower bound; ``reference`` is what the others are compared with."""
+    bounds = {reference: 1.0} | {name: ratio.low for name, ratio in ratios.items()}
     return max(bounds, key=bounds.__getitem__)
 
 
@@ -596,13 +606,13 @@ def _verdicts(variants: Sequence[Variant]) -> dict[str, tuple[Interval, EffectVe
     return {name: (ratio, judged[name]) for name, (ratio, _) in effects.items()}
 
 
-def _rows(found: Iterable[TechniqueCandidate]) -> list[ChoiceRow]:
+def _rows(technique_candidates: Iterable[TechniqueCandidate]) -> list[ChoiceRow]:
     def decision(candidate: TechniqueCandidate) -> str:
         if candidate.refused:
             return "left out"
         return "taken" if candidate.usual else "not raced"
 
-    return [ChoiceRow(c.technique.name(), decision(c), c.why) for c in found]
+    return [ChoiceRow(c.technique.name(), decision(c), c.why) for c in technique_candidates]
 
 
 def _entries(plan: Plan, context: JobContext) -> list[Any]:
@@ -614,18 +624,18 @@ def _entries(plan: Plan, context: JobContext) -> list[Any]:
 # Choices that are kept.
 
 
-def _path(subject: ExperimentSubject, asked: AutoPlan, folder: Path) -> Path:
+def _path(subject: ExperimentSubject, settings: AutoPlan, folder: Path) -> Path:
     """The file of a job's choice: another model, data, setting, machine or version has another."""
-    recipe, known = subject.recipe, subject.context
+    recipe, context = subject.recipe, subject.context
     about = ("price", "output", "auto_budget", "max_steps", "epochs", "max_tokens", "seed")
     parts = {
         "recipe": recipe.model_dump(mode="json", exclude={*about, "dataset", "resume"}),
-        "asked": asked.model_dump(),
-        "examples": asdict(known.examples),
-        "model": asdict(known.model),
-        "hardware": {**asdict(known.hardware), "device": known.device},
-        "ranks": known.world.size,
-        "versions": dict(known.versions),
+        "asked": settings.model_dump(),
+        "examples": asdict(context.examples),
+        "model": asdict(context.model),
+        "hardware": {**asdict(context.hardware), "device": context.device},
+        "ranks": context.world.size,
+        "versions": dict(context.versions),
         "source": cache.source_digest(),
     }
     return cache.path_of(folder, parts)
@@ -636,31 +646,31 @@ def _about_job(context: JobContext) -> dict[str, Any]:
     model = asdict(context.model)
     for key in ("attention", "head_reason"):  # of one instance, which another program builds anew
         del model[key]
-    told = {
+    description = {
         "model": model,
         "examples": asdict(context.examples),
         "hardware": {**asdict(context.hardware), "device": context.device},
         "ranks": context.world.size,
         "versions": dict(context.versions),
     }
-    found: dict[str, Any] = json.loads(json.dumps(told))
-    return found
+    decoded: dict[str, Any] = json.loads(json.dumps(description))
+    return decoded
 
 
 def _remembered(path: Path) -> Choice | None:
-    def build(kept: Any) -> Choice:
-        choice = Choice.from_dict(kept["choice"])
-        why = f"{choice.why}, on {kept['date']} ({path}; --fresh races again)"
+    def build(entry: Any) -> Choice:
+        choice = Choice.from_dict(entry["choice"])
+        why = f"{choice.why}, on {entry['date']} ({path}; --fresh races again)"
         return replace(choice, source="remembered", why=why)
 
     return cache.read(path, build, "plans are raced again")
 
 
-def _remember(path: Path, choice: Choice, context: JobContext, asked: AutoPlan) -> None:
-    kept = {
+def _remember(path: Path, choice: Choice, context: JobContext, settings: AutoPlan) -> None:
+    entry = {
         "date": time.strftime("%Y-%m-%d"),
         "choice": choice.to_dict(),
-        "fidelity": asked.fidelity,
+        "fidelity": settings.fidelity,
         "about": _about_job(context),
     }
-    cache.write(path, kept)
+    cache.write(path, entry)

@@ -49,24 +49,24 @@ def eliminate(
         By variant such a logarithm for each pass that it was in, on the level of those values. A
         round in which somebody fails, or the deadline comes, is the last one, and doesn't count.
     """
-    found: dict[Name, list[float]] = {name: [] for name in variants}
+    log_rates: dict[Name, list[float]] = {name: [] for name in variants}
     load = LoadMeter(cores)
     for _ in range(rounds):
-        if len(variants) < 2 and all(len(found[name]) >= FEWEST for name in variants):
+        if len(variants) < 2 and all(len(log_rates[name]) >= FEWEST for name in variants):
             break
         level = statistics.fmean(values[name] for name in variants)
         rates: dict[Name, list[float]] = {name: [] for name in variants}
         for name, turn in run_round(variants, passes, draw, load):
             if isinstance(turn, WorkerError):
-                return {name: tuple(logs) for name, logs in found.items()}
+                return {name: tuple(logs) for name, logs in log_rates.items()}
             rates[name].append(math.log(turn.rate))
         for logs in zip(*rates.values(), strict=True):
             middle = statistics.fmean(logs)
             for name, log in zip(rates, logs, strict=True):
-                found[name].append(level + log - middle)
-        for name in surely_slower({name: found[name] for name in variants}):
+                log_rates[name].append(level + log - middle)
+        for name in surely_slower({name: log_rates[name] for name in variants}):
             variants.pop(name).worker.close(kill=True)
-    return {name: tuple(logs) for name, logs in found.items()}
+    return {name: tuple(logs) for name, logs in log_rates.items()}
 
 
 def surely_slower(logs: Logs[Name]) -> list[Name]:
@@ -87,14 +87,14 @@ def ordered(logs: Logs[Name], expected: Callable[[Name], float]) -> list[Name]:
     The first among equals is the luckiest. Equal is who isn't slower by more than a standard error
     (the rule of Breiman et al. 1984, "Classification and Regression Trees", for the size of trees).
     """
-    found = leading(logs)
-    rounds = len(logs[found[0]]) if found else 0
+    ranking = leading(logs)
+    rounds = len(logs[ranking[0]]) if ranking else 0
     if rounds < FEWEST:
-        return found
-    beside = [name for name in found if len(logs[name]) == rounds]
-    equals = [name for name in beside if not _slower(logs[found[0]], logs[name], 1.0)]
+        return ranking
+    comparable = [name for name in ranking if len(logs[name]) == rounds]
+    equals = [name for name in comparable if not _slower(logs[ranking[0]], logs[name], 1.0)]
     best = max(equals, key=expected)  # the first of several
-    return [best, *(name for name in found if name != best)]
+    return [best, *(name for name in ranking if name != best)]
 
 
 def leading(logs: Logs[Name]) -> list[Name]:
@@ -103,11 +103,11 @@ def leading(logs: Logs[Name]) -> list[Name]:
     A pass's own speed is taken out: it is that of the machine at that time.
     """
     places: dict[Name, tuple[int, float]] = {}
-    for name, own in logs.items():
-        count = len(own)
-        beside = [other for other in logs.values() if len(other) >= count]
-        middle = [statistics.fmean(other[i] for other in beside) for i in range(count)]
-        gaps = [a - b for a, b in zip(own, middle, strict=True)]
+    for name, series in logs.items():
+        count = len(series)
+        peers = [other for other in logs.values() if len(other) >= count]
+        middle = [statistics.fmean(other[i] for other in peers) for i in range(count)]
+        gaps = [a - b for a, b in zip(series, middle, strict=True)]
         places[name] = count, hodges_lehmann(gaps) if gaps else 0.0
     return sorted(logs, key=lambda name: places[name], reverse=True)
 

@@ -41,10 +41,10 @@ class EnergyMeter:
 
     def read(self) -> float | None:
         """Joules so far. With RAPL read it every minute or so: its counters are short."""
-        found = self.reading()
-        if found is None and self.counters and not self._lost:
+        joules = self.reading()
+        if joules is None and self.counters and not self._lost:
             self._lost, self.source = True, "not measured: the counter was read too seldom"
-        return found
+        return joules
 
     def reading(self) -> float | None:
         """A count of joules, for the difference of two; None after a gap that may hide a turnover.
@@ -58,8 +58,8 @@ class EnergyMeter:
         except OSError as error:
             self._lost, self.source = True, f"not measured: the counter failed ({error})"
             return None
-        known = [value for value in values if value is not None]
-        return sum(known) if len(known) == len(values) else None
+        readings = [value for value in values if value is not None]
+        return sum(readings) if len(readings) == len(values) else None
 
     def note(self, moment: object) -> None:
         """Read, so that no counter turns over unseen; for callbacks."""

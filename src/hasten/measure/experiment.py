@@ -132,9 +132,9 @@ class Experiment:
         """Rounds that this cohort still has to do: its share, where there are several builds."""
         rounds = self._rounds()
         others = [n for n in names if n != self.base and n not in rounds.failed]
-        asked = others or [n for n in names if n not in rounds.failed]
-        share = [min(1.0, (rounds.cohorts_of(n) + 1) / self.time.builds) for n in asked]
-        return max((rounds.missing(n, s) for n, s in zip(asked, share, strict=True)), default=0)
+        variants = others or [n for n in names if n not in rounds.failed]
+        share = [min(1.0, (rounds.cohorts_of(n) + 1) / self.time.builds) for n in variants]
+        return max((rounds.missing(n, s) for n, s in zip(variants, share, strict=True)), default=0)
 
     def _next_cohort(self) -> int:
         return 1 + max((e["cohort"] for e in self.record.events if "cohort" in e), default=0)
@@ -267,11 +267,11 @@ class Experiment:
             joules=self.context.joules,
             before=lambda name: self._say(f"{shown}: {name}"),
         )
-        for name, found in turns:
-            if isinstance(found, WorkerError):
-                self._failed(name, found)
+        for name, outcome in turns:
+            if isinstance(outcome, WorkerError):
+                self._failed(name, outcome)
             else:
-                self.alive[name].note("turn", round=number, **found.to_dict())
+                self.alive[name].note("turn", round=number, **outcome.to_dict())
 
     def _without_slower(self, names: Sequence[str], cohort: int, round_: int) -> list[str]:
         """End the variants that are surely slower than the first one; the names of the others."""
@@ -286,10 +286,10 @@ class Experiment:
     def _decided(self, names: Sequence[str]) -> bool:
         """Whether further rounds would change nothing: every variant is faster, or surely alike."""
         rounds = self._rounds()
-        found = [rounds.ratio(name) for name in names if name != self.base]
+        ratios = [rounds.ratio(name) for name in names if name != self.base]
         return all(
             ratio is not None and (ratio.low > 1 or ratio.high / ratio.low < 1 + 2 * ALIKE)
-            for ratio in found
+            for ratio in ratios
         )
 
     def _fresh_round(self, waiting: Sequence[str]) -> None:
@@ -300,7 +300,7 @@ class Experiment:
         self.record.append("cohort", cohort=number, members=names, fresh=True)
         done = len(self._rounds().complete(names[-1]))
         shown = self._round_words(done + 1, names[-1])
-        draw, seen = random.Random(self.design.seed * 1_000_003 + number), list[ArmProcess]()
+        draw, variants = random.Random(self.design.seed * 1_000_003 + number), list[ArmProcess]()
         for name in draw.sample(names, len(names)):
             self.alive = {}
             if name in self.time.dropped or self.time.left() <= 0:
@@ -309,14 +309,14 @@ class Experiment:
                 unseen = self._unseen(name)
                 self._start(name, number, stack, evaluate_first=unseen)
                 self._attempt(name, lambda variant: variant.warm_up(self.design.most_warmup))
-                seen += self.alive.values()
+                variants += self.alive.values()
                 if first:
-                    self.time.look(names, seen)
+                    self.time.look(names, variants)
                 self._round([name], 1, draw, self.context.load(self.context.cores), shown)
                 if unseen:
                     self._attempt(name, lambda variant: variant.evaluate())
                 self._finish(name)
-        self.time.out(seen, done + 1)
+        self.time.out(variants, done + 1)
 
     def _unseen(self, name: str) -> bool:
         """Whether a variant's eval loss after training is wanted, and isn't known yet."""
@@ -328,8 +328,8 @@ class Experiment:
         rounds = self._rounds()
         if self.design.eliminate:
             return []
-        told = ("finish", "unfinished", "failed")
-        done = {e["variant"] for e in self.record.events if e["event"] in told}
+        end_events = ("finish", "unfinished", "failed")
+        done = {e["variant"] for e in self.record.events if e["event"] in end_events}
         return [name for name in self.plans if name not in done and rounds.complete(name)]
 
     def _prove(self, name: str) -> None:
@@ -428,12 +428,12 @@ def experiment_context(
     """
     from hasten.machine import host  # loads torch, which a comparison of loops may do without
 
-    here = host.hardware()
-    memory = processes.available_bytes(here.memory_limit_bytes) // ranks
+    hardware = host.hardware()
+    memory = processes.available_bytes(hardware.memory_limit_bytes) // ranks
     if not pool.on_cpu:
-        memory = min((gpu.memory_bytes for gpu in here.accelerators), default=memory)
+        memory = min((gpu.memory_bytes for gpu in hardware.accelerators), default=memory)
     joules = EnergyMeter("none").reading if meter is None else meter.reading
-    return ExperimentContext(pool, spec, memory, here.usable_cores, joules)
+    return ExperimentContext(pool, spec, memory, hardware.usable_cores, joules)
 
 
 def measure_variants(
@@ -461,11 +461,11 @@ def measure_variants(
         InputError: the budget is too small.
     """
     record = record or ExperimentRecord()
-    known = dict(kinds or {})
+    variant_kinds = dict(kinds or {})
     if not record.done:
-        Experiment(context, plans, known, design, tell, expected or {}, record).run()
-    words = design_words(record.events, next(iter(plans)), design)
-    return Measured(variants_of(record.events, plans, known, design), words)
+        Experiment(context, plans, variant_kinds, design, tell, expected or {}, record).run()
+    description = design_words(record.events, next(iter(plans)), design)
+    return Measured(variants_of(record.events, plans, variant_kinds, design), description)
 
 
 def design_words(events: Sequence[Event], base: str, design: Design) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Comparison:
         """Plain values."""
         loops = {"first": self.first, "second": self.second}
         return {
-            **{place: {**loop.__dict__} for place, loop in loops.items()},
+            **{name: {**loop.__dict__} for name, loop in loops.items()},
             "ratio": self.ratio.summary(),
             "verdict": self.verdict,
             "unit": self.unit,
@@ -156,9 +156,9 @@ def compare(
                     raise LoopFailedError(f"{name}: {event['why']}")
 
         plans = dict.fromkeys(PLACES, Plan())
-        found = measure_variants(at, plans, design, check, record=record).variants
+        variants = measure_variants(at, plans, design, check, record=record).variants
         check()
-    first, second = (_loop(name, variant) for name, variant in zip(called, found, strict=True))
+    first, second = (_loop(name, variant) for name, variant in zip(called, variants, strict=True))
     ratio = paired_ratio(first.rounds, second.rounds)
     return Comparison(first, second, ratio, verdict(ratio, noise_floor=noise_floor), unit)
 
@@ -192,8 +192,8 @@ def loop_reference(job: Job) -> str:
 
 def loop_spec(target: str, settings: Mapping[str, Any] | None = None) -> WorkerSpec:
     """The worker of a loop, whose factory is called with these arguments."""
-    given = {"target": target, "paths": sys.path, "settings": dict(settings or {})}
-    return WorkerSpec("loop", given, slices=False)  # a loop may wait for what goes on meanwhile
+    arguments = {"target": target, "paths": sys.path, "settings": dict(settings or {})}
+    return WorkerSpec("loop", arguments, slices=False)  # a loop may wait for what goes on meanwhile
 
 
 def _loop(name: str, variant: Variant) -> Loop:

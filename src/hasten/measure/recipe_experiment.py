@@ -59,10 +59,10 @@ class ExperimentSubject:
 def environment(plan: Plan, context: JobContext, transport: Mapping[str, str]) -> Mapping[str, str]:
     """What a variant's process starts with, as a training does: what the techniques wish, then the
     recipe's settings of the transport."""
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for technique in plan:
-        found |= technique.environment(context)
-    return {**found, **transport}
+        variables |= technique.environment(context)
+    return {**variables, **transport}
 
 
 def recipe_worker(
@@ -104,18 +104,18 @@ def prepared(
     def tokenising(done: int, total: int) -> None:
         audience.show(f"tokenising {done:,}/{total:,} examples", done / max(total, 1))
 
-    found = prepare_run(recipe, audience.tell, tokenising, recipe.nproc)
-    plan, data = found.plan, found.data
-    known = replace(found.context, world=World(size=recipe.nproc))
+    prepared_run = prepare_run(recipe, audience.tell, tokenising, recipe.nproc)
+    plan, data = prepared_run.plan, prepared_run.data
+    context = replace(prepared_run.context, world=World(size=recipe.nproc))
     if recipe.auto_plan is not None:
-        tried = candidates(recipe, known, recipe.auto_plan.fidelity)
-        plan = first_plan(tried, plan, known)
+        tried = candidates(recipe, context, recipe.auto_plan.fidelity)
+        plan = first_plan(tried, plan, context)
         recipe = recipe.model_copy(update={"plan": [entry_of(t) for t in plan], "auto_plan": None})
         audience.tell(f"plan: auto: the techniques in question are {plan}")
     # What ranks have without a technique the baseline has, too: it is no switch.
-    usual = plan_of(recipe.model_copy(update={"plan": []}), known)
+    usual = plan_of(recipe.model_copy(update={"plan": []}), context)
     switches = Plan(t for t in plan if t not in usual.techniques)
-    return ExperimentSubject(recipe, known, switches, data.note.key, meter_of_run(known), data)
+    return ExperimentSubject(recipe, context, switches, data.note.key, meter_of_run(context), data)
 
 
 def measured(
@@ -137,19 +137,19 @@ def measured(
     for which there is no time, those go first of which least is ``expected``; by their forecasts,
     if left out.
     """
-    recipe, known = subject.recipe, subject.context
+    recipe, context = subject.recipe, subject.context
     if recipe.nproc > 1:
         check_turns(plans, design.steps)
     steps = {"max_steps": design.steps_in_all, "epochs": None, "max_tokens": None}
     resolved = recipe.model_copy(update=steps)
     key = _key(subject, resolved, plans, design)
     folder = Path(recipe.output) / "experiments" / key
-    since, left = None, design.budget_seconds
-    if left is not None:
+    since, seconds_left = None, design.budget_seconds
+    if seconds_left is not None:
         now = time.monotonic()
         since = now if began is None else began
-        left = max(left - (now - since), 0.0)
-    with alone_in(folder, audience.tell), one_measurement(audience.tell, left):
+        seconds_left = max(seconds_left - (now - since), 0.0)
+    with alone_in(folder, audience.tell), one_measurement(audience.tell, seconds_left):
         if fresh:
             (folder / "record.jsonl").unlink(missing_ok=True)
         (folder / "recipe.yaml").write_text(resolved.to_yaml())
@@ -161,21 +161,21 @@ def measured(
                 audience.tell(f"going on with {folder}; variants train again from their seed")
             audience.begin()
             path = folder / "recipe.yaml"
-            own = pool or stack.enter_context(
-                WorkerPool(folder, known.device, fork=design.partial, recipe=path)
+            worker_pool = pool or stack.enter_context(
+                WorkerPool(folder, context.device, fork=design.partial, recipe=path)
             )
 
             def spec(name: str) -> WorkerSpec:
                 return recipe_worker(subject, path, plans[name])
 
             return measure_variants(
-                experiment_context(own, spec, recipe.nproc, subject.meter),
+                experiment_context(worker_pool, spec, recipe.nproc, subject.meter),
                 plans,
                 design,
                 audience.show,
                 kinds=kinds,
                 expected=expected
-                or {n: sum(expected_gain(t, known) for t in p) for n, p in plans.items()},
+                or {n: sum(expected_gain(t, context) for t in p) for n, p in plans.items()},
                 record=record,
             )
 

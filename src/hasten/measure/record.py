@@ -123,14 +123,14 @@ class ExperimentRecord:
 
 def seconds_of(events: Sequence[Event], with_turns: bool = False) -> float:
     """What all processes of a record took; or those alone of which turns are kept."""
-    found: list[float] = []
+    durations: list[float] = []
     for e in events:
-        if e["event"] == "run" or not found:
-            found.append(0.0)
-            kept = not with_turns
-        kept = kept or e["event"] == "turn"
-        found[-1] = float(e.get("at", 0.0)) if kept else 0.0
-    return math.fsum(found)
+        if e["event"] == "run" or not durations:
+            durations.append(0.0)
+            is_counted = not with_turns
+        is_counted = is_counted or e["event"] == "turn"
+        durations[-1] = float(e.get("at", 0.0)) if is_counted else 0.0
+    return math.fsum(durations)
 
 
 def _read(path: Path, key: str) -> list[Event]:
@@ -138,23 +138,23 @@ def _read(path: Path, key: str) -> list[Event]:
     if not path.exists():
         return []
     content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
+    complete = content[: content.rfind(b"\n") + 1]
     try:
-        head, *lines = [json.loads(line) for line in whole.splitlines()] or [{"key": key}]
-        known, version = head["key"], head.get("record", VERSION)
+        head, *lines = [json.loads(line) for line in complete.splitlines()] or [{"key": key}]
+        recorded_key, version = head["key"], head.get("record", VERSION)
         if not all(isinstance(line["event"], str) for line in lines):
             raise ValueError("an event without a name")
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{path} is not the record of an experiment: delete it, or say --fresh"
         ) from error
-    if known != key:
+    if recorded_key != key:
         raise InputError(f"{path} is the record of another experiment: delete it, or say --fresh")
     if version != VERSION:
         raise InputError(
             f"{path} is a record of version {version!r}, and version {VERSION} is read: delete it, "
             "or say --fresh"
         )
-    if len(whole) < len(content):
-        os.truncate(path, len(whole))
+    if len(complete) < len(content):
+        os.truncate(path, len(complete))
     return lines

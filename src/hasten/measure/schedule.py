@@ -82,9 +82,9 @@ class Turn:
 
     def to_dict(self) -> dict[str, Any]:
         """As the record of an experiment has it."""
-        whole = {} if self.seconds is None else {"seconds": self.seconds}
+        extra_fields = {} if self.seconds is None else {"seconds": self.seconds}
         load = round(self.load, 4)
-        return {"steps": self.steps, "background_load": load, "joules": self.joules, **whole}
+        return {"steps": self.steps, "background_load": load, "joules": self.joules, **extra_fields}
 
 
 class ArmProcess:
@@ -104,12 +104,12 @@ class ArmProcess:
     def __init__(
         self,
         worker: TurnWorker,
-        left: Callable[[], float] = lambda: math.inf,
+        time_left: Callable[[], float] = lambda: math.inf,
         note: Callable[..., None] = lambda event, **details: None,
         patience: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.worker, self._left, self.note = worker, left, note
+        self.worker, self._left, self.note = worker, time_left, note
         self._patience, self._clock, self._began = patience, clock, clock()
         self.warm: list[Mapping[str, Any]] = []  # steps before the first round
         self._graphs: list[int] = []  # compiled, after each of the last requests
@@ -191,15 +191,15 @@ class ArmProcess:
         began, timeout = self._clock(), BUILD_SECONDS
         if self.evaluation_seconds:
             timeout = max(TIMEOUT_FACTOR * self.evaluation_seconds, LEAST_TIMEOUT)
-        found = self.ask("evaluate", timeout)
+        evaluation = self.ask("evaluate", timeout)
         self.evaluation_seconds = max(self.evaluation_seconds, self._clock() - began)
-        self.note("evaluate", tokens=found["tokens"], eval_loss=found["eval_loss"])
+        self.note("evaluate", tokens=evaluation["tokens"], eval_loss=evaluation["eval_loss"])
 
     def finish(self, samples: bool = True) -> None:
         """What its techniques did, and what its model writes; it trains no more."""
         last = self.ask("finish", BUILD_SECONDS, samples=samples)
-        known = ("effective", "samples", "ledger", "peak_memory_bytes")
-        self.note("finish", **{key: last[key] for key in known if key in last})
+        field_names = ("effective", "samples", "ledger", "peak_memory_bytes")
+        self.note("finish", **{key: last[key] for key in field_names if key in last})
 
     def whole_turn(self, count: int) -> Reply:
         """So many steps at once."""
@@ -242,10 +242,10 @@ class ArmProcess:
         return max(TIMEOUT_FACTOR * (count * self.step_seconds + slowest), LEAST_TIMEOUT)
 
     def _within(self, act: Callable[[float], Any], seconds: float) -> Any:
-        left = self._left()
+        seconds_left = self._left()
         try:
-            if left > 0:
-                return act(min(seconds, left))
+            if seconds_left > 0:
+                return act(min(seconds, seconds_left))
         except WorkerError:
             if self._left() > 0:  # else it was cut off by the end of time, and didn't fail
                 raise
@@ -286,10 +286,10 @@ def run_round(
             turns = _in_slices(going, count, load)
         else:
             turns = _one_by_one(going, count, load, joules, before)
-        for name, found in turns:
-            if isinstance(found, WorkerError):
+        for name, outcome in turns:
+            if isinstance(outcome, WorkerError):
                 order.remove(name)
-            yield name, found
+            yield name, outcome
         order.reverse()
 
 
@@ -308,24 +308,24 @@ def _in_slices(
     """All turns of a pass, once the last one has ended: so nobody's reply is still to come."""
     share = SLICE_SECONDS / min((variant.pace for variant in variants.values()), default=1.0)
     seconds = {name: share * variant.pace for name, variant in variants.items()}
-    found: dict[Name, Reply | WorkerError] = {}
-    left, begun = list(variants), set[Name]()
+    outcomes: dict[Name, Reply | WorkerError] = {}
+    pending, begun = list(variants), set[Name]()
     load.lap(None)
-    while left:
-        for name in left:
+    while pending:
+        for name in pending:
             try:
                 if name not in begun:
                     begun.add(name)
                     variants[name].begin_slices(count)
                 reply = variants[name].go_on(seconds[name])
                 if reply is not None:
-                    found[name] = reply
+                    outcomes[name] = reply
             except WorkerError as error:
-                found[name] = error
+                outcomes[name] = error
             finally:
                 load.lap(name)
-        left = [name for name in reversed(left) if name not in found]
-    for name, ended in found.items():
+        pending = [name for name in reversed(pending) if name not in outcomes]
+    for name, ended in outcomes.items():
         if isinstance(ended, WorkerError):
             yield name, ended
         else:

@@ -75,11 +75,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     for p in p_values:
         if not 0 <= p <= 1:
             raise InputError(f"A p-value lies between 0 and 1, not at {p}.")
-    corrected, least, left = [1.0] * len(p_values), 0.0, len(p_values)
+    corrected, least, remaining = [1.0] * len(p_values), 0.0, len(p_values)
     for number in sorted(range(len(p_values)), key=p_values.__getitem__):
-        least = max(least, min(1.0, left * p_values[number]))
+        least = max(least, min(1.0, remaining * p_values[number]))
         corrected[number] = least
-        left -= 1
+        remaining -= 1
     return corrected
 
 
@@ -94,11 +94,11 @@ def noise_floor(again: Sequence[float], process_variance: ProcessVariance | None
     mean, error = _mean_and_error(again)
     if len(again) < 2:
         return LEAST_FLOOR  # one round has no error; nothing is concluded from it anyway
-    found = [LEAST_FLOOR, math.expm1(min(2 * error, 1.0))]
+    floors = [LEAST_FLOOR, math.expm1(min(2 * error, 1.0))]
     by_processes = 0.0 if process_variance is None else process_variance.chance(mean)
     if max(_chance(mean, error, 0.0, len(again)), by_processes) <= DOUBT:
-        found.append(math.expm1(min(abs(mean), 1.0)))
-    return min(max(found), 0.99)
+        floors.append(math.expm1(min(abs(mean), 1.0)))
+    return min(max(floors), 0.99)
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def ratio_of_rounds(
     """The interval of ratios to another variant, one for each round; at least as wide as
     processes.
     """
-    found = paired_ratio([1.0] * len(ratios), ratios)
-    return found if process_variance is None else process_variance.widened(found)
+    interval = paired_ratio([1.0] * len(ratios), ratios)
+    return interval if process_variance is None else process_variance.widened(interval)
 
 
 def judge_effects(
@@ -144,13 +144,13 @@ def judge_effects(
     rounds = {name: ratios for name, (_, ratios) in effects.items() if ratios}
     raw = {name: p_beyond(ratios, floor, process_variance) for name, ratios in rounds.items()}
     p_values = dict(zip(raw, holm(list(raw.values())), strict=True))
-    found = {}
+    verdicts = {}
     for name, (ratio, _) in effects.items():
         p = p_values.get(name)
         rivals = 1 if p is None else sum(other >= raw[name] for other in raw.values())
         word = verdict(ratio, floor, nothing=LEAST_FLOOR, p_value=p)
-        found[name] = EffectVerdict(word, _with_reason(word, ratio, floor, p), p, rivals)
-    return found
+        verdicts[name] = EffectVerdict(word, _with_reason(word, ratio, floor, p), p, rivals)
+    return verdicts
 
 
 def _with_reason(word: Effect, ratio: Interval, floor: float, p: float | None) -> str:
@@ -261,8 +261,8 @@ def process_variance_of(variants: Sequence[Variant]) -> ProcessVariance | None:
     builds = min(len(row) for rows in groups.values() for row in rows)
     squares, freedom = BELIEF * USUAL**2, BELIEF
     for rows in groups.values():
-        found, degrees = _residual([row[:builds] for row in rows])
-        squares, freedom = squares + found, freedom + degrees
+        residual, degrees = _residual([row[:builds] for row in rows])
+        squares, freedom = squares + residual, freedom + degrees
     copies = (
         variant for variant in variants[1:] if variant.kind == "again" and variant.failed is None
     )
@@ -277,16 +277,16 @@ def process_variance_of(variants: Sequence[Variant]) -> ProcessVariance | None:
 
 def with_process_variance(variants: Sequence[Variant]) -> list[Variant]:
     """The same variants, each knowing how far apart processes of this experiment were."""
-    found = process_variance_of(variants)
+    variance = process_variance_of(variants)
     for variant in variants:
-        variant.process_variance = found
+        variant.process_variance = variance
     return list(variants)
 
 
 def _by_build(variant: Variant, base: Variant) -> Row:
     """The variant's mean log ratio to the baseline in each of its builds."""
-    beside = variant.beside or base.rounds
-    pairs = list(zip(variant.rounds, beside, strict=False))
+    baseline_rates = variant.beside or base.rounds
+    pairs = list(zip(variant.rounds, baseline_rates, strict=False))
     builds = variant.builds or [0] * len(pairs)
     logs: dict[int, list[float]] = {}
     for (ours, theirs), build in zip(pairs, builds, strict=False):
@@ -308,13 +308,13 @@ def _residual(rows: Sequence[Row]) -> tuple[float, float]:
         return sum((value - middle) ** 2 for value in rows[0]) / 2, builds - 1.0
     of_variant = [statistics.fmean(row) for row in rows]
     of_build = [statistics.fmean(column) for column in zip(*rows, strict=True)]
-    whole = statistics.fmean(of_variant)
-    left: Iterable[float] = (
-        value - of_variant[i] - of_build[k] + whole
+    grand_mean = statistics.fmean(of_variant)
+    residuals: Iterable[float] = (
+        value - of_variant[i] - of_build[k] + grand_mean
         for i, row in enumerate(rows)
         for k, value in enumerate(row)
     )
-    return sum(x * x for x in left), float((len(rows) - 1) * (builds - 1))
+    return sum(x * x for x in residuals), float((len(rows) - 1) * (builds - 1))
 
 
 # Whether an eval loss is not worse by more than a margin that was fixed before the runs.

@@ -135,7 +135,7 @@ def unpaired_ratio(
         return Interval(_exp(theirs - ours), median, 0.0, math.inf, 1)
     error, half = math.hypot(our_error, their_error), 0.0
     if error > 0:  # else every value repeats itself exactly
-        shares = [(own / error) ** 2 for own in (our_error, their_error)]
+        shares = [(side_error / error) ** 2 for side_error in (our_error, their_error)]
         pieces = (w * w / (len(logs) - 1) for w, logs in zip(shares, sides, strict=True))
         freedom = 1 / math.fsum(pieces)
         half = student_quantile((1 + confidence) / 2, max(freedom, 1.0)) * error
@@ -233,8 +233,8 @@ def claim_verdict(ratio: Interval, claim: float, effect: Effect) -> ClaimWord:
         raise InputError(f"A claimed ratio must be positive and finite, not {claim}.")
     if ratio.high < claim:
         return "fell short"
-    kept = effect == "helped" if claim > 1 else ratio.low >= claim
-    return "held" if kept else "not comparable"
+    is_met = effect == "helped" if claim > 1 else ratio.low >= claim
+    return "held" if is_met else "not comparable"
 
 
 def hodges_lehmann(values: Sequence[float]) -> float:
@@ -313,13 +313,15 @@ class ProcessVariance:
         """Of two variants that far apart in log speed, either way, by their processes alone."""
         return 2 * student_tail(abs(distance) / (self.error * math.sqrt(2)), self.freedom)
 
-    def widened(self, found: Interval, confidence: float = 0.95, variants: float = 2.0) -> Interval:
+    def widened(
+        self, interval: Interval, confidence: float = 0.95, variants: float = 2.0
+    ) -> Interval:
         """The interval, at least as wide as processes make it."""
-        if not (found.low > 0 and math.isfinite(found.high)):
-            return found
+        if not (interval.low > 0 and math.isfinite(interval.high)):
+            return interval
         factor = math.exp(self.half(confidence, variants))
         low, high = (
-            min(found.low, found.estimate / factor),
-            max(found.high, found.estimate * factor),
+            min(interval.low, interval.estimate / factor),
+            max(interval.high, interval.estimate * factor),
         )
-        return Interval(found.estimate, found.median, low, high, found.rounds)
+        return Interval(interval.estimate, interval.median, low, high, interval.rounds)

@@ -114,9 +114,9 @@ def _job(name: str) -> Callable[[Mapping[str, Any], Serve], int]:
     if name in JOBS:
         return JOBS[name]
     module, _, function = name.partition(":")
-    found: Callable[[Mapping[str, Any], Serve], int]
-    found = getattr(importlib.import_module(module), function)
-    return found
+    job: Callable[[Mapping[str, Any], Serve], int]
+    job = getattr(importlib.import_module(module), function)
+    return job
 
 
 def _naming_rank() -> contextlib.AbstractContextManager[None]:
@@ -147,15 +147,15 @@ def own_folder(within: Path) -> Iterator[Path]:
     Workers of one plan train at the same time; what the plan writes (checkpoints) must not be
     shared.
     """
-    here = environment.world()
-    meeting = environment.variable(RENDEZVOUS) if here.size > 1 else None
+    world = environment.world()
+    meeting = environment.variable(RENDEZVOUS) if world.size > 1 else None
     mark = f"{zlib.crc32(meeting.encode()):08x}" if meeting else str(os.getpid())
-    place = within / f"variant-{mark}"
+    folder = within / f"variant-{mark}"
     try:
-        yield place
+        yield folder
     finally:
-        if here.rank == 0:
-            shutil.rmtree(place, ignore_errors=True)
+        if world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 # A recipe under one plan.
@@ -179,8 +179,8 @@ def recipe_job(
     recipe = load_recipe(Path(arguments["recipe"]))
     recipe = recipe.model_copy(update={"plan": arguments["plan"]})
     changes = arguments.get("changes", {})
-    with _ranks_of(recipe) as ranks, own_folder(Path(recipe.output)) as place:
-        return serve(lambda: RecipeJob(recipe, changes, place, more), ranks)
+    with _ranks_of(recipe) as ranks, own_folder(Path(recipe.output)) as folder:
+        return serve(lambda: RecipeJob(recipe, changes, folder, more), ranks)
 
 
 class RecipeJob:
@@ -194,7 +194,7 @@ class RecipeJob:
         self,
         recipe: Recipe,
         changes: Mapping[str, Any],
-        place: Path,
+        folder: Path,
         more: Iterable[type[Technique]] = (),
     ) -> None:
         from hasten.core.session import assemble
@@ -214,11 +214,12 @@ class RecipeJob:
         host.reset_memory_peak(context.device)
         opened = time.perf_counter()
         self.plan = plan_of(recipe, context, more=more)
-        asked = requested_plan(recipe, more)
-        self._switches = [t for t in self.plan if t in asked.techniques]  # less the ranks' layout
+        requested = requested_plan(recipe, more)
+        # less the ranks' layout
+        self._switches = [t for t in self.plan if t in requested.techniques]
         changed = recipe.model_copy(update=dict(changes))
         job = job_of(changed, self.data, context, self.plan)
-        self.session = assemble(prepare(job, self.plan, context, place))
+        self.session = assemble(prepare(job, self.plan, context, folder))
         self.session.meter = meter_of(recipe, context, self.session.model)
         self.session.startup_seconds |= {"imports": imported - started, "data": opened - imported}
         self.session.setup.clock = clock_on(context.device)
@@ -245,17 +246,17 @@ class RecipeJob:
             progress = self.session.progress
             progress.epoch, progress.step_in_epoch = 0, 0
         before = replace(self.session.progress)
-        found = list(itertools.islice(self._training, count))
-        if len(found) < count:
-            raise RuntimeError(f"training ended {count - len(found)} steps too early")
-        self._last = before, found
+        metrics = list(itertools.islice(self._training, count))
+        if len(metrics) < count:
+            raise RuntimeError(f"training ended {count - len(metrics)} steps too early")
+        self._last = before, metrics
         if self.session.setup.checkpoint is not None:
             self.session.setup.checkpoint.wait_for_writer()  # other workers' turns come now
         graphs, seconds = compiled()
         earlier, self._compiling = self._compiling, seconds
         took = {"graphs": graphs, "seconds": seconds - earlier}
-        apart = self.session.setup.rank_sync.diverged  # steps of ranks don't wait for each other
-        return {"steps": [m.to_dict() for m in found], "compiled": took, "apart": apart}
+        diverged = self.session.setup.rank_sync.diverged  # steps of ranks don't wait for each other
+        return {"steps": [m.to_dict() for m in metrics], "compiled": took, "apart": diverged}
 
     def _finish(self, samples: bool) -> Reply:
         from dataclasses import asdict
@@ -346,20 +347,20 @@ def memory_peak() -> int:
 
 def build_loop(target: str, settings: Mapping[str, Any] | None = None) -> Callable[[], Any]:
     """Load the factory and call it with these arguments."""
-    place, _, name = target.rpartition(":")
-    if place.endswith(".py"):
-        sys.path.insert(0, os.path.dirname(place))  # a script's neighbours, as Python has it
-        spec = importlib.util.spec_from_file_location(SCRIPT, place)
+    module_path, _, name = target.rpartition(":")
+    if module_path.endswith(".py"):
+        sys.path.insert(0, os.path.dirname(module_path))  # a script's neighbours, as Python has it
+        spec = importlib.util.spec_from_file_location(SCRIPT, module_path)
         if spec is None or spec.loader is None:
-            raise ValueError(f"{place} can't be loaded")
+            raise ValueError(f"{module_path} can't be loaded")
         module = importlib.util.module_from_spec(spec)
         sys.modules[SCRIPT] = module
         spec.loader.exec_module(module)
     else:
-        module = importlib.import_module(place)
+        module = importlib.import_module(module_path)
     factory = getattr(module, name, None)
     if not callable(factory):
-        raise ValueError(f"{place} has no function {name}")
+        raise ValueError(f"{module_path} has no function {name}")
     step = factory(**(settings or {}))
     if not callable(step):
         raise ValueError(f"{name}() returned a {type(step).__name__}; it must return a function")
@@ -370,18 +371,18 @@ def build_loop(target: str, settings: Mapping[str, Any] | None = None) -> Callab
 def timed(step: Callable[[], Any]) -> tuple[float, float, float | None]:
     """One step: items, seconds, loss. The device has finished before the clock is read."""
     began = time.perf_counter()
-    found = step()
+    outcome = step()
     torch = sys.modules.get("torch")
     if torch is not None and torch.accelerator.is_available():
         torch.accelerator.synchronize()
     seconds = time.perf_counter() - began
-    items, loss = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    items, loss = outcome if isinstance(outcome, tuple) and len(outcome) == 2 else (outcome, None)
     try:
         count = float(items)
         value = None if loss is None else float(loss)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"a step returned {found!r:.80}; it must return how many tokens or items it did, or "
+            f"a step returned {outcome!r:.80}; it must return how many tokens or items it did, or "
             "(how many, loss)"
         ) from error
     if not (math.isfinite(count) and count > 0):

@@ -75,13 +75,13 @@ def lora_targets(model: PreTrainedModel, targets: str | Sequence[str] = "auto") 
             return linears
         if targets not in ("auto", "attention"):
             return _matched(linears, _expert_tensors(model), targets)
-        found = [name for name in linears if name.split(".")[-2:-1] == [ATTENTION]]
-        if not found:
+        projections = [name for name in linears if name.split(".")[-2:-1] == [ATTENTION]]
+        if not projections:
             raise InputError(
                 f"a {model.config.model_type} model has no {ATTENTION} to adapt: list names from "
                 f"{_kinds(linears)}"
             )
-        return found
+        return projections
     return _listed(linears, _expert_tensors(model), targets)
 
 
@@ -215,8 +215,8 @@ def adapted_table(model: nn.Module) -> list[AdaptedRow]:
     groups: dict[tuple[str, int], list[int]] = defaultdict(list)
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
-            own = (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)
-            size = sum(p.numel() for part in own for p in part.parameters())
+            parts = (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)
+            size = sum(p.numel() for part in parts for p in part.parameters())
             kind = _LAYER_NUMBER.sub(".*", _adapted_name(name, layer))
             groups[kind, layer.r[layer.active_adapters[0]]].append(size)
     return [
@@ -255,13 +255,13 @@ def _listed(linears: list[str], experts: list[str], targets: Sequence[str]) -> l
     chosen: set[str] = set()
     for target in targets:
         pool = [*linears, *experts] if EXPERTS in target.split(".") else linears
-        found = [name for name in pool if f".{target}." in f".{name}."]
-        if not found:
+        matches = [name for name in pool if f".{target}." in f".{name}."]
+        if not matches:
             raise InputError(
                 f"the target {target!r} finds nothing to adapt: choose from "
                 f"{_kinds([*linears, *experts])}"
             )
-        chosen.update(found)
+        chosen.update(matches)
     if not chosen:
         raise InputError("the list of targets is empty: name at least one, or say auto")
     return [name for name in [*linears, *experts] if name in chosen]
@@ -269,15 +269,15 @@ def _listed(linears: list[str], experts: list[str], targets: Sequence[str]) -> l
 
 def _matched(linears: list[str], experts: list[str], expression: str) -> list[str]:
     try:
-        found = [name for name in [*linears, *experts] if re.fullmatch(expression, name)]
+        matches = [name for name in [*linears, *experts] if re.fullmatch(expression, name)]
     except re.error as error:
         raise InputError(f"targets {expression!r} is no regular expression: {error}") from error
-    if not found:
+    if not matches:
         raise InputError(
             f"targets {expression!r} matches no full name such as {linears[0]}: say auto, "
             f"attention or all-linear, or list names from {_kinds([*linears, *experts])}"
         )
-    return found
+    return matches
 
 
 def _check_numbers(rank: int, alpha: float, dropout: float) -> None:
@@ -311,14 +311,14 @@ def _computing_apart(model: PreTrainedModel) -> set[str]:
 
 
 def _as_peft_takes_them(
-    names: list[str], experts: list[str], apart: set[str]
+    names: list[str], experts: list[str], tensor_names: set[str]
 ) -> tuple[list[str], list[str]]:
     """The names split into modules and tensors, which peft is given apart."""
     modules, tensors = [], []
     for name in names:
         if name in experts:
             tensors.append(name)
-        elif name in apart or (experts and name.split(".")[-1] in _MISTAKEN_FOR_EXPERTS):
+        elif name in tensor_names or (experts and name.split(".")[-1] in _MISTAKEN_FOR_EXPERTS):
             tensors.append(f"{name}.weight")
         else:
             modules.append(name)

@@ -199,26 +199,26 @@ class Architecture:
 
     def _mlp(self) -> tuple[Matrix, ...]:
         h, dense, two = self.hidden, self.dense_layers, 2 if self.gated else 1
-        found = []
+        matrices = []
         if dense:
-            found += [
+            matrices += [
                 Matrix("up", h, two * self.ffn, dense, "columns"),
                 Matrix("down", self.ffn, h, dense, "rows"),
             ]
         moe, sparse = self.moe, self.layers - dense
         if moe is None or not sparse:
-            return tuple(found)
-        found += [
+            return tuple(matrices)
+        matrices += [
             Matrix("router", h, moe.count, sparse, "whole"),
             Matrix("expert_up", h, two * moe.width, sparse, "experts", moe.count, moe.active),
             Matrix("expert_down", moe.width, h, sparse, "experts", moe.count, moe.active),
         ]
         if moe.shared_width:
-            found += [
+            matrices += [
                 Matrix("shared_up", h, two * moe.shared_width, sparse, "columns"),
                 Matrix("shared_down", moe.shared_width, h, sparse, "rows"),
             ]
-        return tuple(found)
+        return tuple(matrices)
 
     def _head(self) -> Matrix:
         return Matrix("head", self.hidden, self.vocabulary, 1, "columns")
@@ -268,18 +268,18 @@ class Architecture:
 
         A training step owes three times their FLOPs: the backward pass has two products for one.
         """
-        found = []
+        operators = []
         for m in self.matrices():
             rows = tokens * m.chosen
             used = min(m.copies, max(1, rows)) * m.inputs * m.outputs
             moved = 2.0 * m.layers * (rows * (m.inputs + m.outputs) + used)
             flops = 2.0 * m.layers * rows * m.inputs * m.outputs
-            found.append(Operator(m.name, flops, moved))
+            operators.append(Operator(m.name, flops, moved))
         widths = self.heads * (self.query_width + self.value_width)
         keys = self.kv_heads * (self.query_width + self.value_width)
         moved = 2.0 * tokens * (widths + keys) * self.layers
-        found.append(Operator("attention", self.attention_flops(tokens, sequence), moved))
-        return tuple(found)
+        operators.append(Operator("attention", self.attention_flops(tokens, sequence), moved))
+        return tuple(operators)
 
     def training_flops(self, tokens: float, sequence: int) -> float:
         """Model FLOPs of a training step: the convention of MFU (``hasten.models.flops``)."""
@@ -318,8 +318,10 @@ def read_config(source: Mapping[str, Any] | str | Path) -> Architecture:
     if isinstance(source, Mapping):
         return _read(source, str(source.get("name") or source.get("_name_or_path") or "model"))
     if str(source) in PRESETS:
-        found = preset(str(source))
-        return _read({"model_type": found.architecture, **found.config}, found.name)
+        known_preset = preset(str(source))
+        return _read(
+            {"model_type": known_preset.architecture, **known_preset.config}, known_preset.name
+        )
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
@@ -349,7 +351,7 @@ def _read(fields: Mapping[str, Any], name: str) -> Architecture:
             f"{name}: hidden_size {hidden} can't be shared by {heads} heads: give head_dim"
         )
     window, every = _window(fields)
-    found = Architecture(
+    architecture = Architecture(
         name=name,
         layers=layers,
         hidden=hidden,
@@ -368,8 +370,8 @@ def _read(fields: Mapping[str, Any], name: str) -> Architecture:
         qk_norm=kind in _QK_NORM,
     )
     if kind == "deepseek_v32":
-        return replace(found, unlisted=layers * _indexer_weights(fields, name))
-    return _as_v4(found, fields) if kind == "deepseek_v4" else found
+        return replace(architecture, unlisted=layers * _indexer_weights(fields, name))
+    return _as_v4(architecture, fields) if kind == "deepseek_v4" else architecture
 
 
 def _indexer_weights(fields: Mapping[str, Any], name: str) -> int:

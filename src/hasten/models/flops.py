@@ -46,8 +46,8 @@ class ModelFlops:
 
     def of(self, lengths: Iterable[int]) -> float:
         """FLOPs of one forward and backward pass over documents of these lengths."""
-        known = list(lengths)
-        return self.per_token * sum(known) + self.per_pair * sum(n * n for n in known)
+        sizes = list(lengths)
+        return self.per_token * sum(sizes) + self.per_pair * sum(n * n for n in sizes)
 
     def at(self, length: int) -> float:
         """FLOPs per token where every document has this length."""
@@ -103,16 +103,17 @@ def _weights(model: nn.Module, config: Any) -> Iterator[tuple[int, float, bool]]
     """
     chosen = getattr(config, "num_experts_per_tok", None) or 0
     adapters = _expert_adapters(model)
-    seen: set[int] = set()
+    weight_ids: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             continue
         if isinstance(module, QuantisedLinear):
             yield module.in_features * module.out_features, 1.0, False
         for weight in module.parameters(recurse=False):
-            if weight.ndim < 2 or id(weight) in seen:  # norms and biases are sums, not products
+            # norms and biases are sums, not products
+            if weight.ndim < 2 or id(weight) in weight_ids:
                 continue
-            seen.add(id(weight))
+            weight_ids.add(id(weight))
             experts = weight.shape[0] if weight.ndim == 3 else adapters.get(id(weight), 0)
             share = chosen / experts if experts else 1.0
             yield weight.numel(), share, weight.requires_grad
@@ -123,13 +124,13 @@ def _expert_adapters(model: nn.Module) -> dict[int, int]:
 
     peft adapts a fused expert tensor by a ``ParamWrapper``, whose matrices stand side by side.
     """
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for module in model.modules():
         experts = getattr(module, "num_experts", 0)
         if type(module).__name__ == "ParamWrapper" and isinstance(experts, int) and experts > 1:
             for part in ("lora_A", "lora_B"):
-                found |= {id(w): experts for w in getattr(module, part).parameters()}
-    return found
+                counts |= {id(w): experts for w in getattr(module, part).parameters()}
+    return counts
 
 
 def _attention_width(config: Any) -> int:

@@ -158,14 +158,14 @@ def _check_kernels(source: str, raw: dict[str, Any]) -> None:
         part = parts.pop()
         parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
         for key, value in part.items() if isinstance(part, dict) else ():
-            found = _KERNEL_KEY.fullmatch(key)
-            for name in _names(value) if found else ():
-                known = _OWN_KERNELS[found[1]] if found else ()
-                if name not in known and not _is_installed(name):
+            match = _KERNEL_KEY.fullmatch(key)
+            for name in _names(value) if match else ():
+                kernels = _OWN_KERNELS[match[1]] if match else ()
+                if name not in kernels and not _is_installed(name):
                     raise InputError(
                         f"the config.json of {source} sets {key} to {name!r}, and kernels that a "
                         f"model's folder names are never fetched or run: remove the key, or set it "
-                        f"to one of {', '.join(known)}"
+                        f"to one of {', '.join(kernels)}"
                     )
 
 
@@ -198,11 +198,11 @@ def check_tokenizer(source: str) -> None:
     folder = check_source(source)
     if folder is None or (folder / "tokenizer.json").is_file():
         return
-    found = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
-    if not found:
+    vocabularies = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
+    if not vocabularies:
         raise InputError(f"{folder} has no tokenizer.json: give the folder of a saved tokenizer")
     raise InputError(
-        f"{folder} has {found[0]} but no tokenizer.json: write it once with "
+        f"{folder} has {vocabularies[0]} but no tokenizer.json: write it once with "
         "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
     )
 
@@ -262,11 +262,11 @@ def load_model(
         model = _from_seed(config, seed, dtype) if random else _from_weights(source, config, dtype)
     model.config.pad_token_id = padding
     generation = model.generation_config
-    kept = [] if random else [*_listed(generation.eos_token_id), *stop_tokens(source)]
+    existing_stops = [] if random else [*_listed(generation.eos_token_id), *stop_tokens(source)]
     for name, token_id in tokens.items():
         if token_id is not None:
             setattr(generation, name, token_id)
-    stops = list(dict.fromkeys([*kept, *_listed(eos_token_id), *_listed(stop_token_id)]))
+    stops = list(dict.fromkeys([*existing_stops, *_listed(eos_token_id), *_listed(stop_token_id)]))
     if stops:
         generation.eos_token_id = stops if len(stops) > 1 else stops[0]
     freeze_indexers(model)
@@ -278,8 +278,8 @@ def stop_tokens(source: str) -> list[int]:
     """The tokens at which a local folder says that writing stops; empty if it says nothing."""
     for name in ("generation_config.json", "config.json"):
         with suppress(OSError, ValueError):
-            found = json.loads((Path(source) / name).read_text("utf-8")).get("eos_token_id")
-            if stops := _listed(found):
+            token_ids = json.loads((Path(source) / name).read_text("utf-8")).get("eos_token_id")
+            if stops := _listed(token_ids):
                 return stops
     return []
 
@@ -546,9 +546,9 @@ def _check_frequencies(source: str, config: PreTrainedConfig, stored: StoredWeig
     with quiet(), torch.device("cpu"):
         expected = type(rotary)(config=config).inv_freq
     for tensor in stored.frequencies:
-        found = tensor[...].float()
-        if found.shape != expected.shape or not torch.allclose(
-            found, expected, rtol=0.02, atol=1e-4 if tensor.dtype != "F32" else 1e-7
+        frequencies = tensor[...].float()
+        if frequencies.shape != expected.shape or not torch.allclose(
+            frequencies, expected, rtol=0.02, atol=1e-4 if tensor.dtype != "F32" else 1e-7
         ):
             raise InputError(
                 f"the rotary frequencies that {source} stores ({tensor.name}) are not those of its "
@@ -593,8 +593,8 @@ def _check_rows(source: str, config: PreTrainedConfig, rows: int, which: str = "
 def _check_report(source: str, report: dict[str, Any]) -> None:
     """InputError when the loader left out, made up or reshaped a tensor; names the first three."""
     reshaped = [
-        f"{name} {list(found)} instead of {list(expected)}"
-        for name, found, expected in report["mismatched_keys"]
+        f"{name} {list(actual)} instead of {list(expected)}"
+        for name, actual, expected in report["mismatched_keys"]
     ]
     findings = {
         "missing": report["missing_keys"],

@@ -111,8 +111,8 @@ def routed_weights(
     All but embedding, head and four square matrices of the model's width in a layer, which is what
     attention has about; latents, shared experts and dense layers are not told apart from that.
     """
-    rest = (1 if tied else 2) * vocabulary * hidden + 4 * layers * hidden**2
-    return float(max(parameters - rest, 0))
+    unrouted = (1 if tied else 2) * vocabulary * hidden + 4 * layers * hidden**2
+    return float(max(parameters - unrouted, 0))
 
 
 def activation_bytes(
@@ -128,8 +128,8 @@ def activation_bytes(
     """
     block = block_bytes(size, positions, number_bytes, form)
     inputs = positions * number_bytes * size.hidden
-    kept = size.layers * ((1 - recomputed) * block + recomputed * min(inputs, block))
-    return kept + (block if recomputed else 0.0)
+    stored_bytes = size.layers * ((1 - recomputed) * block + recomputed * min(inputs, block))
+    return stored_bytes + (block if recomputed else 0.0)
 
 
 def block_bytes(size: ModelSize, positions: int, number_bytes: float, form: BlockForm) -> float:
@@ -138,10 +138,10 @@ def block_bytes(size: ModelSize, positions: int, number_bytes: float, form: Bloc
         return 0.0
     of_head = size.vocabulary * size.hidden
     widths = max(size.active - of_head, 0.0) / size.layers / size.hidden
-    beside = BESIDE_PRODUCTS[form.fused, form.frozen]
+    extra_widths = BESIDE_PRODUCTS[form.fused, form.frozen]
     if not form.fused:
-        beside += HALF_NORMS if number_bytes < 4 else 0.0
-    count = widths + (beside + 2 * size.chosen) * size.hidden
+        extra_widths += HALF_NORMS if number_bytes < 4 else 0.0
+    count = widths + (extra_widths + 2 * size.chosen) * size.hidden
     if form.repeats:
         count += size.repeated
     if not form.fused and not form.frozen:  # the gate's activation is a tensor of its own

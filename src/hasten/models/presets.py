@@ -85,20 +85,20 @@ def with_vocabulary(
     own token ids: they number another tokenizer's tokens. Raises InputError for an id outside the
     vocabulary.
     """
-    given = {"bos": bos_token_id, "eos": eos_token_id, "pad": pad_token_id}
+    special_tokens = {"bos": bos_token_id, "eos": eos_token_id, "pad": pad_token_id}
     if vocab_size is not None and vocab_size < 1:
         raise InputError(f"a vocabulary of {vocab_size} tokens can't be trained: give at least 1")
     replaced = vocab_size is not None and vocab_size != config.vocab_size
     if replaced:
         config.vocab_size = vocab_size
-    for token, token_id in given.items():
+    for token, token_id in special_tokens.items():
         key = f"{token}_token_id"
         if token_id is not None or replaced:
             setattr(config, key, token_id)
         elif getattr(config, key, None) == -1:  # the first Llama conversions: there is none
             setattr(config, key, None)
-        found = getattr(config, key, None)
-        for one in found if isinstance(found, list | tuple) else [found]:
+        token_ids = getattr(config, key, None)
+        for one in token_ids if isinstance(token_ids, list | tuple) else [token_ids]:
             if one is not None and not 0 <= one < config.vocab_size:
                 raise InputError(
                     f"{key} {one} lies outside the vocabulary of {config.vocab_size} tokens: give "
@@ -109,16 +109,16 @@ def with_vocabulary(
 
 def _read() -> Iterator[Preset]:
     """The presets of the file; each has the fields of those that it is ``like``, then its own."""
-    found: dict[str, dict[str, Any]] = {}
+    configs: dict[str, dict[str, Any]] = {}
     text = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
     for name, entry in json.loads(text).items():
         config: dict[str, Any] = {}
         for other in entry["like"]:
-            config |= found[other]
-        found[name] = config | entry["config"]
+            config |= configs[other]
+        configs[name] = config | entry["config"]
         if "architecture" in entry:  # else it is what others have in common
-            said = entry["description"], entry["source"]
-            yield Preset(name, entry["architecture"], found[name], *said)
+            texts = entry["description"], entry["source"]
+            yield Preset(name, entry["architecture"], configs[name], *texts)
 
 
 PRESETS: Final[Mapping[str, Preset]] = {entry.name: entry for entry in _read()}

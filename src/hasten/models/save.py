@@ -64,14 +64,14 @@ def save_model(
             "this model carries an adapter: save the adapter alone with save_adapter, or merge it "
             "into the weights first"
         )
-    rest = _Rest()
+    writer = _Rest()
     with quiet(), appearing_at_once(folder) as partial:
-        most = _write_weights(model, partial, formats, rest)
-        rest.write("config.json", lambda: _write_config(model, most, partial))
-        rest.write("generation_config.json", lambda: _write_generation_config(model, partial))
+        most = _write_weights(model, partial, formats, writer)
+        writer.write("config.json", lambda: _write_config(model, most, partial))
+        writer.write("generation_config.json", lambda: _write_generation_config(model, partial))
         if tokenizer is not None:
-            rest.write("the tokenizer", lambda: _write_tokenizer(tokenizer, partial))
-    return rest.problems
+            writer.write("the tokenizer", lambda: _write_tokenizer(tokenizer, partial))
+    return writer.problems
 
 
 def save_adapter(
@@ -91,15 +91,15 @@ def save_adapter(
 
     if not isinstance(model, PeftModel):
         raise InputError("this model carries no adapter: save it whole with save_model")
-    rest = _Rest()
+    writer = _Rest()
     with quiet(), appearing_at_once(folder) as partial:
         # Embeddings are never adapted here; left to itself, peft asks the hub about their size.
         model.save_pretrained(partial, safe_serialization=True, save_embedding_layers=False)
         # An empty form of a model card, which says nothing about this adapter.
         (partial / "README.md").unlink(missing_ok=True)
         if tokenizer is not None:
-            rest.write("the tokenizer", lambda: _write_tokenizer(tokenizer, partial))
-    return rest.problems
+            writer.write("the tokenizer", lambda: _write_tokenizer(tokenizer, partial))
+    return writer.problems
 
 
 class _Rest:
@@ -117,14 +117,14 @@ class _Rest:
 
 
 def _write_weights(
-    model: PreTrainedModel, folder: Path, formats: NumberFormats, rest: _Rest
+    model: PreTrainedModel, folder: Path, formats: NumberFormats, writer: _Rest
 ) -> torch.dtype:
     """The weights in their formats; the format that the config names."""
     from transformers import GenerationConfig
 
     most = model.dtype if formats.most is None else formats.most
     if overflowing := _overflowing(model, formats):
-        rest.problems.append(
+        writer.problems.append(
             f"{overflowing} has values that {str(most).removeprefix('torch.')} can't hold, so all "
             "weights are saved as they are in memory"
         )

@@ -29,8 +29,8 @@ def config_of(recipe: Recipe) -> dict[str, Any]:
     """The fields of the model's config."""
     from hasten.models.load import read_config
 
-    found: dict[str, Any] = read_config(recipe.model).to_dict()
-    return found
+    config_fields: dict[str, Any] = read_config(recipe.model).to_dict()
+    return config_fields
 
 
 def planned(
@@ -57,7 +57,7 @@ def planned(
     batch = _batch(recipe, job)
     if recipe.finetuning_type == "lora":
         arguments(config, {}, batch, cloud.devices)  # says why not
-    found = plan(
+    cluster_plan = plan(
         recipe.model,
         Cluster.of(cloud, gpu),
         PlannedJob(sequence, size, "pretrain" if recipe.from_scratch else "full"),
@@ -66,14 +66,16 @@ def planned(
         fewer_nodes=False,
     )
     refused = ""
-    for one in found.best:
+    for one in cluster_plan.best:
         layout = dataclasses.asdict(one.layout)
         try:
             arguments(config, layout, batch, cloud.devices)
             return layout, batch
         except InputError as error:
             refused = refused or str(error)
-    raise InputError(f"none of the {len(found.best)} best layouts can be launched: {refused}")
+    raise InputError(
+        f"none of the {len(cluster_plan.best)} best layouts can be launched: {refused}"
+    )
 
 
 def scaled_rate(cloud: CloudConfig, gpu: str) -> float | None:
@@ -94,14 +96,14 @@ def scaled_rate(cloud: CloudConfig, gpu: str) -> float | None:
         return None
     node = 8 * cluster.inter * cloud.gpus_per_node
     cores = max(1, host.usable_cores())
-    mine = core_flops() * min(1.0, cores / cloud.devices)
-    return max(SLOWEST, node * mine / (REACHED * cluster.device.peak16))
+    host_flops = core_flops() * min(1.0, cores / cloud.devices)
+    return max(SLOWEST, node * host_flops / (REACHED * cluster.device.peak16))
 
 
 def _from_file(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        layout, job = found["best"][0]["layout"], found["job"]
+        stored_plan = json.loads(path.read_text(encoding="utf-8"))
+        layout, job = stored_plan["best"][0]["layout"], stored_plan["job"]
         if not isinstance(layout, dict) or not isinstance(job, dict):
             raise ValueError("its layout is no object")
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -198,8 +200,8 @@ def tiny_recipe(recipe: Recipe, ranks: int, output: Path, dataset: Path) -> Reci
 def _family(recipe: Recipe) -> str:
     from hasten.models.load import read_config
 
-    known = PRESETS.get(recipe.model)
-    family = known.architecture if known else str(read_config(recipe.model).model_type)
+    preset = PRESETS.get(recipe.model)
+    family = preset.architecture if preset else str(read_config(recipe.model).model_type)
     if family not in TINY:
         raise InputError(f"--rehearse: there is no tiny {family}; there is {', '.join(TINY)}")
     return family

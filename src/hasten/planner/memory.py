@@ -103,19 +103,19 @@ def layer_bytes(model: ModelNumbers, layouts: Layouts) -> LayerBytes:
     split = np.where(layouts.sequence_parallel > 0, layouts.tp, 1)
     broad = np.maximum(size, 2.0)  # bytes of what is never kept in fewer than 16 bits
     boundary = broad * T * model.hidden / split
-    kept, largest = [], np.zeros(len(T))
+    retained_bytes, largest = [], np.zeros(len(T))
     for made in (_elements(model, layouts, False), _elements(model, layouts, True)):
-        whole = T * made.whole(size) + scores
+        full_bytes = T * made.whole(size) + scores
         # Latent attention goes back to its low ranks.
         fewer = made.whole(broad) - broad * made.expanded
         fewer = np.where(layouts.flash > 0, SELECTIVE_KEEPS, 1.0) * T * fewer
-        found = np.where(layouts.recompute == SELECTIVE, fewer, whole)
-        found = np.where(layouts.recompute == LIGHT, T * made.light(size) + scores, found)
-        found = np.where(layouts.recompute == FULL, boundary, found)
-        kept.append(np.where(made.stream > 0, found, 0.0))
+        retained = np.where(layouts.recompute == SELECTIVE, fewer, full_bytes)
+        retained = np.where(layouts.recompute == LIGHT, T * made.light(size) + scores, retained)
+        retained = np.where(layouts.recompute == FULL, boundary, retained)
+        retained_bytes.append(np.where(made.stream > 0, retained, 0.0))
         # Softmax, mask and gradients of scores pass through memory beside what is kept of them.
         largest = np.maximum(largest, T * made.whole(size) + 2 * scores)
-    return LayerBytes(kept[0], kept[1], largest)
+    return LayerBytes(retained_bytes[0], retained_bytes[1], largest)
 
 
 def _elements(model: ModelNumbers, layouts: Layouts, expert: bool) -> _Elements:
@@ -135,16 +135,16 @@ def _elements(model: ModelNumbers, layouts: Layouts, expert: bool) -> _Elements:
     )
     routed = model.active * model.hidden if expert else 0.0
     base = 2 * model.hidden / split
-    there = np.where(has, 1.0, 0.0)
+    present = np.where(has, 1.0, 0.0)
     return _Elements(
-        stream=there * base,
-        normed=there * base,
-        heads=there * heads / tp,
-        latent=there * ranks,
-        attended=there * model.heads * model.value_width / tp,
-        wide=there * width * (model.gate - 1) / tp,
-        active=there * width / tp,
-        routed=there * routed / tp,
+        stream=present * base,
+        normed=present * base,
+        heads=present * heads / tp,
+        latent=present * ranks,
+        attended=present * model.heads * model.value_width / tp,
+        wide=present * width * (model.gate - 1) / tp,
+        active=present * width / tp,
+        routed=present * routed / tp,
     )
 
 
@@ -176,8 +176,8 @@ class MemoryColumns:
     @property
     def doubt(self) -> Column:
         """A share of the total: the unit of its interval (``Calibration.spread``)."""
-        rest = self.total - self.gradients
-        unsure = np.hypot(GRADIENTS_DOUBT * self.gradients, REST_DOUBT * rest)
+        other_bytes = self.total - self.gradients
+        unsure = np.hypot(GRADIENTS_DOUBT * self.gradients, REST_DOUBT * other_bytes)
         return np.asarray(unsure / self.total)
 
 
@@ -219,11 +219,11 @@ def memory(
     """What stays on the fullest rank at its worst moment."""
     one = layer_bytes(model, layouts)
     ranks = _ranks(model, layouts, micro_batches, one)
-    held = [_held(rank, one, model, layouts, c, lora) for rank in ranks]
-    totals = np.stack([r.there * h.total for r, h in zip(ranks, held, strict=True)])
+    rank_columns = [_held(rank, one, model, layouts, c, lora) for rank in ranks]
+    totals = np.stack([r.there * h.total for r, h in zip(ranks, rank_columns, strict=True)])
     fullest = np.argmax(totals, axis=0)
     parts = {
-        f.name: np.choose(fullest, [getattr(h, f.name) for h in held])
+        f.name: np.choose(fullest, [getattr(h, f.name) for h in rank_columns])
         for f in fields(MemoryColumns)
     }
     return MemoryColumns(**parts)
@@ -297,7 +297,7 @@ def _held(
         return body / np.where(sharded, cut, 1) + experts / np.where(sharded, rare, 1)
 
     learns = np.where(lora, LORA_SHARE, 1.0)
-    whole = layouts.precision == FP32
+    is_fp32 = layouts.precision == FP32
     layer = (body + experts) / np.maximum(rank.layers, 1)
     gathered = np.where(layouts.zero >= 3, 2 * layer, 0.0)  # one at work, the next on its way
     # DualPipe's second copy of the weights shares the optimizer's shards with the first.
@@ -305,9 +305,9 @@ def _held(
     working = np.maximum(c.working * one.working - np.maximum(one.plain, one.expert), 0.0)
     logits = rank.head * tokens(model, layouts) * model.vocabulary / layouts.tp * c.logits
     return MemoryColumns(
-        weights=c.state * np.where(whole, 4.0, 2.0) * (held(3) + gathered),
-        gradients=c.state * np.where((layouts.zero >= 2) & ~whole, 2.0, 4.0) * held(2) * learns,
-        optimizer=c.state * np.where(whole, 8.0, 12.0) * held(1, copies) * learns,
+        weights=c.state * np.where(is_fp32, 4.0, 2.0) * (held(3) + gathered),
+        gradients=c.state * np.where((layouts.zero >= 2) & ~is_fp32, 2.0, 4.0) * held(2) * learns,
+        optimizer=c.state * np.where(is_fp32, 8.0, 12.0) * held(1, copies) * learns,
         activations=c.activations * rank.kept + working,
         logits=logits,
         overhead=c.context * 1e9 + 0 * rank.kept,

@@ -178,8 +178,10 @@ def stage_layers(layers: Value, stages: Value, virtual: Value) -> StageLayers:
     chunks = stages * virtual
     most = np.ceil(layers / chunks) * virtual
     ends = (np.mod(layers, chunks) > 0) & (np.mod(layers + 2, chunks) == 0)
-    left = np.maximum(layers - most * (stages - 1), 0)
-    return StageLayers(np.where(ends, most - 1, most), most, np.where(ends, most - 1, left))
+    remaining_layers = np.maximum(layers - most * (stages - 1), 0)
+    return StageLayers(
+        np.where(ends, most - 1, most), most, np.where(ends, most - 1, remaining_layers)
+    )
 
 
 # The constants of the cost model, what each means, and what was believed before any measurement.
@@ -285,17 +287,17 @@ class Calibration:
         }
 
     @classmethod
-    def from_dict(cls, found: Any) -> Calibration:
+    def from_dict(cls, stored: Any) -> Calibration:
         """What ``to_dict`` gave, also by way of JSON; InputError for anything else."""
         try:
-            if found["kind"] != "hasten calibration":
+            if stored["kind"] != "hasten calibration":
                 raise KeyError("kind")
             return cls(
-                Constants(**{k: float(v) for k, v in found["constants"].items()}),
-                MemoryConstants(**{k: float(v) for k, v in found["memory"].items()}),
-                {str(k): float(v) for k, v in found["stacks"].items()},
-                {str(k): (float(v[0]), float(v[1])) for k, v in found["spread"].items()},
-                found["provenance"],
+                Constants(**{k: float(v) for k, v in stored["constants"].items()}),
+                MemoryConstants(**{k: float(v) for k, v in stored["memory"].items()}),
+                {str(k): float(v) for k, v in stored["stacks"].items()},
+                {str(k): (float(v[0]), float(v[1])) for k, v in stored["spread"].items()},
+                stored["provenance"],
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise InputError(

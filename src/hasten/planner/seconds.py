@@ -200,8 +200,8 @@ def _attention(
     scores: Column = T * model.sequence * model.heads / tp * model.layers
     odd = (np.mod(model.query_width, 8) > 0) | (np.mod(model.value_width, 8) > 0)
     slow = 1 + np.asarray(odd, dtype=np.float64) * (np.maximum(c.misaligned, 1.0) - 1)
-    whole = 4 * T * model.sequence * width / 2 * model.layers
-    written: Column = whole * slow / (peak * c.attention_unfused)
+    unfused_flops = 4 * T * model.sequence * width / 2 * model.layers
+    written: Column = unfused_flops * slow / (peak * c.attention_unfused)
     written = written + scores * c.unfused_bytes / machine.memory_rate
     return np.asarray(np.where(layouts.flash > 0, fused, written))
 
@@ -216,11 +216,11 @@ def passes(lora: Value) -> tuple[Value, float]:
 
 def again(part: Forward, layouts: Layouts, c: Constants) -> Column:
     """Forward seconds that recomputation repeats."""
-    rest = part.products + part.experts + part.elementwise
-    selective = part.attention * (1 - layouts.flash) + c.selective * rest * layouts.flash
+    other_seconds = part.products + part.experts + part.elementwise
+    selective = part.attention * (1 - layouts.flash) + c.selective * other_seconds * layouts.flash
     some = np.where(layouts.recompute == SELECTIVE, selective, 0.0)
     some = np.where(layouts.recompute == LIGHT, part.elementwise + part.latent, some)
-    return np.where(layouts.recompute == FULL, rest + part.attention, some)
+    return np.where(layouts.recompute == FULL, other_seconds + part.attention, some)
 
 
 # A pipeline's pace in closed form: its slowest stage, and the idle time at its two ends.
@@ -396,8 +396,8 @@ def _gradients(
     body, rare = rank_parameters(model, layouts, *first_rank(model, layouts))
     replicas = np.maximum(shards * tp / ep, 1.0)
     expert_ring = links(ep, replicas, machine, c)
-    whole = layouts.zero >= 3
-    gathers = np.where(whole, 2.0, 1.0)
+    shards_weights = layouts.zero >= 3
+    gathers = np.where(shards_weights, 2.0, 1.0)
     # Sums over micro-batches are kept in fp32; with no 16 bits anywhere, so is all else.
     whole_width = element(layouts) / 2
     width = np.where(layouts.zero >= 2, whole_width, 2.0)
@@ -405,15 +405,16 @@ def _gradients(
 
     scattered = sent * np.where((layouts.zero >= 2) & (machine.gloo > 0), 2.0, 1.0)
 
-    def exchange(parameters: Column, ranks: Column, found: LinkSpeeds) -> Column:
+    def exchange(parameters: Column, ranks: Column, speeds: LinkSpeeds) -> Column:
         ways = np.where(layouts.zero > 0, gathers * whole_width, sent) + scattered
-        times = np.where(whole, model.layers / layouts.pp, 1.0)  # each of a rank's layers by itself
-        hops = (gathers + 1) * (ranks - 1) * found.hop * times
-        return np.asarray(2 * parameters * ways * (ranks - 1) / ranks / found.rate + hops)
+        # each of a rank's layers by itself
+        times = np.where(shards_weights, model.layers / layouts.pp, 1.0)
+        hops = (gathers + 1) * (ranks - 1) * speeds.hop * times
+        return np.asarray(2 * parameters * ways * (ranks - 1) / ranks / speeds.rate + hops)
 
     seconds = exchange(body, shards, ring) + exchange(rare, replicas, expert_ring)
     # A frozen base is gathered and nothing else.
-    seconds = seconds * np.where(lora, np.where(whole, 2 / 3, 0.0), 1.0)
+    seconds = seconds * np.where(lora, np.where(shards_weights, 2 / 3, 0.0), 1.0)
     encode = visits * 2 * (body + rare) / machine.memory_rate
     each = layouts.zero >= 2
     bucket = np.minimum(BUCKET / (2 * sent * (body + rare)), 1.0)

@@ -66,34 +66,40 @@ def candidates(
         more: techniques beside the catalogue's.
     """
     kinds = [kind for kind in (*catalogue(), *more) if kind.auto != "no"]
-    found = [_judged(kind(), recipe, context, fidelity) for kind in kinds]
+    technique_candidates = [_judged(kind(), recipe, context, fidelity) for kind in kinds]
     step_tokens = _step_tokens(recipe, context)
     if step_tokens > MICRO_BATCH_TOKENS:
         limit = max(MICRO_BATCH_TOKENS, context.examples.longest)
         cut = _judged(GradientAccumulation(micro_batch_tokens=limit), recipe, context, fidelity)
         why = cut.why if cut.refused else f"a step has {step_tokens:,.0f} tokens"
-        found.append(replace(cut, usual=not cut.refused, why=why))
-    return sorted(found, key=lambda c: list(Slot).index(c.technique.slot))
+        technique_candidates.append(replace(cut, usual=not cut.refused, why=why))
+    return sorted(technique_candidates, key=lambda c: list(Slot).index(c.technique.slot))
 
 
-def first_plan(found: Sequence[TechniqueCandidate], kept: Plan, context: JobContext) -> Plan:
+def first_plan(
+    technique_candidates: Sequence[TechniqueCandidate], base_plan: Plan, context: JobContext
+) -> Plan:
     """The kept techniques and the usual ones, of each slot the one with the better forecast."""
-    plan = kept
-    usual = [c.technique for c in found if c.usual and not c.refused]
+    plan = base_plan
+    usual = [c.technique for c in technique_candidates if c.usual and not c.refused]
     for technique in sorted(usual, key=lambda t: -expected_gain(t, context)):
         if technique.slot not in plan:
             plan = plan.with_(technique)
-    return with_document_attention(plan, found)
+    return with_document_attention(plan, technique_candidates)
 
 
 def first_plan_sentence(recipe: Recipe, context: JobContext) -> str:
     """What ``plan: auto`` begins with on this job, in words that all commands share."""
-    found = candidates(recipe, context, (recipe.auto_plan or AutoPlan()).fidelity)
-    why = next(c.why for c in found if isinstance(c.technique, Packed))
-    return f"plan: auto begins with {first_plan(found, Plan(), context)}; packed: {why}"
+    technique_candidates = candidates(recipe, context, (recipe.auto_plan or AutoPlan()).fidelity)
+    why = next(c.why for c in technique_candidates if isinstance(c.technique, Packed))
+    return (
+        f"plan: auto begins with {first_plan(technique_candidates, Plan(), context)}; packed: {why}"
+    )
 
 
-def with_document_attention(plan: Plan, found: Iterable[TechniqueCandidate] = ()) -> Plan:
+def with_document_attention(
+    plan: Plan, technique_candidates: Iterable[TechniqueCandidate] = ()
+) -> Plan:
     """The plan with attention within documents where, and only where, its rows are packed.
 
     Packed rows without it compute what a mask then hides; unpacked rows have one document each.
@@ -101,7 +107,7 @@ def with_document_attention(plan: Plan, found: Iterable[TechniqueCandidate] = ()
     attends, packs = DocumentAttention(), any(isinstance(t, Packed) for t in plan)
     if attends in plan.techniques and not packs:
         return plan.without(attends)
-    usable = any(c.technique == attends and not c.refused for c in found)
+    usable = any(c.technique == attends and not c.refused for c in technique_candidates)
     if packs and usable and Slot.ATTENTION not in plan:
         return plan.with_(attends)
     return plan
@@ -182,8 +188,8 @@ def _judged(  # noqa: C901  # a clause for each reason
 
 def _words(technique: Technique, context: JobContext) -> str:
     gain, cast = technique.gain(context), technique.forecast(context)
-    said = [] if gain is None else [f"its kernels: {gain} the speed, measured on this machine"]
-    said += [
+    phrases = [] if gain is None else [f"its kernels: {gain} the speed, measured on this machine"]
+    phrases += [
         f"{name} {factor:.2f} times"
         for name, factor in (
             ("positions", cast.positions),
@@ -193,7 +199,7 @@ def _words(technique: Technique, context: JobContext) -> str:
         )
         if abs(factor - 1) >= 0.005
     ]
-    return ", ".join(said) or "no forecast"
+    return ", ".join(phrases) or "no forecast"
 
 
 def _step_tokens(recipe: Recipe, context: JobContext) -> float:

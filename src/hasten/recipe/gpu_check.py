@@ -48,14 +48,16 @@ def check_kernels(context: JobContext, tell: Tell, *, again: bool = False) -> di
     def before(count: int) -> None:
         tell(f"trying {count} kernels on {gpu}, once for it and these versions")
 
-    found = registry.figures_of(kernels, context.device, sizes, retry=again, before=before)
-    verdicts = {each.key: found.proofs[each.key] for each in kernels if each.key in found.proofs}
+    figures = registry.figures_of(kernels, context.device, sizes, retry=again, before=before)
+    verdicts = {
+        each.key: figures.proofs[each.key] for each in kernels if each.key in figures.proofs
+    }
     for sentence in apply(verdicts, gpu):
         tell(sentence)
     if len(verdicts) < len(kernels):
-        asked = json.dumps({"kernels": [each.key for each in kernels], "device": context.device})
+        request = json.dumps({"kernels": [each.key for each in kernels], "device": context.device})
         command = " ".join(registry.COMMAND[1:])
-        tell(f"no kernel could be tried on {gpu}; see what {command} '{asked}' says")
+        tell(f"no kernel could be tried on {gpu}; see what {command} '{request}' says")
     return verdicts
 
 
@@ -107,19 +109,19 @@ def check_ranks(world: World, device: str) -> None:
     """
     if world.size == 1:
         return
-    place = torch.device(device)
-    told: list[Any] = [None] * world.size
-    dist.all_gather_object(told, (host_name(), device, _fault(place)))
-    for rank, (machine, its, fault) in enumerate(told):
+    torch_device = torch.device(device)
+    reports: list[Any] = [None] * world.size
+    dist.all_gather_object(reports, (host_name(), device, _fault(torch_device)))
+    for rank, (machine, its, fault) in enumerate(reports):
         if fault:
             raise InputError(f"rank {rank} ({its} of {machine}): {fault}")
-        shared = [r for r, other in enumerate(told) if other[:2] == (machine, its)]
-        if place.type != "cpu" and len(shared) > 1:
+        shared = [r for r, other in enumerate(reports) if other[:2] == (machine, its)]
+        if torch_device.type != "cpu" and len(shared) > 1:
             raise InputError(
                 f"ranks {shared[0]} and {shared[1]} have the same GPU, {its} of {machine}: start "
                 "no more ranks than GPUs there, and let the launcher set LOCAL_RANK"
             )
-    one = torch.ones(1, device=place)
+    one = torch.ones(1, device=torch_device)
     dist.all_reduce(one)
     if one.item() != world.size:
         raise InputError(
@@ -128,15 +130,18 @@ def check_ranks(world: World, device: str) -> None:
         )
 
 
-def _fault(place: torch.device) -> str:
+def _fault(torch_device: torch.device) -> str:
     """What is wrong with a rank's device; empty where nothing is."""
-    if place.type != "cpu" and place.index != torch.accelerator.current_device_index():
+    if (
+        torch_device.type != "cpu"
+        and torch_device.index != torch.accelerator.current_device_index()
+    ):
         return (
             f"its current device is number {torch.accelerator.current_device_index()}; call "
             "torch.accelerator.set_device_index before the ranks meet"
         )
     try:
-        side = torch.ones(64, 64, device=place)
+        side = torch.ones(64, 64, device=torch_device)
         total = (side @ side).sum().item()
     except RuntimeError as error:
         return f"it can't multiply two matrices: {str(error).splitlines()[0]}"

@@ -59,15 +59,15 @@ def meter_of(recipe: Recipe, context: JobContext, model: nn.Module) -> Meter:
         flops = model_flops(model)
     except ValueError:
         return Meter()
-    found, devices = ceiling_of(recipe, context), _devices(recipe, context)
-    if found is None or not devices:
+    ceiling, devices = ceiling_of(recipe, context), _devices(recipe, context)
+    if ceiling is None or not devices:
         return Meter(flops.per_token, flops.per_pair, convention=CONVENTION)
     many = f"{devices} x " if devices > 1 else ""
     return Meter(
         per_token=flops.per_token,
         per_pair=flops.per_pair,
-        ceiling=devices * found.rate,
-        source=many + found.source,
+        ceiling=devices * ceiling.rate,
+        source=many + ceiling.source,
         convention=CONVENTION,
     )
 
@@ -94,8 +94,8 @@ def ceiling_of(recipe: Recipe, context: JobContext) -> PeakFlops | None:
 
 def mfu_words(recipe: Recipe, context: JobContext) -> str | None:
     """What an MFU of this recipe means, in a sentence; None without a ceiling."""
-    found = ceiling_of(recipe, context)
-    return f"MFU of {found.source}; {CONVENTION}" if found else None
+    ceiling = ceiling_of(recipe, context)
+    return f"MFU of {ceiling.source}; {CONVENTION}" if ceiling else None
 
 
 def device_name(context: JobContext) -> str:
@@ -121,11 +121,11 @@ def read_rates(path: Path, context: JobContext) -> MachineRates:
         raise InputError(f"ceiling: {path}: {error.strerror or error}; {advice}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"ceiling: {path} can't be used: {error}; {advice}") from error
-    here = device_name(context)
-    if rates.device_name != here or (rates.device == "cpu") == context.on_gpu:
+    training_device = device_name(context)
+    if rates.device_name != training_device or (rates.device == "cpu") == context.on_gpu:
         raise InputError(
             f"ceiling: {path} was measured on {rates.device_name or rates.device} and here "
-            f"{here} trains; {advice}"
+            f"{training_device} trains; {advice}"
         )
     return rates
 

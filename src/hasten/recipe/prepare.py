@@ -70,21 +70,21 @@ def noting_first_step(
 
 def resume_from(session: Session, what: str, tell: Callable[[str], None]) -> None:
     """Go on from a checkpoint: the newest, or the one of a path."""
-    found = session.resume(None if what == "auto" else Path(what))
-    if found is None:
+    checkpoint = session.resume(None if what == "auto" else Path(what))
+    if checkpoint is None:
         tell("no checkpoint to resume from, starting at the beginning")
     else:
         changed = "".join(f"; {phrase}" for phrase in session.changes)
-        tell(f"resuming from {found}, step {session.progress.step}{changed}")
+        tell(f"resuming from {checkpoint}, step {session.progress.step}{changed}")
 
 
 def newest_checkpoint(recipe: Recipe, plan: Plan) -> Path | None:
     """The checkpoint that is gone on from, where it is on this machine's disks."""
     if recipe.resume != "auto":
         return Path(recipe.resume)
-    asked = next((t.folder for t in plan if isinstance(t, Checkpoints)), None)
-    place = Path(asked or Path(recipe.output) / "checkpoints")
-    return next(reversed(checkpoints(place)), None)
+    plan_folder = next((t.folder for t in plan if isinstance(t, Checkpoints)), None)
+    folder = Path(plan_folder or Path(recipe.output) / "checkpoints")
+    return next(reversed(checkpoints(folder)), None)
 
 
 def tell_what_trains(session: Session, data: PreparedData, tell: Callable[[str], None]) -> None:
@@ -117,9 +117,9 @@ def evaluations_before(session: Session, file: Path) -> list[Evaluation]:
     count = int(everywhere(torch.tensor([len(rows)], dtype=torch.float64)).item())
     if not count:
         return []
-    mine = torch.tensor(rows or [[0.0] * 3] * count, dtype=torch.float64)
-    found = everywhere(mine.flatten()).reshape(count, 3).tolist()
-    return [Evaluation(int(step), int(tokens), loss) for step, tokens, loss in found]
+    local_rows = torch.tensor(rows or [[0.0] * 3] * count, dtype=torch.float64)
+    shared_rows = everywhere(local_rows.flatten()).reshape(count, 3).tolist()
+    return [Evaluation(int(step), int(tokens), loss) for step, tokens, loss in shared_rows]
 
 
 def _rows(file: Path, last: int) -> list[list[float]]:
@@ -128,8 +128,8 @@ def _rows(file: Path, last: int) -> list[list[float]]:
     with contextlib.suppress(OSError):
         for line in file.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
-                said = json.loads(line)
-                row = [float(said[key]) for key in ("step", "tokens", "eval_loss")]
+                entry = json.loads(line)
+                row = [float(entry[key]) for key in ("step", "tokens", "eval_loss")]
                 rows += [row] if row[0] <= last else []
     return rows
 

@@ -37,13 +37,13 @@ def preset(name: str, ranks: int = 1) -> dict[str, Any]:
             f"no plan is called {name!r}{hint}; list techniques, or name one of: auto, "
             f"{', '.join(names())}"
         )
-    found: dict[str, Any] = read_yaml_file(FOLDER / f"{name}.yaml", "plan")
+    contents: dict[str, Any] = read_yaml_file(FOLDER / f"{name}.yaml", "plan")
     switches = []
-    for stored in found["switches"]:
+    for stored in contents["switches"]:
         fits = "technique" in stored and ranks >= stored.get("ranks", 1)
         gone = ("missing", "ranks") if fits else ("technique", "settings", "ranks")
         switches.append({key: value for key, value in stored.items() if key not in gone})
-    return {**found, "switches": switches}
+    return {**contents, "switches": switches}
 
 
 def entries_of(value: Any, ranks: Any = 1) -> Any:
@@ -53,10 +53,10 @@ def entries_of(value: Any, ranks: Any = 1) -> Any:
     """
     if not isinstance(value, str):
         return value
-    found = preset(value, ranks if type(ranks) is int else 1)["switches"]
+    switches = preset(value, ranks if type(ranks) is int else 1)["switches"]
     return [
         {switch["technique"]: switch["settings"]} if switch.get("settings") else switch["technique"]
-        for switch in found
+        for switch in switches
         if "technique" in switch
     ]
 

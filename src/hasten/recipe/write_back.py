@@ -63,15 +63,15 @@ def _put_plan(recipe: CommentedMap, entries: Sequence[Any]) -> None:
         if isinstance(plan, CommentedSeq):
             recipe.ca.items.pop("plan", None)  # a comment on a list of which nothing is left
         return
-    for place in reversed(range(len(plan))):
-        if name_of(plan[place]) not in wanted:
-            del plan[place]
-    there = {name_of(entry): place for place, entry in enumerate(plan)}
+    for index in reversed(range(len(plan))):
+        if name_of(plan[index]) not in wanted:
+            del plan[index]
+    positions = {name_of(entry): index for index, entry in enumerate(plan)}
     for name, entry in wanted.items():
-        if name not in there:
+        if name not in positions:
             plan.append(entry)
-        elif isinstance(entry, Mapping) and entry != plan[there[name]]:
-            plan[there[name]] = entry
+        elif isinstance(entry, Mapping) and entry != plan[positions[name]]:
+            plan[positions[name]] = entry
 
 
 def plain_entry(entry: Any) -> Any:

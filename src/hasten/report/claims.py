@@ -23,16 +23,16 @@ Row = dict[str, str]
 
 def claims_of(techniques: Iterable[Technique], variants: Sequence[Variant]) -> list[Row]:
     """Every claim of these techniques with its measurement and its verdict."""
-    found = []
+    rows = []
     for technique in techniques:
         pair = pair_of(str(technique), variants)
         for claim in technique.claims:
             measured, word = "not measured apart", UNKNOWN
             if pair is not None:
                 measured, word = _checked(claim.metric, claim.ratio, technique.name(), *pair)
-            said = {"metric": claim.metric, "said": f"{claim.ratio:.2f}×"}
-            found.append(_row(str(technique), said, claim.source, measured, word))
-    return found
+            claimed = {"metric": claim.metric, "said": f"{claim.ratio:.2f}×"}
+            rows.append(_row(str(technique), claimed, claim.source, measured, word))
+    return rows
 
 
 def pair_of(technique: str, variants: Sequence[Variant]) -> tuple[Variant, Variant] | None:
@@ -89,8 +89,8 @@ def _judged(
     elif metric == SPEED and ratio["median"] is not None:
         measured = span(ratio, "times")
         if None not in ratio.values():
-            found: Any = Interval(ratio["median"], **ratio, rounds=0)  # type: ignore[arg-type]
-            word = claim_verdict(found, claimed, effect)  # type: ignore[arg-type]
+            interval: Any = Interval(ratio["median"], **ratio, rounds=0)  # type: ignore[arg-type]
+            word = claim_verdict(interval, claimed, effect)  # type: ignore[arg-type]
     idle = {row["technique"] for row in after["effective"] or () if row["effective"] is False}
     if idle & set(names):
         return measured, f"{UNKNOWN}: it did not act"
@@ -112,12 +112,12 @@ def preset_claims(preset: Mapping[str, Any], report: Mapping[str, Any]) -> list[
     has the technique and no other, against the baseline.
     """
     source = preset["source"]
-    told = {(_base(c["technique"]), c["metric"]) for c in report["claims"]}
+    reported = {(_base(c["technique"]), c["metric"]) for c in report["claims"]}
     rows = [
         _row(switch["name"], claim, source, *_alone(switch, claim, report))
         for switch in preset["switches"]
         for claim in switch["claims"]
-        if (switch.get("technique"), claim["metric"]) not in told
+        if (switch.get("technique"), claim["metric"]) not in reported
     ]
     missing = [switch["name"] for switch in preset["switches"] if "missing" in switch]
     name = "the whole plan" + (f" without {', '.join(missing)}" if missing else "")
@@ -203,11 +203,11 @@ def _absolute(
         return "not measured", f"{UNKNOWN}: needs several ranks (nproc 2 or more)"
     if None in shares:
         return "not measured", f"{UNKNOWN}: this report has no figure for it"
-    said = " → ".join(words(share, "percent") for share in shares)
+    text = " → ".join(words(share, "percent") for share in shares)
     if metric == "utilisation" and (report.get("hardware") or {}).get("device") == "cpu":
-        return said, f"{UNKNOWN}: said of a GPU's busy time; here it is the cores' time"
+        return text, f"{UNKNOWN}: said of a GPU's busy time; here it is the cores' time"
     reached = shares[1] >= claim["least"] if ABSOLUTE[metric] else shares[1] <= claim["most"]
-    return said, "held" if reached else "fell short"
+    return text, "held" if reached else "fell short"
 
 
 def _share(metric: str, variant: Mapping[str, Any]) -> Any:
@@ -217,9 +217,13 @@ def _share(metric: str, variant: Mapping[str, Any]) -> Any:
         return variant.get(metric)
     if metric != "communication_share":
         return ledger.get(metric)
-    known = {k: v for k, v in (ledger.get("step") or {}).items() if v is not None}
-    whole = sum(known.values())
-    return known["communication"] / whole if whole and "communication" in known else None
+    seconds_by_part = {k: v for k, v in (ledger.get("step") or {}).items() if v is not None}
+    total_seconds = sum(seconds_by_part.values())
+    return (
+        seconds_by_part["communication"] / total_seconds
+        if total_seconds and "communication" in seconds_by_part
+        else None
+    )
 
 
 def _per_run(metric: str, final: Mapping[str, Any], report: Mapping[str, Any]) -> str:
@@ -237,21 +241,21 @@ def _per_run(metric: str, final: Mapping[str, Any], report: Mapping[str, Any]) -
     paid = [prices.get(variant["name"]) for variant in (report["variants"][0], final)]
     if None in paid:
         return "not measured: the recipe has no price"
-    said = " → ".join(words(p * tokens / 1e6, "amount") for p in paid)
-    return f"{said} {cost.get('currency') or ''} for a pass over the data"
+    text = " → ".join(words(p * tokens / 1e6, "amount") for p in paid)
+    return f"{text} {cost.get('currency') or ''} for a pass over the data"
 
 
 def _quality(report: Mapping[str, Any]) -> tuple[str, str]:
     """The eval loss of the last variant and the first, by the margin that was fixed before."""
-    found = report.get("quality") or {}
+    assessment = report.get("quality") or {}
     losses = [
         variant.get("eval_loss") for variant in (report["variants"][0], report["variants"][-1])
     ]
-    if None in losses or not found:
+    if None in losses or not assessment:
         return "not measured", UNKNOWN
-    said = " → ".join(words(loss, "loss") for loss in losses)
-    word = {"not worse": "held", "worse": "fell short"}.get(found["verdict"], UNKNOWN)
-    return f"eval loss {said}, one seed", word
+    text = " → ".join(words(loss, "loss") for loss in losses)
+    word = {"not worse": "held", "worse": "fell short"}.get(assessment["verdict"], UNKNOWN)
+    return f"eval loss {text}, one seed", word
 
 
 SECONDS = ("epoch_seconds", "total_seconds")  # of the same examples: tokens per second, inverted

@@ -47,8 +47,8 @@ def ratios_of(variant: Variant, base: Variant) -> list[float]:
     """
     if variant.failed is not None or base.failed is not None:
         return []
-    beside = variant.beside or base.rounds
-    return [ours / theirs for ours, theirs in zip(variant.rounds, beside, strict=False)]
+    base_rounds = variant.beside or base.rounds
+    return [ours / theirs for ours, theirs in zip(variant.rounds, base_rounds, strict=False)]
 
 
 def ratio_to(variant: Variant, base: Variant) -> Interval | None:
@@ -56,8 +56,8 @@ def ratio_to(variant: Variant, base: Variant) -> Interval | None:
 
     Rounds are complete from the first on, so those with the same number ran in the same turn.
     """
-    found = ratios_of(variant, base)
-    return ratio_of_rounds(found, variant.process_variance) if found else None
+    ratios = ratios_of(variant, base)
+    return ratio_of_rounds(ratios, variant.process_variance) if ratios else None
 
 
 def ratio_between(
@@ -72,8 +72,8 @@ def ratio_between(
     if other is base or variant is base or _side_by_side([variant, other]):
         theirs = variant.beside if other is base and variant.beside else other.rounds
         ours = other.beside if variant is base and other.beside else variant.rounds
-        found = [a / b for a, b in zip(ours, theirs, strict=False)]
-        return (ratio_of_rounds(found, variant.process_variance), found) if found else None
+        ratios = [a / b for a, b in zip(ours, theirs, strict=False)]
+        return (ratio_of_rounds(ratios, variant.process_variance), ratios) if ratios else None
     sides = ratios_of(other, base), ratios_of(variant, base)
     return (_widened(unpaired_ratio(*sides), variant), []) if all(sides) else None
 
@@ -91,9 +91,9 @@ def noise_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
         return None
     process_variance, floor = variants[0].process_variance, floor_of(variants)
     ratio = ratio_of_rounds(ratios, variants[0].process_variance)
-    said = span(ratio.summary(), "times")
+    ratio_text = span(ratio.summary(), "times")
     rounds = "1 round" if len(ratios) == 1 else f"{len(ratios)} rounds"
-    text = f"A second copy of the baseline ran at {said} of the first over {rounds}."
+    text = f"A second copy of the baseline ran at {ratio_text} of the first over {rounds}."
     if len(ratios) == 1:
         text += " One round doesn't show how far rounds vary."
     elif not ratio.low <= 1 <= ratio.high:
@@ -121,12 +121,15 @@ def _losses_apart(variants: Sequence[Variant]) -> str:
     if copy is None:
         return ""
     pairs = list(zip(variants[0].losses, copy.losses, strict=False))
-    apart = [abs(a - b) / abs(a) if a else abs(b) for (_, a), (_, b) in pairs]
-    step = next((i for i, share in enumerate(apart, start=1) if not share <= SAME_LOSS), None)
+    loss_differences = [abs(a - b) / abs(a) if a else abs(b) for (_, a), (_, b) in pairs]
+    step = next(
+        (i for i, share in enumerate(loss_differences, start=1) if not share <= SAME_LOSS), None
+    )
     if step is None:
         return ""
     return (
-        f" The copies' training losses differ from step {step} on, by {100 * max(apart):.2g} % at "
+        f" The copies' training losses differ from step {step} on, by "
+        f"{100 * max(loss_differences):.2g} % at "
         "most: this program doesn't compute the same twice, and no eval loss of a single "
         "process says more than that."
     )
@@ -194,17 +197,19 @@ def _side_by_side(variants: Sequence[Variant]) -> bool:
 
 
 def _joint(together: Variant, singles: Sequence[Variant], base: Variant) -> Interval:
-    beside = together.beside or base.rounds
-    every = [beside, together.rounds, *(variant.rounds for variant in singles)]
+    base_rounds = together.beside or base.rounds
+    every = [base_rounds, together.rounds, *(variant.rounds for variant in singles)]
     rounds = min(len(values) for values in every)
-    first, second, *rest = (values[:rounds] for values in every)
+    first, second, *others = (values[:rounds] for values in every)
     # The baseline's process variance is in every single gain and once in that of all together.
-    return _widened(joint_ratio(first, second, rest), base, 1 + len(rest) + (len(rest) - 1) ** 2)
+    return _widened(
+        joint_ratio(first, second, others), base, 1 + len(others) + (len(others) - 1) ** 2
+    )
 
 
 def _interaction_words(ratio: Interval) -> str:
-    said = span(ratio.summary(), "times")
-    start = f"Together the techniques reach {said} of what their single gains multiply to"
+    ratio_text = span(ratio.summary(), "times")
+    start = f"Together the techniques reach {ratio_text} of what their single gains multiply to"
     if ratio.rounds == 1:
         return f"{start}; one round doesn't show how sure that is."
     if ratio.high < 1:
@@ -279,31 +284,35 @@ def judge_variants(
     # of a cumulative's end
     rows = rows or [variant.name for variant in variants[1:] if variant.name.startswith("+ ")]
     several = {n: new for n in rows if n in usable and len(new := _new(n, others, plans)) > 1}
-    known = {n: effect for n, effect in effects.items() if effect is not None and n not in several}
-    words = judge_effects(known, floor, base.process_variance)
-    tested = sum(said.p_value is not None for said in words.values())
-    found = []
+    single_effects = {
+        n: effect for n, effect in effects.items() if effect is not None and n not in several
+    }
+    verdicts = judge_effects(single_effects, floor, base.process_variance)
+    tested = sum(effect_verdict.p_value is not None for effect_verdict in verdicts.values())
+    judgements = []
     for variant in variants:
         effect, names = effects.get(variant.name), plans[variant.name]
         is_as_good = _quality_of(variant, base, verification, names)
         if effect is None or variant.failed is not None:
-            found.append(Judgement(_state(variant, base), is_as_good))
+            judgements.append(Judgement(_state(variant, base), is_as_good))
             continue
         (ratio, rounds), other = effect, others[variant.name].name
         if variant.name in several:
             text = f"together: adds {', '.join(several[variant.name])} at once"
-            found.append(Judgement(text, is_as_good, other, ratio))
+            judgements.append(Judgement(text, is_as_good, other, ratio))
             continue
-        said = words[variant.name]
-        own = set(_new(variant.name, others, plans))
-        text = _effect_text(variant, own, said)
+        effect_verdict = verdicts[variant.name]
+        new_techniques = set(_new(variant.name, others, plans))
+        text = _effect_text(variant, new_techniques, effect_verdict)
         needed = None
         if verdict_word(text) == "undecided" and variant.unfinished is None:
             by_rounds = ratio_of_rounds(rounds) if rounds else ratio
-            needed = rounds_needed(by_rounds, floor, said.rivals, base.process_variance)
-        corrected = None if said.p_value is None else tested > 1
-        found.append(Judgement(text, is_as_good, other, ratio, said.p_value, corrected, needed))
-    return found
+            needed = rounds_needed(by_rounds, floor, effect_verdict.rivals, base.process_variance)
+        corrected = None if effect_verdict.p_value is None else tested > 1
+        judgements.append(
+            Judgement(text, is_as_good, other, ratio, effect_verdict.p_value, corrected, needed)
+        )
+    return judgements
 
 
 def _new(name: str, others: Mapping[str, Variant], plans: Plans) -> list[str]:
@@ -322,19 +331,21 @@ def references(variants: Sequence[Variant], plans: Plans) -> dict[str, Variant]:
     measured = [
         variant for variant in variants[1:] if variant.kind != "again" and _has_result(variant)
     ]
-    whole = [variant for variant in measured if variant.kind == "all"] or [variants[0]]
-    found = {a.name: whole[-1] if a.kind == "leave-one-out" else variants[0] for a in measured}
+    full_plans = [variant for variant in measured if variant.kind == "all"] or [variants[0]]
+    against = {
+        a.name: full_plans[-1] if a.kind == "leave-one-out" else variants[0] for a in measured
+    }
     above, cumulative = variants[0], _cumulative(variants, plans)
     for variant in measured:
         if variant.name in cumulative:
-            found[variant.name], above = above, variant
-    return found
+            against[variant.name], above = above, variant
+    return against
 
 
 def cumulative_of(variants: Sequence[Row]) -> list[Row]:
     """The baseline and the variants that each add something to the one above; empty if none do."""
-    base, *rest = variants
-    rungs = [variant for variant in rest if variant.get("kind") in (None, "cumulative", "all")]
+    base, *others = variants
+    rungs = [variant for variant in others if variant.get("kind") in (None, "cumulative", "all")]
     plans = [set(variant["techniques"]) for variant in (base, *rungs)]
     named = any(variant.get("kind") in (None, "cumulative") for variant in rungs)
     is_cumulative = named and len(rungs) > 1 and all(one < other for one, other in pairwise(plans))
@@ -345,12 +356,16 @@ def quality(final: Variant, base: Variant, verification: Verification = ()) -> d
     """Whether the model is as good: by the verification, and by the eval loss after equal
     tokens.
     """
-    found = _eval_data(final, base)
+    assessment = _eval_data(final, base)
     guilty = guilty_of(map(str, final.plan), verification)
     if not guilty:
-        return found
-    said = "; ".join(f"{entry['technique']}: {entry['text']}" for entry in guilty)
-    return {**found, "verdict": "worse", "text": f"The verification finds: {said}. {found['text']}"}
+        return assessment
+    findings = "; ".join(f"{entry['technique']}: {entry['text']}" for entry in guilty)
+    return {
+        **assessment,
+        "verdict": "worse",
+        "text": f"The verification finds: {findings}. {assessment['text']}",
+    }
 
 
 def guilty_of(techniques: Iterable[str], verification: Verification) -> list[Mapping[str, Any]]:
@@ -386,17 +401,23 @@ def _state(variant: Variant, base: Variant) -> str:
     return f"undecided: {'it' if _has_result(base) else 'the baseline'} has no result"
 
 
-def _effect_text(variant: Variant, own: Collection[str], said: EffectVerdict) -> str:
+def _effect_text(
+    variant: Variant, new_techniques: Collection[str], effect_verdict: EffectVerdict
+) -> str:
     """The verdict on an effect, where what its techniques did is known and they acted.
 
-    ``own`` are the techniques that the other variant hasn't.
+    ``new_techniques`` are the techniques that the other variant hasn't.
     """
     if variant.unfinished is not None:
         return f"undecided: what its techniques did is not known ({variant.unfinished})"
-    at_rest = [name for name in idle_techniques(variant) if name in own]
-    if own and set(own) <= set(at_rest):
+    at_rest = [name for name in idle_techniques(variant) if name in new_techniques]
+    if new_techniques and set(new_techniques) <= set(at_rest):
         return f"no effect: {', '.join(at_rest)} did not act"
-    return f"{said.word}: {', '.join(at_rest)} did not act" if at_rest else said.text
+    return (
+        f"{effect_verdict.word}: {', '.join(at_rest)} did not act"
+        if at_rest
+        else effect_verdict.text
+    )
 
 
 def _quality_of(
@@ -451,20 +472,20 @@ class SwitchGain:
 
 def result_of(variants: Sequence[Row]) -> Row:
     """The variant that the head of the page compares with the baseline: all of it, or the last."""
-    whole = [variant for variant in variants if variant["kind"] == "all"]
+    full_plans = [variant for variant in variants if variant["kind"] == "all"]
     plain = [variant for variant in variants if variant["kind"] not in ("again", "leave-one-out")]
-    return (whole or plain or variants)[-1]
+    return (full_plans or plain or variants)[-1]
 
 
 def paired_speed(one: Row, other: Row, base: Row) -> Interval | None:
     """The speed of the other variant over the one's, paired by round; None if they can't be
     paired.
     """
-    found = {id(row): measured_variant(row, base) for row in (base, one, other)}
-    sides = found[id(other)], found[id(one)]
+    measured_rows = {id(row): measured_variant(row, base) for row in (base, one, other)}
+    sides = measured_rows[id(other)], measured_rows[id(one)]
     if not all(side.rounds for side in sides):
         return None
-    ratio = ratio_between(*sides, found[id(base)])
+    ratio = ratio_between(*sides, measured_rows[id(base)])
     return None if ratio is None else ratio[0]
 
 
@@ -477,7 +498,7 @@ def measured_variant(row: Row, base: Row) -> Variant:
     """
     usable = all(map(_sensible, (*row["rounds"], *row["beside"]))) and _in_turn(row, base)
     process_variance = row["process_variance"]
-    known = process_variance is not None and all(map(_sensible, process_variance.values()))
+    has_variance = process_variance is not None and all(map(_sensible, process_variance.values()))
     failed, loss, curve = verdict_word(row["verdict"]) == "failed", row["eval_loss"], [(1, 0.0)]
     return Variant(
         row["name"],
@@ -488,7 +509,7 @@ def measured_variant(row: Row, base: Row) -> Variant:
         failed=row["verdict"] if failed else None,
         kind=row["kind"],
         beside=list(row["beside"]) if len(row["beside"]) == len(row["rounds"]) else [],
-        process_variance=ProcessVariance(**process_variance) if known else None,
+        process_variance=ProcessVariance(**process_variance) if has_variance else None,
     )
 
 
@@ -510,18 +531,20 @@ def switches(variants: Sequence[Row]) -> list[SwitchGain]:
     """
     final = result_of(variants)
     wanted = set(final["techniques"])
-    apart = [a for a in variants[1:] if a is not final and a["kind"] not in ("again", "cumulative")]
-    if any(a["kind"] is None for a in apart) and cumulative_of(variants):
+    separate = [
+        a for a in variants[1:] if a is not final and a["kind"] not in ("again", "cumulative")
+    ]
+    if any(a["kind"] is None for a in separate) and cumulative_of(variants):
         return []
-    found = []
+    gains = []
     for technique in dict.fromkeys(final["techniques"]):
-        alone = [a for a in apart if a["techniques"] == [technique]]
+        alone = [a for a in separate if a["techniques"] == [technique]]
         others = wanted - {technique}
-        without = [a for a in apart if others and set(a["techniques"]) == others]
-        beside = paired_speed(without[0], final, variants[0]) if without else None
-        if alone or beside is not None:
-            found.append(SwitchGain(technique, alone[0] if alone else None, beside))
-    return found
+        without = [a for a in separate if others and set(a["techniques"]) == others]
+        interval = paired_speed(without[0], final, variants[0]) if without else None
+        if alone or interval is not None:
+            gains.append(SwitchGain(technique, alone[0] if alone else None, interval))
+    return gains
 
 
 def fastest_of_equal_quality(report: Mapping[str, Any]) -> Row | None:
@@ -542,8 +565,8 @@ def fastest_of_equal_quality(report: Mapping[str, Any]) -> Row | None:
     ]
     best = max(every, key=lambda variant: variant["ratio"]["median"] or 0.0)
     rows = cumulative_of(variants)
-    place = next((i for i, row in enumerate(rows) if row is best), 0)
-    for above in reversed(rows[:place]):
+    index = next((i for i, row in enumerate(rows) if row is best), 0)
+    for above in reversed(rows[:index]):
         if above not in every or not _is_idle_row(best, above):
             break
         best = above
@@ -572,7 +595,7 @@ def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
         ``name``, ``why``, and ``word``: hurt, no effect, undecided, or worse (the model, which
         wasn't so yet in the variant that it is compared with).
     """
-    variants, floor, found = report["variants"], report["noise"]["floor"], []
+    variants, floor, entries = report["variants"], report["noise"]["floor"], []
     quality_of = {variant["name"]: variant["quality"] for variant in variants}
     for variant in compared(variants):
         word, reasons = (
@@ -586,8 +609,8 @@ def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
         ):
             word, reasons = word if word == "hurt" else "worse", [*reasons, variant["quality"]]
         if word in ("worse", "hurt", "no effect", "undecided"):
-            found.append({"name": variant["name"], "why": "; ".join(reasons), "word": word})
-    listed = {row["name"] for row in found}
+            entries.append({"name": variant["name"], "why": "; ".join(reasons), "word": word})
+    listed = {row["name"] for row in entries}
     for switch in switches(variants):
         gain = switch.beside
         listed_alone = switch.alone is not None and switch.alone["name"] in listed
@@ -596,9 +619,9 @@ def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
         alone = f"alone {span(switch.alone['ratio'], 'times')}, but " if switch.alone else ""
         what = "slower with it than without" if word == "hurt" else "no gain beyond the noise"
         why = f"{alone}beside all the others {said(gain)}: {what}"
-        found.append({"name": switch.technique, "why": why, "word": word})
+        entries.append({"name": switch.technique, "why": why, "word": word})
     guilty = (row for row in report["verification"] if verdict_word(row["verdict"]) in GUILTY)
-    return found + [
+    return entries + [
         {"name": row["technique"], "why": reason_of(row), "word": "worse"} for row in guilty
     ]
 
@@ -639,10 +662,10 @@ def _in_turn(variant: Row, base: Row) -> bool:
     """
     pairs = zip(variant["rounds"], base["rounds"], strict=False)
     ratios = [a / b for a, b in pairs if _sensible(a) and _sensible(b)]
-    told = variant["ratio"]["median"]
-    if variant is base or variant["beside"] or told is None or not ratios:
+    reported = variant["ratio"]["median"]
+    if variant is base or variant["beside"] or reported is None or not ratios:
         return True
-    return math.isclose(statistics.median(ratios), told, rel_tol=_SAME)
+    return math.isclose(statistics.median(ratios), reported, rel_tol=_SAME)
 
 
 def _sensible(value: float | None) -> bool:
@@ -658,8 +681,12 @@ def effect_words(variant: Row, usual: str | None = None) -> str:
         return span(variant["ratio"], "times")
     if verdict_word(variant["verdict"]) == "baseline":
         return "–"
-    found = span(variant["effect"] or NOT_MEASURED, "times")
-    return found if variant["against"] in (None, usual) else f"{found} of {variant['against']}"
+    effect_text = span(variant["effect"] or NOT_MEASURED, "times")
+    return (
+        effect_text
+        if variant["against"] in (None, usual)
+        else f"{effect_text} of {variant['against']}"
+    )
 
 
 def variants_that_hurt(variants: Sequence[Row]) -> set[str]:

@@ -66,8 +66,8 @@ class GreedySearch:
         sure = 100 * (1 - DOUBT / max(len(self.rungs), 1))
         rows = [["technique", f"times the plan so far [{sure:.3g} %]", "kept", "why"]]
         for rung in self.rungs:
-            found = "not measured" if rung.ratio is None else span(rung.ratio, "times")
-            rows.append([rung.technique, found, "yes" if rung.kept else "no", cell(rung.why)])
+            ratio_text = "not measured" if rung.ratio is None else span(rung.ratio, "times")
+            rows.append([rung.technique, ratio_text, "yes" if rung.kept else "no", cell(rung.why)])
         return f"{markdown_table(rows)}\nkept: {self.plan if len(self.plan) else 'nothing'}"
 
     def rows(self) -> list[dict[str, Any]]:
@@ -87,20 +87,20 @@ def greedy_search(
     """
     if singles is not None and len(techniques) > 1:
         techniques = by_gain(techniques, singles())
-    kept, rungs = Plan(), []
+    plan, rungs = Plan(), []
     for technique in techniques:
-        wider = kept.with_(technique)
-        rung = decide(technique, *measure(kept, wider), doubt=DOUBT / len(techniques))
+        wider = plan.with_(technique)
+        rung = decide(technique, *measure(plan, wider), doubt=DOUBT / len(techniques))
         rungs.append(rung)
-        kept = wider if rung.kept else kept
-    return GreedySearch(kept, tuple(rungs))
+        plan = wider if rung.kept else plan
+    return GreedySearch(plan, tuple(rungs))
 
 
 def decide(technique: Technique, before: Variant, after: Variant, doubt: float) -> CumulativeStep:
     """Whether a technique stays, from the variant without it and the variant with it."""
 
-    def rung(kept: bool, why: str, ratio: Interval | None = None) -> CumulativeStep:
-        return CumulativeStep(str(technique), ratio.summary() if ratio else None, kept, why)
+    def rung(is_retained: bool, why: str, ratio: Interval | None = None) -> CumulativeStep:
+        return CumulativeStep(str(technique), ratio.summary() if ratio else None, is_retained, why)
 
     ratios = ratios_of(after, before)
     if after.failed is not None:
@@ -176,8 +176,8 @@ def ablate(
     if design.noise:
         plans, kinds = with_second_baseline(plans, kinds)
     further = also(subject)
-    found = measured(subject, plans, kinds, design, fresh, audience, began=began)
-    return experiment_report(subject, found, design, title, command, further)
+    experiment = measured(subject, plans, kinds, design, fresh, audience, began=began)
+    return experiment_report(subject, experiment, design, title, command, further)
 
 
 def greedy_recipe(
@@ -209,16 +209,16 @@ def greedy_recipe(
     seconds: list[float] = []  # of each experiment on the way
 
     def variants(plans: Mapping[str, Plan], kinds: Mapping[str, Kind]) -> list[Variant]:
-        found = measured(subject, plans, kinds, design, fresh, audience)
-        seconds.append(found.design["seconds"])
-        return found.variants
+        outcome = measured(subject, plans, kinds, design, fresh, audience)
+        seconds.append(outcome.design["seconds"])
+        return outcome.variants
 
     def measure(before: Plan, after: Plan) -> tuple[Variant, Variant]:
         (new,) = set(after.techniques) - set(before.techniques)
         audience.tell(f"does {new} pay on top of: {before}?")
         names = {"so far": before, f"+ {new.name()}": after}
-        found = variants(names, dict(zip(names, ("baseline", "cumulative"), strict=True)))
-        return found[0], found[-1]
+        outcome = variants(names, dict(zip(names, ("baseline", "cumulative"), strict=True)))
+        return outcome[0], outcome[-1]
 
     singles = (lambda: variants(alone, singly)) if order == "gain" else None
     search = greedy_search(list(subject.plan), measure, singles)
@@ -226,7 +226,7 @@ def greedy_recipe(
         return search
     plans, kinds = with_second_baseline(*plans_of(search.plan, "full"))
     further = also(subject)
-    found = measured(subject, plans, kinds, design, fresh, audience)
-    report = experiment_report(subject, found, design, title, command, further, sum(seconds))
+    outcome = measured(subject, plans, kinds, design, fresh, audience)
+    report = experiment_report(subject, outcome, design, title, command, further, sum(seconds))
     report["design"]["greedy"] = search.rows()
     return replace(search, report=report)

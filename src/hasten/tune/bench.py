@@ -158,12 +158,14 @@ class ReferencePair:
             InputError: the second copy fails.
             OutOfTimeError: the deadline came before two rounds were over.
         """
-        found = self.measure(self._first, deadline, rounds=NOISE_ROUNDS, enough=enough)
-        if found.state == "ok" and len(found.logs) < 2:
+        measurement = self.measure(self._first, deadline, rounds=NOISE_ROUNDS, enough=enough)
+        if measurement.state == "ok" and len(measurement.logs) < 2:
             raise OutOfTimeError
-        if not found.logs:
-            raise InputError(f"tune: a second copy of the job fails beside the first: {found.why}")
-        return max(math.sqrt(statistics.fmean(x * x for x in found.logs)), LEAST_NOISE)
+        if not measurement.logs:
+            raise InputError(
+                f"tune: a second copy of the job fails beside the first: {measurement.why}"
+            )
+        return max(math.sqrt(statistics.fmean(x * x for x in measurement.logs)), LEAST_NOISE)
 
     def measure(  # noqa: C901  # each way that a trial ends
         self,
@@ -184,8 +186,8 @@ class ReferencePair:
             self.open(deadline)
         assert self._base is not None
         began, variant, above = self._clock(), self._variant(point), self.above
-        found: list[PairedRound] = []
-        whole = False
+        paired_rounds: list[PairedRound] = []
+        is_complete = False
         try:
             self._warm_up(variant)
             if point == self._first:  # the first one may have waited for all imports
@@ -194,32 +196,32 @@ class ReferencePair:
             variant.again()  # both begin with the first records
             self._base.again()
             load = LoadMeter(self._cores)
-            while len(found) < rounds and self._clock() < deadline:
-                found.append(last := self._calm_round(variant, steps, load))
+            while len(paired_rounds) < rounds and self._clock() < deadline:
+                paired_rounds.append(last := self._calm_round(variant, steps, load))
                 hopeless = above + last.log < best - HOPELESS
                 if last.load <= FOREIGN and (hopeless or last.log > FAR_BETTER):
                     break  # what others disturbed, twice by now, decides nothing by itself
-                if len(found) >= 2 and self._clock() > enough:
+                if len(paired_rounds) >= 2 and self._clock() > enough:
                     break
-            whole = True
+            is_complete = True
         except OutOfTimeError:
-            if not found:
+            if not paired_rounds:
                 raise  # else the rounds that were over count
         except WorkerError as error:
             state: State = "out of memory" if error.out_of_memory else "failed"
             return Measurement(state, seconds=self._clock() - began, why=str(error))
         finally:
-            if not (whole and self._takes_over(variant, point, found)):
-                variant.worker.close(kill=not whole)
-        if not found:
+            if not (is_complete and self._takes_over(variant, point, paired_rounds)):
+                variant.worker.close(kill=not is_complete)
+        if not paired_rounds:
             raise OutOfTimeError
         return Measurement(
             "ok",
-            tuple(above + one.log for one in found),
-            _peak(variant, found),
-            statistics.median(one.rate for one in found),
+            tuple(above + one.log for one in paired_rounds),
+            _peak(variant, paired_rounds),
+            statistics.median(one.rate for one in paired_rounds),
             self._clock() - began,
-            max(one.load for one in found),
+            max(one.load for one in paired_rounds),
         )
 
     def side_by_side(
@@ -246,8 +248,8 @@ class ReferencePair:
             for variant in variants.values():
                 variant.again()  # all at the same examples from here on
             passes = self._passes(min(map(self._length, variants.values()), default=self._together))
-            found = eliminate(variants, values, passes, self._draw, self._cores, rounds)
-            return {point: logs for point, logs in found.items() if logs}
+            log_ratios = eliminate(variants, values, passes, self._draw, self._cores, rounds)
+            return {point: logs for point, logs in log_ratios.items() if logs}
         finally:
             for variant in variants.values():
                 variant.worker.close(kill=True)
@@ -275,14 +277,16 @@ class ReferencePair:
         most = min(PASSES, units)
         return [self._together * (units * (n + 1) // most - units * n // most) for n in range(most)]
 
-    def _takes_over(self, variant: ArmProcess, point: Point, found: list[PairedRound]) -> bool:
+    def _takes_over(
+        self, variant: ArmProcess, point: Point, paired_rounds: list[PairedRound]
+    ) -> bool:
         """Let a variant stay in the place of the one that stayed, where it is far better.
 
         One with a larger peak doesn't: there would be less for those that are measured beside it.
         """
-        memory = _peak(variant, found)
+        memory = _peak(variant, paired_rounds)
         larger = memory is not None and self.memory is not None and memory > self.memory
-        gain = statistics.median(one.log for one in found) if found else -math.inf
+        gain = statistics.median(one.log for one in paired_rounds) if paired_rounds else -math.inf
         if larger or gain < FAR_BETTER:
             return False
         self.close()
@@ -292,19 +296,19 @@ class ReferencePair:
 
     def _calm_round(self, variant: ArmProcess, steps: int, load: LoadMeter) -> PairedRound:
         """A round, once more if others disturbed it."""
-        found = self._round(variant, steps, load)
+        paired_round = self._round(variant, steps, load)
         again = 2 * steps * self.step_seconds
-        if found.load <= FOREIGN or self._clock() + again > self._deadline:
-            return found
-        return min(found, self._round(variant, steps, load), key=lambda one: one.load)
+        if paired_round.load <= FOREIGN or self._clock() + again > self._deadline:
+            return paired_round
+        return min(paired_round, self._round(variant, steps, load), key=lambda one: one.load)
 
     def _round(self, variant: ArmProcess, steps: int, load: LoadMeter) -> PairedRound:
         assert self._base is not None
         both = {"own": variant, "other": self._base}
         turns: dict[str, list[Turn]] = {name: [] for name in both}
-        for name, found in run_round(both, self._passes(steps), self._draw, load):
+        for name, answer in run_round(both, self._passes(steps), self._draw, load):
             try:
-                turns[name].append(_checked(found))
+                turns[name].append(_checked(answer))
             except WorkerError as error:
                 if self._base.cut_off:  # it would answer late, for another turn
                     self.close(kill=True)
@@ -312,7 +316,9 @@ class ReferencePair:
         pairs = zip(turns["own"], turns["other"], strict=True)
         every = [step for turn in turns["own"] for step in turn.steps]
         return PairedRound(
-            statistics.median(math.log(own.rate / other.rate) for own, other in pairs),
+            statistics.median(
+                math.log(variant_turn.rate / other.rate) for variant_turn, other in pairs
+            ),
             statistics.median(turn.rate for turn in turns["own"]),
             peak_of(every),
             max(map(load.share, both)),
@@ -336,8 +342,8 @@ def turn_steps(most: int, step_seconds: float, together: int = 1) -> int:
     return max(together, min(most, math.ceil(SHORT / step_seconds)))
 
 
-def _peak(variant: ArmProcess, found: list[PairedRound]) -> float | None:
-    peaks = [variant.peak, *(one.memory for one in found)]
+def _peak(variant: ArmProcess, paired_rounds: list[PairedRound]) -> float | None:
+    peaks = [variant.peak, *(one.memory for one in paired_rounds)]
     return max((peak for peak in peaks if peak), default=None)
 
 

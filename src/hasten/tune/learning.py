@@ -100,7 +100,7 @@ class Learning:
         most: int | None = None,
         seed: int = 0,
         tell: Tell = lambda text, share: None,
-        found: Callable[[LearningResult], None] = lambda learnt: None,
+        on_training: Callable[[LearningResult], None] = lambda learnt: None,
         began: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -108,7 +108,7 @@ class Learning:
 
         self._space, self._train, self._record = space, train, record
         self._budget, self._looks, self._most, self._seed = budget_seconds, looks, most, seed
-        self._say, self._found, self._clock = tell, found, clock
+        self._say, self._found, self._clock = tell, on_training, clock
         self._began = clock() if began is None else began
         pruner = optuna.pruners.MedianPruner(
             n_startup_trials=STARTUP, n_warmup_steps=min(FIRST_LOOKS, looks)
@@ -136,8 +136,8 @@ class Learning:
             self._first(learnt)
         self._full = max(learnt.rows[0]["seconds"], 0.01)
         learnt.ended = self._search(learnt)
-        own = learnt.rows[0]["loss"]
-        fine = [r for r in learnt.rows if r["state"] == "ok" and r["loss"] < own]
+        start_loss = learnt.rows[0]["loss"]
+        fine = [r for r in learnt.rows if r["state"] == "ok" and r["loss"] < start_loss]
         if fine:
             chosen = min(fine, key=lambda r: float(r["loss"]))
             learnt.best = self._space.point(chosen["settings"])
@@ -217,9 +217,11 @@ class Learning:
     def _prove(self, learnt: LearningResult, best: Point) -> None:
         """Pairs of the start and the best, as many as fit; how many is settled before the first."""
         settings = self._space.settings(best)
-        known = [e for e in self._record.events if e["event"] == "pair"]
+        recorded_pairs = [e for e in self._record.events if e["event"] == "pair"]
         names = ("seed", "start", "best")
-        learnt.pairs = [{n: e[n] for n in names} for e in known if e["settings"] == settings]
+        learnt.pairs = [
+            {n: e[n] for n in names} for e in recorded_pairs if e["settings"] == settings
+        ]
         fit = int((self._end - self._clock()) / (2 * SLACK * self._full)) + len(learnt.pairs)
         planned = [e for e in self._record.events if e["event"] == "proving"]
         wanted = next((e["pairs"] for e in planned if e["settings"] == settings), None)
@@ -242,13 +244,13 @@ class Learning:
             learnt.unproven = f"{len(learnt.pairs)} of {FEWEST_PAIRS} pairs were done in time"
 
     def _pair(self, best: Point, seed: int) -> dict[str, Any]:
-        found: dict[str, Any] = {"seed": seed}
+        pair: dict[str, Any] = {"seed": seed}
         for name, point in (("start", self._space.start), ("best", best)):
             row = self._trained(point, seed, self._end)
             if row["state"] != "ok":
                 raise WorkerError(row["why"])
-            found[name] = row["loss"]
-        return found
+            pair[name] = row["loss"]
+        return pair
 
     def _trained(
         self,
@@ -297,10 +299,10 @@ class Learning:
         }
 
     def _left(self, deadline: float) -> float:
-        left = deadline - self._clock()
-        if left <= 0:
+        remaining_seconds = deadline - self._clock()
+        if remaining_seconds <= 0:
             raise OutOfTimeError
-        return left
+        return remaining_seconds
 
     def _tell(self, text: str) -> None:
         self._say(text, min((self._clock() - self._began) / self._budget, 1.0))

@@ -86,14 +86,14 @@ class StudyFolder:
         if not record.done or not path.is_file():
             return None
         self._audience.tell(f"studied before: {self.path} (--fresh measures anew)")
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
+        document: dict[str, Any] = json.loads(path.read_text())
+        return document
 
     def keep_best(self, text: str) -> None:
         """``text`` as the best recipe so far."""
         write_atomic(self.path / "best.yaml", text)
 
-    def keep(self, found: dict[str, Any]) -> None:
+    def keep(self, document: dict[str, Any]) -> None:
         """The study as JSON and as a page."""
-        write_atomic(self.path / "study.json", json.dumps(found, indent=1))
-        write_atomic(self.path / "study.html", page(found, found["title"], found["said"]))
+        write_atomic(self.path / "study.json", json.dumps(document, indent=1))
+        write_atomic(self.path / "study.html", page(document, document["title"], document["said"]))

@@ -61,8 +61,8 @@ class TuneOptions:
     def __post_init__(self) -> None:
         check_sampler(self.sampler)
         if self.objective not in OBJECTIVES:
-            known = ", ".join(OBJECTIVES)
-            raise InputError(f"objective: there is no {self.objective!r}; there are {known}")
+            choices = ", ".join(OBJECTIVES)
+            raise InputError(f"objective: there is no {self.objective!r}; there are {choices}")
         for name, value in (("trials", self.trials), ("steps", self.steps)):
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}; it must be 1 at least")
@@ -86,11 +86,15 @@ class RecipeSubject:
     unit = "tokens/s"
 
     def __init__(
-        self, given: Subject_, options: TuneOptions, audience: Audience, prove: Prove | None = None
+        self,
+        subject: Subject_,
+        options: TuneOptions,
+        audience: Audience,
+        prove: Prove | None = None,
     ) -> None:
-        recipe, known = given.recipe, given.context
-        self._given, self._options, self._audience = given, options, audience
-        self._prove, self._device = prove, known.device
+        recipe, context = subject.recipe, subject.context
+        self._given, self._options, self._audience = subject, options, audience
+        self._prove, self._device = prove, context.device
         # A micro-batch is no larger than half a step; what is cut is cut by examples alone.
         most = max((batch_of(recipe).examples or 64) // 2, 1)
         bounds = {
@@ -99,8 +103,8 @@ class RecipeSubject:
         }
         self._plans = plan_space(
             catalogue(),
-            given.plan,
-            known,
+            subject.plan,
+            context,
             bounds,
             options.lossy,
             options.only,
@@ -111,16 +115,16 @@ class RecipeSubject:
         self.title = f"Tuning of {recipe.model}"
         # Exchanges between ranks fall on whole turns.
         self.together = 1 if recipe.nproc == 1 else options.steps
-        self._workers = RecipeWorkers(given)
+        self._workers = RecipeWorkers(subject)
 
     def key(self) -> dict[str, Any]:
-        given = self._given
+        subject = self._given
         return {
-            "recipe": given.recipe.model_dump(mode="json", exclude={"price", "output"}),
-            "data": given.data_key,
+            "recipe": subject.recipe.model_dump(mode="json", exclude={"price", "output"}),
+            "data": subject.data_key,
             "space": [(d.name, [str(v) for v in d.values]) for d in self.space.dimensions],
-            "hardware": {**asdict(given.context.hardware), "device": self._device},
-            "versions": dict(given.context.versions),
+            "hardware": {**asdict(subject.context.hardware), "device": self._device},
+            "versions": dict(subject.context.versions),
         }
 
     def opened(self, folder: Path) -> AbstractContextManager[None]:
@@ -183,7 +187,7 @@ class RecipeSubject:
         kinds: dict[str, Kind] = {BASELINE: "baseline", AGAIN: "again"}
         names = [BASELINE, AGAIN, *choices]
         try:
-            found = measured(
+            experiment = measured(
                 self._given,
                 {name: self._plans.plan(point) for name, point in points.items()},
                 {**dict.fromkeys(choices, "other"), **kinds},
@@ -192,21 +196,21 @@ class RecipeSubject:
                 _FinalProgress(self._audience, tell),
                 self._workers.pool,
             )
-            if (why := found.variants[0].failed) is not None:
+            if (why := experiment.variants[0].failed) is not None:
                 raise InputError(f"the job as it is failed: {why}")
         except InputError as error:  # or the budget left no room for two rounds
             reason = f"no final_comparison: {error}"
             return {"noise_floor": None, "variants": [_unmeasured(name, reason) for name in names]}
-        rows = final_rows(found.variants)
+        rows = final_rows(experiment.variants)
         by_name = {row["name"]: row for row in rows["variants"]}
         every = [by_name.get(name) or _unmeasured(name) for name in names]
-        return {**rows, "variants": every, "design": found.design}
+        return {**rows, "variants": every, "design": experiment.design}
 
     def refusal(self, point: Point) -> str | None:
         """What the verification has against a plan with lossy techniques that the recipe hadn't."""
         plan = self._plans.plan(point)
-        own = set(self._given.plan)
-        new = [t for t in plan if t.fidelity is Fidelity.LOSSY and t not in own]
+        recipe_techniques = set(self._given.plan)
+        new = [t for t in plan if t.fidelity is Fidelity.LOSSY and t not in recipe_techniques]
         if not new:
             return None
         if self._prove is None:
@@ -218,9 +222,9 @@ class RecipeSubject:
 
     def _refused(self, point: Point) -> str | None:
         """What the plans refuse; on ranks also turns that would hide what an exchange costs."""
-        said = self._plans.space.refuse(point)
-        if said is not None or self._given.recipe.nproc == 1:
-            return said
+        reason = self._plans.space.refuse(point)
+        if reason is not None or self._given.recipe.nproc == 1:
+            return reason
         try:
             check_turns({"trial": self._plans.plan(point)}, self._options.steps)
         except InputError as error:
@@ -230,9 +234,9 @@ class RecipeSubject:
     def without(self, point: Point, idle: Sequence[str]) -> tuple[Point, list[str]]:
         return self._plans.without(point, idle)
 
-    def text(self, point: Point, words: Sequence[str]) -> str:
+    def text(self, point: Point, comments: Sequence[str]) -> str:
         """The recipe with a point's plan; every line of it that isn't a default."""
-        return recipe_text(self._given.recipe, self._plans.plan(point), words)
+        return recipe_text(self._given.recipe, self._plans.plan(point), comments)
 
 
 class _FinalProgress:

@@ -39,9 +39,9 @@ class RecipeTrainings:
         only: what is tuned, see `LearningOptions`.
     """
 
-    def __init__(self, given: ExperimentSubject, only: Sequence[str] = ()) -> None:
-        recipe = given.recipe
-        self.given, self.folder = given, Path(recipe.output) / "studies"
+    def __init__(self, subject: ExperimentSubject, only: Sequence[str] = ()) -> None:
+        recipe = subject.recipe
+        self.given, self.folder = subject, Path(recipe.output) / "studies"
         self._data = prepare_data(recipe, Path(recipe.output) / "data")
         if not len(self._data.eval_data):
             raise InputError("eval_data: the study compares eval losses; hold some records out")
@@ -55,18 +55,18 @@ class RecipeTrainings:
         if fewest < FEWEST_STEPS:
             raise InputError(f"the training has {steps} steps, too few to study; give it more")
         self.looks = min(LOOKS, fewest)
-        self._workers = RecipeWorkers(given)
+        self._workers = RecipeWorkers(subject)
 
     def key(self) -> dict[str, Any]:
         """Everything that decides the losses."""
-        given = self.given
+        subject = self.given
         return {
             "study": "learning",
-            "recipe": given.recipe.model_dump(mode="json", exclude={"price", "output"}),
-            "data": given.data_key,
+            "recipe": subject.recipe.model_dump(mode="json", exclude={"price", "output"}),
+            "data": subject.data_key,
             "space": [(d.name, [str(v) for v in d.values]) for d in self.space.dimensions],
-            "device": given.context.device,
-            "versions": dict(given.context.versions),
+            "device": subject.context.device,
+            "versions": dict(subject.context.versions),
         }
 
     def recipe_at(self, point: Point) -> Recipe:
@@ -78,11 +78,11 @@ class RecipeTrainings:
             changed[self._batch] = batch
             if recipe.max_steps:
                 changed["max_steps"] = max(1, round(recipe.max_steps * (self._own or 1) / batch))
-        found = recipe.model_copy(update=changed)
+        changed_recipe = recipe.model_copy(update=changed)
         if WARMUP in chosen and point != self.space.start:
-            warm = round(chosen[WARMUP] * self._steps_of(found))
-            found = found.model_copy(update={"warmup_steps": warm})
-        return found
+            warm = round(chosen[WARMUP] * self._steps_of(changed_recipe))
+            changed_recipe = changed_recipe.model_copy(update={"warmup_steps": warm})
+        return changed_recipe
 
     def opened(self, folder: Path) -> AbstractContextManager[None]:
         """For as long as trainings are begun; their files are in ``folder``."""
@@ -101,11 +101,11 @@ class RecipeTrainings:
         )
 
     def _steps_of(self, recipe: Recipe) -> int:
-        given = self.given
-        return job_of(recipe, self._data, given.context, given.plan).schedule.total_steps
+        subject = self.given
+        return job_of(recipe, self._data, subject.context, subject.plan).schedule.total_steps
 
     def _space(self, steps: int, only: Sequence[str]) -> Space:
-        recipe, own = self.given.recipe, self._own or 1
+        recipe, start_batch = self.given.recipe, self._own or 1
         warm = share_of(recipe.warmup_steps, steps)
         share = warm / steps
         rates = {float(f"{recipe.learning_rate * t:.3g}") for t in TIMES if t != 1}
@@ -113,12 +113,12 @@ class RecipeTrainings:
         steps_of[warm] = share
         train = self._data.train
         most = int(train.lengths.sum()) if recipe.global_batch_tokens else len(train)
-        batches = {own, *(b for t in BATCHES if 1 <= (b := round(own * t)) <= most)}
-        batches = {b for b in batches if _as_long(recipe.max_steps, b / own)}
+        batches = {start_batch, *(b for t in BATCHES if 1 <= (b := round(start_batch * t)) <= most)}
+        batches = {b for b in batches if _as_long(recipe.max_steps, b / start_batch)}
         every: dict[str, tuple[str, list[Any], Any]] = {
             "learning_rate": (RATE, sorted({recipe.learning_rate, *rates}), recipe.learning_rate),
             "warmup": (WARMUP, sorted(steps_of.values()), share),
-            "batch": (self._batch, sorted(batches), own),
+            "batch": (self._batch, sorted(batches), start_batch),
         }
         chosen = [every[n] for n in every if not only or n in only]
         chosen = [(name, values, first) for name, values, first in chosen if len(values) > 1]

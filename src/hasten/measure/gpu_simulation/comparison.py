@@ -135,8 +135,8 @@ class OperatorCounter(TorchDispatchMode):
         return out
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        found = cost(func, args, kwargs, out, self._lengths(func, args))
-        self._pending += self._device.seconds(found)
+        call_cost = cost(func, args, kwargs, out, self._lengths(func, args))
+        self._pending += self._device.seconds(call_cost)
 
     def _lengths(self, func: Any, args: Any) -> tuple[int, ...]:
         """Of the documents in a packed row, from where an attention is told that they begin."""
@@ -167,19 +167,19 @@ class _CountingClock:
 
 def line(measured: Mapping[str, float], paper: Mapping[str, float], name: str) -> str:
     """A step's seconds by part beside those by simulation, as a sentence."""
-    whole, least = step_total(measured), sum(paper.values())
-    share = least / whole
+    total, least = step_total(measured), sum(paper.values())
+    share = least / total
     text = (
-        f"a step takes {1e3 * whole:,.0f} ms on {name}, and {1e3 * least:,.0f} ms at least on "
+        f"a step takes {1e3 * total:,.0f} ms on {name}, and {1e3 * least:,.0f} ms at least on "
         f"paper: {share:.0%} of the speed that the GPU allows"
     )
     if share >= FAR:
         return text
-    known = {p: paper[p] / measured[p] for p in PARTS if measured.get(p) and paper.get(p)}
-    if not known:
+    part_shares = {p: paper[p] / measured[p] for p in PARTS if measured.get(p) and paper.get(p)}
+    if not part_shares:
         return text
-    part = min(known, key=lambda p: known[p])
-    return f"{text}; farthest is {part} with {known[part]:.0%}: see `hasten profile`"
+    part = min(part_shares, key=lambda p: part_shares[p])
+    return f"{text}; farthest is {part} with {part_shares[part]:.0%}: see `hasten profile`"
 
 
 def _scaled(seconds: Mapping[str, float], by: float) -> dict[str, float]:

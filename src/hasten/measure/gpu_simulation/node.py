@@ -56,23 +56,23 @@ def simulate_groups() -> GroupOptions:
     futures.Future = _SimulatedFuture
     begin, group, name = dist.init_process_group, dist.new_group, dist.get_backend
 
-    def init_process_group(backend: str | None = None, **asked: Any) -> None:
+    def init_process_group(backend: str | None = None, **options: Any) -> None:
         meeting.backend = str(backend)
-        meeting.device_id = str(asked.pop("device_id", None))
+        meeting.device_id = str(options.pop("device_id", None))
         meeting.current_device = f"cuda:{torch.cuda.current_device()}"
-        begin("gloo" if backend == "gloo" else FAKE, **asked)
+        begin("gloo" if backend == "gloo" else FAKE, **options)
 
-    def new_group(*args: Any, backend: str | None = None, **asked: Any) -> Any:
-        asked.pop("device_id", None)
-        return group(*args, backend="gloo" if backend == "gloo" else FAKE, **asked)
+    def new_group(*args: Any, backend: str | None = None, **options: Any) -> Any:
+        options.pop("device_id", None)
+        return group(*args, backend="gloo" if backend == "gloo" else FAKE, **options)
 
-    def get_backend(*args: Any, **asked: Any) -> str:
-        return str(name(*args, **asked)).replace("fake", "nccl")
+    def get_backend(*args: Any, **options: Any) -> str:
+        return str(name(*args, **options)).replace("fake", "nccl")
 
-    for place in (module, dist.distributed_c10d):
-        place.init_process_group = init_process_group
-        place.new_group = new_group
-        place.get_backend = get_backend
+    for namespace in (module, dist.distributed_c10d):
+        namespace.init_process_group = init_process_group
+        namespace.new_group = new_group
+        namespace.get_backend = get_backend
     _answer_for_replicas()
     return meeting
 

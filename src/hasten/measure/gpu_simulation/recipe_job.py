@@ -105,8 +105,8 @@ class SimulatedRecipe:
     def config(self) -> dict[str, Any]:
         """The model's, as its config.json has it."""
         read = read_config(self.recipe.model, vocab_size=self._vocabulary)
-        found: dict[str, Any] = read.to_dict()
-        return found
+        config: dict[str, Any] = read.to_dict()
+        return config
 
     @property
     def layers(self) -> int:
@@ -130,20 +130,22 @@ class SimulatedRecipe:
     @cached_property
     def plan(self) -> Plan:
         """What trains the whole job; of ``plan: auto``, what it would begin with."""
-        with self._sized(self.layers, self.examples, {}) as whole:
-            plan = plan_of(whole.recipe, whole.context)
+        with self._sized(self.layers, self.examples, {}) as sized_recipe:
+            plan = plan_of(sized_recipe.recipe, sized_recipe.context)
             if self.recipe.auto_plan is None:
                 return plan
             fidelity = self.recipe.auto_plan.fidelity
             return first_plan(
-                candidates(whole.recipe, whole.context, fidelity), plan, whole.context
+                candidates(sized_recipe.recipe, sized_recipe.context, fidelity),
+                plan,
+                sized_recipe.context,
             )
 
     @cached_property
     def passes(self) -> int:
         """Of this rank in a step."""
-        with self.sized(self.layers, self.examples) as whole:
-            return whole.passes()
+        with self.sized(self.layers, self.examples) as sized_recipe:
+            return sized_recipe.passes()
 
     @contextmanager
     def few_layers(self) -> Iterator[Recipe]:
@@ -221,8 +223,8 @@ class SizedRecipe:
         layout = setup.layout
         pieces = next(setup.sampler.local_steps(0, layout.data_rank, layout.data_size))
         return sum(
-            len(setup.split_micro_batches([setup.job.examples[i] for i in piece]))
-            for piece in pieces
+            len(setup.split_micro_batches([setup.job.examples[i] for i in indices]))
+            for indices in pieces
         )
 
     def session(self) -> Session:

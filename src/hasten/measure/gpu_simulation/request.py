@@ -48,17 +48,17 @@ class RankTrace:
         """Over all names, of one part of the step or of all."""
         return sum(
             value
-            for (kind, place, _), value in self.counts.items()
-            if kind == quantity and part in (None, place)
+            for (kind, step_part, _), value in self.counts.items()
+            if kind == quantity and part in (None, step_part)
         )
 
     def by_name(self, quantity: str, *parts: str) -> dict[str, float]:
         """By operator or line, in these parts of the step; in all, where none is given."""
-        found: dict[str, float] = defaultdict(float)
-        for (kind, place, name), value in self.counts.items():
-            if kind == quantity and value and (not parts or place in parts):
-                found[name] += value
-        return dict(found)
+        totals: dict[str, float] = defaultdict(float)
+        for (kind, step_part, name), value in self.counts.items():
+            if kind == quantity and value and (not parts or step_part in parts):
+                totals[name] += value
+        return dict(totals)
 
     @property
     def device_seconds(self) -> float:
@@ -104,33 +104,33 @@ def on_paper(recipe: Recipe, device: str) -> SimulatedTrace:
     Raises:
         InputError: no such device, no compiler, or a recipe that can't train there.
     """
-    found = traces([recipe], device)[0]
-    if isinstance(found, InputError):
-        raise found
-    return found
+    trace = traces([recipe], device)[0]
+    if isinstance(trace, InputError):
+        raise trace
+    return trace
 
 
 def traces(
-    recipes: Sequence[Recipe], device: str, whole: bool = False
+    recipes: Sequence[Recipe], device: str, full_model: bool = False
 ) -> list[SimulatedTrace | InputError]:
     """The same for several recipes, in one process; what stands in a recipe's way in its place.
 
     Args:
-        whole: trace whole models and steps, in the place of a few layers and passes.
+        full_model: trace whole models and steps, in the place of a few layers and passes.
 
     Raises:
         InputError: no such device, or the process ended without an answer.
     """
     chip = simulated_device(device)
-    asked = {
+    request = {
         "device": device,
-        "whole": whole,
+        "whole": full_model,
         "recipes": [recipe.model_dump(mode="json") for recipe in recipes],
     }
     command = [sys.executable, "-m", "hasten.measure.gpu_simulation.worker"]
     try:
         done = subprocess.run(
-            command, input=json.dumps(asked), capture_output=True, text=True, timeout=SECONDS
+            command, input=json.dumps(request), capture_output=True, text=True, timeout=SECONDS
         )
     except subprocess.TimeoutExpired:
         raise InputError(

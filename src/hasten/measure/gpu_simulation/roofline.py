@@ -112,8 +112,10 @@ def simulated_device(name: str) -> SimulatedDevice:
     sheet = device(name)
     capability = _of(sheet, CAPABILITIES)
     if capability is None:
-        known = ", ".join(d for d in DEVICES if _of(DEVICES[d], CAPABILITIES))
-        raise InputError(f"no step can be traced for {sheet.name}: by simulation there are {known}")
+        supported = ", ".join(d for d in DEVICES if _of(DEVICES[d], CAPABILITIES))
+        raise InputError(
+            f"no step can be traced for {sheet.name}: by simulation there are {supported}"
+        )
     half = sheet.best16
     rates = {
         HALF: half,

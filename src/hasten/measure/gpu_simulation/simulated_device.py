@@ -129,12 +129,12 @@ def _answer_for_accelerators(device: SimulatedDevice, count: int) -> None:
     accelerator.is_available = lambda: True
     accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
     accelerator.device_count = lambda: count
-    for place in (accelerator, memory):
-        place.get_memory_info = lambda _=None: (device.memory_bytes, device.memory_bytes)
+    for namespace in (accelerator, memory):
+        namespace.get_memory_info = lambda _=None: (device.memory_bytes, device.memory_bytes)
         for name in ("max_memory_allocated", "memory_allocated", "memory_reserved"):
-            setattr(place, name, lambda *_: 0)
+            setattr(namespace, name, lambda *_: 0)
         for name in ("reset_peak_memory_stats", "empty_cache", "reset_accumulated_memory_stats"):
-            setattr(place, name, lambda *_: None)
+            setattr(namespace, name, lambda *_: None)
 
 
 def _set_device(device: Any) -> None:
@@ -157,9 +157,9 @@ def _index(device: Any) -> int:
 
     if isinstance(device, int):
         return device
-    found = None if device is None else torch.device(device).index
-    here: int = torch.accelerator.current_device_index()
-    return here if found is None else found
+    index = None if device is None else torch.device(device).index
+    default_index: int = torch.accelerator.current_device_index()
+    return default_index if index is None else index
 
 
 def _stream_kind() -> type:

@@ -81,15 +81,15 @@ def extrapolated(
     """
     few_passes = (passes,) if passes <= FEW_PASSES else (2, 3)
     few_layers = (layers,) if layers <= fewest + 1 else (fewest, fewest + 1)
-    found = {(n, m): trace(n, m) for n, m in itertools.product(few_layers, few_passes)}
+    traces = {(n, m): trace(n, m) for n, m in itertools.product(few_layers, few_passes)}
 
     def over_layers(key: Key, m: int) -> float:
-        first = found[few_layers[0], m].get(key, 0.0)
-        more = found[few_layers[-1], m].get(key, 0.0) - first
+        first = traces[few_layers[0], m].get(key, 0.0)
+        more = traces[few_layers[-1], m].get(key, 0.0) - first
         return first + more * (layers - few_layers[0])
 
     counts = {}
-    for key in {key for one in found.values() for key in one}:
+    for key in {key for one in traces.values() for key in one}:
         first, last = over_layers(key, few_passes[0]), over_layers(key, few_passes[-1])
         beyond = 0 if key == PEAK else passes - few_passes[0]
         counts[key] = first + (last - first) * beyond

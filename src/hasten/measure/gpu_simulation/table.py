@@ -131,8 +131,8 @@ def _verdict(trace: SimulatedTrace) -> str:
 
 
 def _lines(rank: RankTrace) -> str:
-    found = sorted(rank.by_name("syncs").items(), key=lambda item: -item[1])
-    return "\n".join(f"{count:5.0f} x {where}" for where, count in found[:LINES]) or "  none"
+    syncs = sorted(rank.by_name("syncs").items(), key=lambda item: -item[1])
+    return "\n".join(f"{count:5.0f} x {where}" for where, count in syncs[:LINES]) or "  none"
 
 
 def _operators(rank: RankTrace) -> str:
@@ -155,8 +155,8 @@ def _operators(rank: RankTrace) -> str:
 
 
 def _messages(rank: RankTrace) -> str:
-    found = sorted(rank.messages, key=lambda message: -message[3])
-    return "\n".join(f"{size / 1e6:10,.2f} MB {name} {where}" for name, _, where, size in found)
+    messages = sorted(rank.messages, key=lambda message: -message[3])
+    return "\n".join(f"{size / 1e6:10,.2f} MB {name} {where}" for name, _, where, size in messages)
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> str:

@@ -144,16 +144,16 @@ class Tracer(TorchDispatchMode):
 
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """The operator on fakes; on known numbers too, where all of its inputs have some."""
-        known = _with_numbers(func, args, kwargs)
+        numbers = _with_numbers(func, args, kwargs)
         # Fakes in the place of the host's tensors, or FakeTensorMode would compute with them.
         with FAKES_LOCK, FAKES:
-            given = tree_map_only(Tensor, _faked, (args, kwargs))
+            fake_arguments = tree_map_only(Tensor, _faked, (args, kwargs))
             if _has_unknown_size(name, args):
-                out = tree_map_only(Tensor, partial(_like, args[0]), known)
-                out = self._longest(name, args) if known is None else out
+                out = tree_map_only(Tensor, partial(_like, args[0]), numbers)
+                out = self._longest(name, args) if numbers is None else out
             else:
-                out = func(*given[0], **given[1])
-        if known is None:
+                out = func(*fake_arguments[0], **fake_arguments[1])
+        if numbers is None:
             if func._schema.is_mutable:
                 _forget(func, args)
             if name == "all" and isinstance(out, FakeTensor):
@@ -161,7 +161,7 @@ class Tracer(TorchDispatchMode):
             if name == "topk" and out[1].numel() <= KEPT_NUMBERS:
                 out[1].known = _spread(out[1].shape, args[0].shape[-1])
             return out
-        for fake, number in zip(tree_leaves(out), tree_leaves(known), strict=False):
+        for fake, number in zip(tree_leaves(out), tree_leaves(numbers), strict=False):
             if isinstance(fake, FakeTensor) and isinstance(number, Tensor):
                 fake.known = number
         return out
@@ -229,16 +229,16 @@ class Tracer(TorchDispatchMode):
             if isinstance(tensor, FakeTensor):
                 self._allocated(tensor)
         name = func._schema.name.split("::")[1]
-        found: CallCost = cost(func, args, kwargs, out, self.documents)
-        if not found.launches:
+        call_cost: CallCost = cost(func, args, kwargs, out, self.documents)
+        if not call_cost.launches:
             self._count("views", "", 1)
             return
         self._count("calls", name, 1)
-        self._count("launches", name, found.launches)
-        self._count("bytes", name, found.bytes)
-        self._count("flops", name, found.flops)
+        self._count("launches", name, call_cost.launches)
+        self._count("bytes", name, call_cost.bytes)
+        self._count("flops", name, call_cost.flops)
         for quantity, device in self._clocks:
-            self._count(quantity, name, device.seconds(found))
+            self._count(quantity, name, device.seconds(call_cost))
 
     def _count(self, quantity: str, name: str, count: float) -> None:
         with self._lock:  # the backward pass has its own thread
@@ -353,15 +353,15 @@ _stale: weakref.WeakSet[Any] = (
 
 def numbers_of(tensor: FakeTensor) -> Tensor | None:
     """The numbers of a tensor on the device; None where they aren't known."""
-    known: Tensor | None = getattr(tensor, "known", None)
-    return None if known is None or known.untyped_storage() in _stale else known
+    numbers: Tensor | None = getattr(tensor, "known", None)
+    return None if numbers is None or numbers.untyped_storage() in _stale else numbers
 
 
 def _number(tensor: FakeTensor) -> Any:
     """What the host is told: the number where it is known, else 1; flags say that all is well."""
-    known = numbers_of(tensor)
-    if known is not None:
-        return known.item()
+    numbers = numbers_of(tensor)
+    if numbers is not None:
+        return numbers.item()
     if tensor.dtype is torch.bool:
         return getattr(tensor, "holds", False)
     return 1.0 if tensor.is_floating_point() else 1
@@ -371,12 +371,12 @@ def _with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
     """The operator on the numbers of its inputs; None where it can't be known or they are many."""
     if not func._schema.name.startswith("aten::") or torch.Tag.nondeterministic_seeded in func.tags:
         return None
-    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    if any(t.numel() > KEPT_NUMBERS for t in given):
+    inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    if any(t.numel() > KEPT_NUMBERS for t in inputs):
         return None
-    if any(isinstance(t, FakeTensor) and numbers_of(t) is None for t in given):
+    if any(isinstance(t, FakeTensor) and numbers_of(t) is None for t in inputs):
         return None
-    if not given and not _few(func, args, kwargs):
+    if not inputs and not _few(func, args, kwargs):
         return None
     on_host = {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
     args, kwargs = tree_map_only(FakeTensor, numbers_of, (args, on_host))
@@ -409,9 +409,9 @@ def _forget(func: Any, args: Any) -> None:
 
 
 def _forget_one(tensor: Any) -> None:
-    known = getattr(tensor, "known", None)
-    if known is not None:
-        _stale.add(known.untyped_storage())
+    numbers = getattr(tensor, "known", None)
+    if numbers is not None:
+        _stale.add(numbers.untyped_storage())
 
 
 def _exchange_numbers(func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
@@ -427,11 +427,11 @@ def _exchange_numbers(func: Any, name: str, args: Any, kwargs: Any, tensors: lis
 
     numbers = [numbers_of(t) if isinstance(t, FakeTensor) else t for t in tensors]
     group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
-    known = torch.tensor([float(all(n is not None for n in numbers))])
+    all_present = torch.tensor([float(all(n is not None for n in numbers))])
     least = dist.AllreduceOptions()
     least.reduceOp = dist.ReduceOp.MIN
-    group.allreduce([known], least).wait()
-    if not known.item():
+    group.allreduce([all_present], least).wait()
+    if not all_present.item():
         for tensor in tensors:
             _forget_one(tensor)
         return

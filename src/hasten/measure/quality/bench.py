@@ -104,7 +104,7 @@ def limits_of(
     room /= 1 if context.on_gpu else ranks
     outer = model.vocabulary * model.hidden_size * (1 if model.tied_head else 2)
     each = max(model.parameters - outer, 0) / max(model.layers, 1)
-    layers, kept = None, float(model.parameters)
+    layers, parameter_count = None, float(model.parameters)
     if model.parameters > room and model.layers:
         layers = int((room - outer) / each) if each else 0
         if layers < 1:
@@ -113,9 +113,9 @@ def limits_of(
                 f"half of the memory that a process has ({room * BYTES / 1e9:.1f} GB); run the "
                 "verification on a larger machine"
             )
-        kept = outer + layers * each
+        parameter_count = outer + layers * each
     work = work or (GPU_WORK if context.on_gpu else CPU_WORK)
-    tokens = int(min(MOST_TOKENS, max(work / (6 * max(kept, 1.0)), FEWEST * SHORTEST)))
+    tokens = int(min(MOST_TOKENS, max(work / (6 * max(parameter_count, 1.0)), FEWEST * SHORTEST)))
     return CheckBudget(layers, tokens, max(SHORTEST, tokens // FEWEST))
 
 
@@ -125,24 +125,24 @@ def first_examples(job: Job, limits: CheckBudget) -> list[TokenizedExample]:
     Raises:
         InputError: the job has fewer than two examples that carry loss.
     """
-    found: list[TokenizedExample] = []
+    examples: list[TokenizedExample] = []
     tokens = 0
     for number, step in enumerate(ShuffledOrder(job.lengths, job.batch, job.seed).steps(0)):
-        if number and len(found) >= FEWEST:
+        if number and len(examples) >= FEWEST:
             break
         for index in step:
             example = _cut(job.examples[index], limits.example_tokens)
             if not example.trained_tokens:
                 continue
-            if len(found) >= FEWEST and tokens + example.length > limits.tokens:
-                return found
-            found.append(example)
+            if len(examples) >= FEWEST and tokens + example.length > limits.tokens:
+                return examples
+            examples.append(example)
             tokens += example.length
-    if len(found) < 2:
+    if len(examples) < 2:
         raise InputError(
             "the verification needs two examples with trained tokens; this job has fewer"
         )
-    return found
+    return examples
 
 
 def shortened(model: nn.Module, layers: int | None) -> nn.Module:

@@ -66,18 +66,20 @@ class GradientRecorder(torch.optim.SGD):
         """
         if layout.whole:
             return self.seen
-        found = self.seen
+        gradients = self.seen
         if isinstance(layout, SplitsState):
-            pairs = zip(found.items(), self.held, strict=True)
-            found = {name: layout.full_tensor(p, gradient) for (name, gradient), p in pairs}
+            pairs = zip(gradients.items(), self.held, strict=True)
+            gradients = {name: layout.full_tensor(p, gradient) for (name, gradient), p in pairs}
         elif not isinstance(layout, SplitsWeights):
             raise InputError(
                 "this layout has no way to bring its ranks' gradients together for a comparison"
             )
         if isinstance(layout, SplitsWeights):
             copies = layout.copies
-            found = layout.gather_to_rank0({n: t for n, t in found.items() if n not in copies})
-        return found
+            gradients = layout.gather_to_rank0(
+                {n: t for n, t in gradients.items() if n not in copies}
+            )
+        return gradients
 
 
 def reference(bench: CheckContext, plan: Plan) -> dict[str, Any]:
@@ -101,8 +103,8 @@ def reference(bench: CheckContext, plan: Plan) -> dict[str, Any]:
         loss, _ = module(**job.collate([example]).to(job.device).inputs)
         (loss / count).backward()
         total += float(loss.detach())
-    found = {n: _cpu(p.grad if p.grad is not None else p * 0) for n, p in trainable(module)}
-    torch.save({"loss": total / count, "gradients": found}, bench.folder / REFERENCE)
+    gradients = {n: _cpu(p.grad if p.grad is not None else p * 0) for n, p in trainable(module)}
+    torch.save({"loss": total / count, "gradients": gradients}, bench.folder / REFERENCE)
     return {"loss": total / count, **bench.taken(examples)}
 
 
@@ -132,29 +134,29 @@ def gradient(
     if metrics is None or not isinstance(session.optimizer, GradientRecorder):
         raise RuntimeError("no step of the plan had a finite gradient that could be looked at")
     passes = session.progress.micro_batches / max(session.progress.step, 1)
-    said = {"loss": metrics.loss, "micro_batches": passes, "ranks": setup.layout.size}
-    whole = session.optimizer.whole(setup.layout)
+    report = {"loss": metrics.loss, "micro_batches": passes, "ranks": setup.layout.size}
+    gradients = session.optimizer.whole(setup.layout)
     if not (setup.layout.whole or bench.context.world.is_main):
-        return said  # it has brought its part
-    known = torch.load(bench.folder / REFERENCE, mmap=True)
-    loss = abs(metrics.loss - known["loss"]) / max(abs(known["loss"]), 1e-30)
-    return {**errors(whole, known["gradients"]), "loss_error": loss, **said}
+        return report  # it has brought its part
+    expected = torch.load(bench.folder / REFERENCE, mmap=True)
+    loss = abs(metrics.loss - expected["loss"]) / max(abs(expected["loss"]), 1e-30)
+    return {**errors(gradients, expected["gradients"]), "loss_error": loss, **report}
 
 
-def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Any]:
+def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Any]:
     """``error`` over all tensors, and the ``worst`` tensor's with its ``name``.
 
     Raises:
         RuntimeError: other parameters learn than in the reference.
     """
-    if {n: g.shape for n, g in found.items()} != {n: g.shape for n, g in expected.items()}:
-        differ = sorted(set(found) ^ set(expected)) or ["their shapes"]
+    if {n: g.shape for n, g in actual.items()} != {n: g.shape for n, g in expected.items()}:
+        differ = sorted(set(actual) ^ set(expected)) or ["their shapes"]
         raise RuntimeError(f"other parameters learn than without techniques: {differ[0]}")
     square = sum(float(g.double().square().sum()) for g in expected.values())
     numbers = sum(g.numel() for g in expected.values())
     missed, worst, name = 0.0, 0.0, ""
     for key, right in expected.items():
-        off = float((_cpu(found[key]) - right).norm())
+        off = float((_cpu(actual[key]) - right).norm())
         floor = SMALL * math.sqrt(square * right.numel() / numbers)
         share = off / max(float(right.norm()), floor, 1e-300)
         missed += off**2
@@ -207,11 +209,11 @@ def others(examples: Sequence[TokenizedExample]) -> list[TokenizedExample]:
     ]
 
 
-def _loss(session: Session, examples: Sequence[TokenizedExample], asked: int) -> float:
+def _loss(session: Session, examples: Sequence[TokenizedExample], index: int) -> float:
     """The loss of one document among its neighbours, whose tokens carry none."""
     setup = session.setup
     silent = [
-        r if i == asked else TokenizedExample(r.input_ids, np.zeros_like(r.trained))
+        r if i == index else TokenizedExample(r.input_ids, np.zeros_like(r.trained))
         for i, r in enumerate(examples)
     ]
     batch = (setup.collate or setup.job.collate)(silent).to(setup.job.device)
@@ -235,17 +237,17 @@ def update(bench: CheckContext, without: Plan, plan: Plan) -> dict[str, Any]:
     """Relative difference of what the weights moved by, and the floor that float32 sets."""
     usual = _session(bench, without)
     start = _weights(usual)
-    given = [_step(usual, None, number) for number in range(STEPS)]
+    step_gradients = [_step(usual, None, number) for number in range(STEPS)]
     ended = _weights(usual)
     del usual
     ours = _session(bench, plan)
-    for number, gradients in enumerate(given):
+    for number, gradients in enumerate(step_gradients):
         _step(ours, gradients, number)
-    found = _weights(ours)
+    weights = _weights(ours)
     moved = _norm({n: ended[n] - w for n, w in start.items()})
-    apart = _norm({n: found[n] - w for n, w in ended.items()})
+    difference = _norm({n: weights[n] - w for n, w in ended.items()})
     floor = torch.finfo(torch.float32).eps * _norm(ended) / max(moved, 1e-300)
-    return {"error": apart / max(moved, 1e-300), "floor": floor, "steps": STEPS}
+    return {"error": difference / max(moved, 1e-300), "floor": floor, "steps": STEPS}
 
 
 def _session(bench: CheckContext, plan: Plan) -> Session:

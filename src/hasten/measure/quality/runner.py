@@ -84,12 +84,12 @@ class QualityRunner:
         groups: dict[tuple[Any, ...], list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(self._kind(request), []).append(index)
-        found: list[Reply] = [{} for _ in requests]
+        ordered_replies: list[Reply] = [{} for _ in requests]
         for members in groups.values():
             replies = self._made([requests[i] for i in members])
             for index, reply in zip(members, replies, strict=True):
-                found[index] = reply
-        return found
+                ordered_replies[index] = reply
+        return ordered_replies
 
     @property
     def left(self) -> float:
@@ -105,29 +105,29 @@ class QualityRunner:
         first = requests[0]
         ranks = 1 if first.alone else self._ranks
         spec = WorkerSpec(self._job, self._given, self._environ(first.start), ranks)
-        found: list[Reply] = []
-        while len(found) < len(requests):
+        replies: list[Reply] = []
+        while len(replies) < len(requests):
             if self.left <= 0:
                 self.broken = True
-                return found + [self._no_time()] * (len(requests) - len(found))
+                return replies + [self._no_time()] * (len(requests) - len(replies))
             self._count += 1
             with self._pool.start(spec, f"checks-{self._count}") as worker:
-                found += self._asked(worker, requests[len(found) :])
-        return found
+                replies += self._asked(worker, requests[len(replies) :])
+        return replies
 
     def _asked(self, worker: Worker, requests: Sequence[CheckRequest]) -> list[Reply]:
         """The replies of one worker; where it failed, the last of them says how."""
-        found: list[Reply] = []
+        replies: list[Reply] = []
         try:
             worker.ready(self._patience())
         except WorkerError as error:
             return [self._failed(worker, error) for _ in requests]  # so would the next one
         try:
             for request in requests:
-                found.append(worker.request(request.do, self._patience(), **request.arguments()))
+                replies.append(worker.request(request.do, self._patience(), **request.arguments()))
         except WorkerError as error:
-            found.append(self._failed(worker, error))
-        return found
+            replies.append(self._failed(worker, error))
+        return replies
 
     def _patience(self) -> float:
         return min(self._timeout, max(self.left, 0.0))

@@ -73,11 +73,11 @@ def verification_report(
     design: VerificationDesign | None = None,
     tell: Tell = lambda text: None,
     ranks: int = 1,
-    left: Callable[[], float] = lambda: math.inf,
+    time_left: Callable[[], float] = lambda: math.inf,
 ) -> dict[str, list[dict[str, Any]]]:
     """The lists for ``report.invariance`` and ``report.verification``, of a job on so many ranks.
 
-    ``left`` tells the seconds that are left of a budget.
+    ``time_left`` tells the seconds that are left of a budget.
     """
     design = design or VerificationDesign()
     tell("verification: gradients against float64, documents against each other, losses bit by bit")
@@ -90,7 +90,7 @@ def verification_report(
         tell(
             f"verification: {(1 + len(lossy)) * design.seeds} trainings of {design.tokens:,} tokens"
         )
-    rows += lossy_rows(plan, perform, design.seeds, design.tokens, design.margin, left)
+    rows += lossy_rows(plan, perform, design.seeds, design.tokens, design.margin, time_left)
     order = {t.name(): position for position, t in enumerate(plan)}
     rows.sort(key=lambda row: order[row.technique])
     return {
@@ -129,10 +129,10 @@ def verified(
         design = replace(design, tokens=tokens_of(recipe, context))
     folder = Path(recipe.output) / "data" / "verification"
     folder.mkdir(parents=True, exist_ok=True)
-    kept = folder / f"{_key(recipe, context, plan, data_key, design)}.json"
-    before = None if fresh else _kept(kept)
+    report_path = folder / f"{_key(recipe, context, plan, data_key, design)}.json"
+    before = None if fresh else _kept(report_path)
     if before is not None:
-        tell(f"verification: proven before: {kept}")
+        tell(f"verification: proven before: {report_path}")
         return before
     resolved = folder / "recipe.yaml"
     resolved.write_text(recipe.to_yaml())
@@ -141,10 +141,12 @@ def verified(
     budget = math.inf if design.budget_seconds is None else design.budget_seconds
     perform = QualityRunner(resolved, folder, environ, ranks=recipe.nproc, budget_seconds=budget)
     try:
-        found = verification_report(plan, perform, design, tell, recipe.nproc, lambda: perform.left)
+        report = verification_report(
+            plan, perform, design, tell, recipe.nproc, lambda: perform.left
+        )
         if not perform.broken:
-            write_atomic(kept, json.dumps(found, indent=1))
-        return found
+            write_atomic(report_path, json.dumps(report, indent=1))
+        return report
     finally:  # gradients and checkpoints are large; orders, answers and logs stay
         for path in folder.glob("*.pt"):
             path.unlink()
@@ -155,10 +157,10 @@ def verified(
 def _kept(path: Path) -> Rows | None:
     """What was proven before; None where nothing is, or nothing that can be read."""
     try:
-        found: Rows = json.loads(path.read_text())
+        report: Rows = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return found
+    return report
 
 
 def _key(

@@ -109,18 +109,18 @@ def force_names(folder: Path, disk: Disk) -> None:
     Whoever made them may not have done so, and with the name of one all in it would be lost.
     """
     device = folder.stat().st_dev
-    for place in folder.absolute().parents:
+    for parent in folder.absolute().parents:
         with contextlib.suppress(OSError):  # not ours to open, or a disk that is full
-            if place.stat().st_dev == device:
-                disk.sync(place)
+            if parent.stat().st_dev == device:
+                disk.sync(parent)
 
 
 def _make_durably(folder: Path, disk: Disk) -> None:
     """The folder with its parents; a new name is durable once the folder above it is forced."""
-    new = [place for place in (folder, *folder.parents) if not place.exists()]
+    new = [directory for directory in (folder, *folder.parents) if not directory.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for place in new:
-        disk.sync(place.parent)
+    for directory in new:
+        disk.sync(directory.parent)
 
 
 class FolderInUseError(ValueError):
@@ -156,7 +156,7 @@ Known = MutableMapping[str, tuple[Any, ...]]  # name -> how its files stood when
 def prune(
     folder: Path,
     keep: int,
-    known: Known | None = None,
+    verified: Known | None = None,
     noted: Callable[[Path, str], None] = lambda path, reason: None,
 ) -> list[Path]:
     """Delete all but the newest ``keep`` checkpoints that verify; those that are left.
@@ -166,7 +166,7 @@ def prune(
     by itself before it, unless ``keep`` is 1, so that damage to one file never costs all of them.
 
     Args:
-        known: what verified before isn't read again while size and time of its files stay; kept
+        verified: what verified before isn't read again while size and time of its files stay; kept
             up to date here.
         noted: told each damaged one with the reason.
 
@@ -175,7 +175,7 @@ def prune(
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint is kept")
-    known = {} if known is None else known
+    verified = {} if verified is None else verified
     good: list[Path] = []
     needed: set[str] = set()
     wholes = 0
@@ -185,7 +185,7 @@ def prune(
             spare = len(good) >= keep and path.name not in needed
             if spare and (wholes >= min(keep, 2) or _base_of(path)):
                 _delete(path)
-            elif _verifies(path, known, noted):
+            elif _verifies(path, verified, noted):
                 good.append(path)
                 base = _base_of(path)
                 needed |= base
@@ -193,9 +193,9 @@ def prune(
             else:
                 for lost in [other for other in good if path.name in _base_of(other)]:
                     good.remove(lost)
-                    known.pop(lost.name, None)
-    for name in [name for name in known if not (folder / name).exists()]:
-        del known[name]
+                    verified.pop(lost.name, None)
+    for name in [name for name in verified if not (folder / name).exists()]:
+        del verified[name]
     sweep(folder)
     for path in _left_aside(folder)[keep:]:
         Disk().remove(path)
@@ -211,24 +211,24 @@ def sweep(folder: Path) -> None:
 
 def _left_aside(folder: Path) -> list[Path]:
     """Checkpoints of ways that weren't taken, whole by their manifest; the newest first."""
-    found = []
+    archived = []
     for path in folder.iterdir():
         name = _ASIDE.fullmatch(path.name)
         if name is None or path.is_symlink():
             continue
         with contextlib.suppress(DamagedCheckpointError, NewerFormatError, OSError):
             read_manifest(path)
-            found.append((int(name[1]), path))
-    return [path for _, path in sorted(found, reverse=True)]
+            archived.append((int(name[1]), path))
+    return [path for _, path in sorted(archived, reverse=True)]
 
 
-def _verifies(path: Path, known: Known, noted: Callable[[Path, str], None]) -> bool:
+def _verifies(path: Path, verified: Known, noted: Callable[[Path, str], None]) -> bool:
     try:
         stands = _stands(path)
-        if known.get(path.name) != stands:
-            known.pop(path.name, None)
+        if verified.get(path.name) != stands:
+            verified.pop(path.name, None)
             verify(path)
-            known[path.name] = stands
+            verified[path.name] = stands
     except (DamagedCheckpointError, OSError) as error:
         if getattr(error, "errno", None) in PASSING:
             raise
@@ -240,11 +240,11 @@ def _verifies(path: Path, known: Known, noted: Callable[[Path, str], None]) -> b
 
 def _stands(path: Path) -> tuple[Any, ...]:
     """Size and time of every file: what accidents and editors change, bad memory cells don't."""
-    found = []
+    file_stats = []
     for entry in sorted(os.scandir(path), key=lambda e: e.name):
         facts = entry.stat(follow_symlinks=False)
-        found.append((entry.name, facts.st_size, facts.st_mtime_ns))
-    return tuple(found)
+        file_stats.append((entry.name, facts.st_size, facts.st_mtime_ns))
+    return tuple(file_stats)
 
 
 def _base_of(path: Path) -> set[str]:

@@ -52,8 +52,8 @@ def encode(tensors: Mapping[str, Tensor], base: Mapping[str, Tensor] | None = No
             "bytes": tensor.numel() * tensor.element_size(),
             "difference": other is not None,
         }
-    whole = sum(how["bytes"] for how in coded.values())
-    if whole > decoded_limit(sum(stored[name].numel() for name in coded)):
+    total_bytes = sum(how["bytes"] for how in coded.values())
+    if total_bytes > decoded_limit(sum(stored[name].numel() for name in coded)):
         return dict(tensors), {}  # nearly all zeros: small enough to be rare, too good to be read
     return stored, coded
 
@@ -70,12 +70,12 @@ def decode(stored: Tensor, how: Mapping[str, Any], base: Tensor | None) -> Tenso
         raise ValueError(f"{shape} of {how['dtype']} doesn't have {how['bytes']} bytes")
     raw = pa.Codec("zstd").decompress(memoryview(bytes_of(stored)), size)
     planes = np.frombuffer(raw, np.uint8).reshape(dtype.itemsize, -1)
-    whole = np.ascontiguousarray(planes.T).reshape(-1)
+    decoded = np.ascontiguousarray(planes.T).reshape(-1)
     if how["difference"]:
         if base is None or base.dtype != dtype or list(base.shape) != shape:
             raise ValueError("what it differs from has another form")
-        whole ^= np.frombuffer(bytes_of(base.contiguous()), np.uint8)
-    return torch.from_numpy(whole).view(dtype).reshape(shape)
+        decoded ^= np.frombuffer(bytes_of(base.contiguous()), np.uint8)
+    return torch.from_numpy(decoded).view(dtype).reshape(shape)
 
 
 def decoded_limit(stored_bytes: int) -> int:
@@ -101,19 +101,19 @@ def choose(
         bytes_per_second: how fast plain bytes got there.
     """
     pieces = _sample(tensors)
-    whole = sum(t.numel() * t.element_size() for t in pieces.values())
-    if not whole:
+    total_bytes = sum(t.numel() * t.element_size() for t in pieces.values())
+    if not total_bytes:
         return DeltaChoice(PLAIN, "compression off: there is nothing large enough to pack")
-    plain = whole / bytes_per_second
-    found = []
+    plain = total_bytes / bytes_per_second
+    candidates = []
     for kind in (SHUFFLE, DIFFERENCE) if base is not None else (SHUFFLE,):
         others = _sample(base or {}, pieces) if kind == DIFFERENCE else None
         began = time.perf_counter()
         packed = encode(pieces, others)[0]
         seconds = time.perf_counter() - began
         size = sum(t.numel() * t.element_size() for t in packed.values())
-        found.append((seconds + size / bytes_per_second, kind, whole / max(size, 1)))
-    taken, kind, ratio = min(found)
+        candidates.append((seconds + size / bytes_per_second, kind, total_bytes / max(size, 1)))
+    taken, kind, ratio = min(candidates)
     speed = f"{bytes_per_second / 1e9:.2f} GB/s"
     if taken < plain:
         return DeltaChoice(

@@ -68,9 +68,9 @@ class Staging:
         return dict(self._kept)
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        kept = self._kept.get(name)
-        if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
-            return kept
+        buffer = self._kept.get(name)
+        if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
+            return buffer
         pinned = host.pins_for(tensor.device)  # pages that can't move are copied without a detour
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
 
@@ -102,8 +102,8 @@ class CheckpointWriter:
 
     def error(self) -> BaseException | None:
         """What went wrong since it was last asked, once."""
-        found, self._error = self._error, None
-        return found
+        error, self._error = self._error, None
+        return error
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
@@ -129,8 +129,8 @@ class Slowness:
         place: a folder or an address, as the user calls it.
     """
 
-    def __init__(self, place: str) -> None:
-        self._place = place
+    def __init__(self, address: str) -> None:
+        self._place = address
         self._last = (0, 0.0)  # bytes and seconds of the last write
         self._said = math.inf  # bytes per second when it was last told
 
@@ -226,8 +226,8 @@ class Saver:
                 f"checkpoints can't be written into {self.folder}: {error.strerror or error}; "
                 "choose another folder"
             ) from error
-        there = bytes_in(self.folder)
-        if free < expected_bytes or free + there < 2 * expected_bytes:
+        used_bytes = bytes_in(self.folder)
+        if free < expected_bytes or free + used_bytes < 2 * expected_bytes:
             raise ValueError(
                 f"two checkpoints of {expected_bytes / 1e9:.2f} GB don't fit into {self.folder}, "
                 f"where {free / 1e9:.2f} GB are free; make room or choose another folder"
@@ -315,9 +315,9 @@ class Saver:
         path = self._commit(step, tensors, meta)
         try:
             self._reach(lambda mirror: mirror.send(path))
-            whole = sum(t.numel() * t.element_size() for t in tensors.values())
+            total_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
             taken = time.perf_counter() - chosen
-            self._plain_speed = whole / taken
+            self._plain_speed = total_bytes / taken
             self._slowness.wrote(sum(p.stat().st_size for p in path.iterdir()), taken)
             self.saved += 1
         finally:  # an address that can't be reached for long must not fill the local folder

@@ -104,13 +104,13 @@ class SaveInterval:
             ValueError: it isn't such a state.
         """
         try:
-            failures, seen = int(state["failures"]), float(state["seen"])
+            failures, observed_seconds = int(state["failures"]), float(state["seen"])
             recovery = float(state["recovery"])
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"the history of failures can't be read: {error!r}") from error
-        if failures < 0 or not (0 <= seen < math.inf and 0 <= recovery < math.inf):
+        if failures < 0 or not (0 <= observed_seconds < math.inf and 0 <= recovery < math.inf):
             raise ValueError(f"{state} can't be a history of failures")
-        self.failures, self.seen, self.recovery = failures, seen, recovery
+        self.failures, self.seen, self.recovery = failures, observed_seconds, recovery
 
 
 class SaveSteps:
@@ -147,9 +147,9 @@ class SaveSteps:
         first, then = self._first
         step_seconds = max((now - then) / max(step - first, 1), 1e-6)
         wanted = self.interval.seconds()
-        left = wanted - (now - self._last_save)
-        due = left <= step_seconds / 2 and not busy
-        ahead = wanted if due else max(left, 0.0)
+        remaining_seconds = wanted - (now - self._last_save)
+        due = remaining_seconds <= step_seconds / 2 and not busy
+        ahead = wanted if due else max(remaining_seconds, 0.0)
         # A look is a word between ranks. Steps may become slower, so none lies far ahead.
         far = max(LONGEST_BLINK, 1 / step_seconds)
         return due, step + max(1, int(min(ahead / step_seconds / 2, far)))
@@ -306,32 +306,32 @@ class SmartCheckpointer:
             )
         self.saver.wait_for_writer()
         self.open()
-        found = self.load_state(Path(path) if path is not None else None)
-        if found is not None:
-            tensors, meta, place = found
-            self._protected.load(tensors, meta.get("objects"), place)
+        checkpoint = self.load_state(Path(path) if path is not None else None)
+        if checkpoint is not None:
+            tensors, meta, source_path = checkpoint
+            self._protected.load(tensors, meta.get("objects"), source_path)
             ranks = meta.get("random", [])
             if _rank() < len(ranks):
                 set_random_state(ranks[_rank()])
         elif _rank() == 0:
-            words = f"no checkpoint in {self.saver.address}: the model is as it was"
-            warnings.warn(words, stacklevel=2)
+            message = f"no checkpoint in {self.saver.address}: the model is as it was"
+            warnings.warn(message, stacklevel=2)
         return self._protected.objects.get("model")
 
     def load_state(self, path: Path | None = None) -> Found | None:
         """Tensors, meta and path of the newest state that verifies; the same on every rank."""
-        found = self.saver.latest(path) if _rank() == 0 else None
-        (step,) = self._agree([float(read_manifest(found[2])["step"]) if found else -1.0])
+        checkpoint = self.saver.latest(path) if _rank() == 0 else None
+        (step,) = self._agree([float(read_manifest(checkpoint[2])["step"]) if checkpoint else -1.0])
         if step < 0:
             return None
-        if found is None:  # the other ranks read what the first one found whole
-            found = self.saver.latest(path) if path else self.saver.of_step(int(step))
-        if found is not None and HISTORY in found[1] and not self._resumed:
-            self.interval.load_state_dict(found[1][HISTORY])
+        if checkpoint is None:  # the other ranks read what the first one found whole
+            checkpoint = self.saver.latest(path) if path else self.saver.of_step(int(step))
+        if checkpoint is not None and HISTORY in checkpoint[1] and not self._resumed:
+            self.interval.load_state_dict(checkpoint[1][HISTORY])
             self.interval.restarted(time.monotonic() - self._born)
         self._resumed = True  # a run that goes back on its way hasn't failed
         self.step = self._way = int(step)
-        return found
+        return checkpoint
 
     def list(self) -> list[Path]:
         """The checkpoints in the folder, oldest first; sees the last save's error."""
@@ -346,15 +346,15 @@ class SmartCheckpointer:
             ValueError: there is none.
         """
         self.saver.wait_for_writer()
-        there = self.list()
-        if path is None and not there:
+        checkpoint_paths = self.list()
+        if path is None and not checkpoint_paths:
             raise ValueError(f"{self.saver.folder} holds no checkpoint")
-        return verify(Path(path) if path is not None else there[-1], thorough=True)
+        return verify(Path(path) if path is not None else checkpoint_paths[-1], thorough=True)
 
     def _take_in(self, model: nn.Module) -> None:
-        known = self._protected.objects
-        if all(model is not held for held in known.values()):
-            if "model" in known:
+        protected = self._protected.objects
+        if all(model is not existing for existing in protected.values()):
+            if "model" in protected:
                 raise ValueError(
                     f"save was given a {type(model).__name__} and another model is protected; "
                     "protect both by names of their own, and save() alone"
@@ -407,6 +407,6 @@ def _broadcast(numbers: Sequence[float]) -> Sequence[float]:
     """The first rank's numbers, on every rank."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return numbers
-    told = [list(map(float, numbers))]
-    dist.broadcast_object_list(told, src=0)  # on the host where the group reaches it
-    return told[0]
+    payload = [list(map(float, numbers))]
+    dist.broadcast_object_list(payload, src=0)  # on the host where the group reaches it
+    return payload[0]

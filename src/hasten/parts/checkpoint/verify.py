@@ -122,14 +122,14 @@ def load_latest(
 
 
 def _verify_base(path: Path, base: Mapping[str, Any], thorough: bool) -> None:
-    place = path.parent / base["name"]
+    base_path = path.parent / base["name"]
     try:
-        found = read_manifest(place)
-        if not found.get("base"):  # or forged ones could go round in a circle
-            verify(place, thorough)
+        manifest = read_manifest(base_path)
+        if not manifest.get("base"):  # or forged ones could go round in a circle
+            verify(base_path, thorough)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(f"{path}: what it differs from is damaged: {error}") from error
-    if found.get("base") or found["seal"] != base.get("seal"):
+    if manifest.get("base") or manifest["seal"] != base.get("seal"):
         raise DamagedCheckpointError(f"{path}: {base['name']} isn't what it differs from")
 
 

@@ -37,11 +37,11 @@ def named(model: nn.Module | Iterable[Any]) -> list[Named]:
         ValueError: something else was given, or a parameter that is sharded over ranks.
     """
     if isinstance(model, nn.Module):
-        found: list[Named] = list(model.named_parameters())
+        parameters: list[Named] = list(model.named_parameters())
     else:
         entries = list(model)
-        found = [e if isinstance(e, tuple) else (str(i), e) for i, e in enumerate(entries)]
-    for name, parameter in found:
+        parameters = [e if isinstance(e, tuple) else (str(i), e) for i, e in enumerate(entries)]
+    for name, parameter in parameters:
         if not isinstance(parameter, Tensor):
             raise ValueError(
                 f"gradients belong to a model or to parameters; {name} is a "
@@ -52,7 +52,7 @@ def named(model: nn.Module | Iterable[Any]) -> list[Named]:
                 f"{name} is sharded over ranks (DTensor): its gradient isn't averaged like a "
                 "replica's, leave it out"
             )
-    return [(name, p) for name, p in found if p.requires_grad]
+    return [(name, p) for name, p in parameters if p.requires_grad]
 
 
 def piece_of(name: str, parameter: Tensor) -> BucketPart:
@@ -99,7 +99,7 @@ def predicted_buckets(parameters: Sequence[Named], cap_mb: float) -> list[Pieces
     return [tuple(bucket) for bucket in buckets]
 
 
-def offered(kept: Tensor, flat: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor | None]:
+def offered(residual: Tensor, flat: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor | None]:
     """The memory that goes along with a gradient, and what is held back of it, if anything.
 
     A parameter whose gradient is all zeros may be one that no rank has used; DDP then leaves its
@@ -108,21 +108,21 @@ def offered(kept: Tensor, flat: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor 
     """
     filled = [part for part in parts_of(flat, pieces) if part.numel()]
     if not filled:
-        return kept, None
+        return residual, None
     largest = torch._foreach_norm(filled, torch.inf)
     moves = torch.stack([size.float() for size in largest]) != 0
-    if methods.may_ask(kept) and bool(moves.all()):
-        return kept, None
-    going = kept.clone()
+    if methods.may_ask(residual) and bool(moves.all()):
+        return residual, None
+    going = residual.clone()
     parts = [part for part in parts_of(going, pieces) if part.numel()]
-    torch._foreach_mul_(parts, list(moves.to(kept.dtype).unbind()))
-    return going, kept - going
+    torch._foreach_mul_(parts, list(moves.to(residual.dtype).unbind()))
+    return going, residual - going
 
 
-def give_back(left: Tensor, held: Tensor | None) -> None:
+def give_back(new_residual: Tensor, withheld: Tensor | None) -> None:
     """What was held back stays in memory, beside what the message left out."""
-    if held is not None:
-        left[: len(held)].add_(held)
+    if withheld is not None:
+        new_residual[: len(withheld)].add_(withheld)
 
 
 # Buckets on their way through a step, and what they leave in memory once the step counts.
@@ -194,23 +194,23 @@ class BucketExchange:
         scale = self.scale() if way.feedback else 1.0
         as_it_is = scale == 1.0 and (way is self._dense or buffer.dtype in READ_AS_THEY_ARE)
         flat = buffer if as_it_is else buffer.float().div_(scale)
-        residual = held = None
+        residual = withheld = None
         if way.feedback:
-            residual, held = offered(self._memory.bucket(pieces, buffer.device), flat, pieces)
+            residual, withheld = offered(self._memory.bucket(pieces, buffer.device), flat, pieces)
         finish = way.start(flat, residual, pieces, ranks)
 
         def done() -> Tensor:
             try:
-                mean, left = finish()
+                mean, new_residual = finish()
             except Exception as error:
                 raise ranks.failed(error) from error
             if mean is None:
                 buffer.fill_(torch.nan)
             else:
                 buffer.copy_(mean if scale == 1.0 else mean.mul_(scale))
-            if self._judged(buffer, mean is not None) and left is not None:
-                give_back(left, held)
-                self._memory.leave_bucket(pieces, left)
+            if self._judged(buffer, mean is not None) and new_residual is not None:
+                give_back(new_residual, withheld)
+                self._memory.leave_bucket(pieces, new_residual)
             return buffer
 
         return done

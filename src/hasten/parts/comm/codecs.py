@@ -67,14 +67,14 @@ class Codec(Protocol):
         flat: Tensor,
         residual: Tensor,
         out: Tensor | None = None,
-        kept: Tensor | None = None,
+        residual_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The message of ``flat + residual``, and a bool tensor: whether all of it was finite.
 
-        What the message leaves out is put into ``kept`` (float32), and ``residual`` stays; without
-        ``kept`` it replaces the residual if all was finite: int8, int4 and top-k read the numbers
-        once more for that, and wait for a GPU. With ``kept`` neither is needed, and a caller can
-        decide when the other ranks have told theirs.
+        What the message leaves out is put into ``residual_out`` (float32), and ``residual`` stays;
+        without ``residual_out`` it replaces the residual if all was finite: int8, int4 and top-k
+        read the numbers once more for that, and wait for a GPU. With ``residual_out`` neither is
+        needed, and a caller can decide when the other ranks have told theirs.
         """
 
     def decode(
@@ -99,7 +99,9 @@ def padded(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def checked(flat: Tensor, residual: Tensor | None = None, kept: Tensor | None = None) -> Tensor:
+def checked(
+    flat: Tensor, residual: Tensor | None = None, residual_out: Tensor | None = None
+) -> Tensor:
     """Numbers to encode, detached; the other two are the memory of what is left out, float32.
 
     Raises:
@@ -108,7 +110,7 @@ def checked(flat: Tensor, residual: Tensor | None = None, kept: Tensor | None = 
     if flat.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"codecs encode float32 and bf16, not {flat.dtype}: convert it before")
     _check_plain(flat, "what is encoded")
-    for name, tensor in (("the residual", residual), ("what is kept", kept)):
+    for name, tensor in (("the residual", residual), ("what is kept", residual_out)):
         if tensor is not None:
             _check_numbers(tensor, len(flat), flat.device, name)
     return flat.detach()
@@ -166,8 +168,8 @@ def result_for(out: Tensor | None, numbers: int, message: Tensor, add: bool) -> 
 
 def _check_bytes(message: Tensor, size: int) -> None:
     if message.dtype != torch.uint8 or message.shape[-1] != size:
-        told = f"{message.shape[-1]} of {message.dtype}"
-        raise ValueError(f"a message of these numbers is {size} of torch.uint8, not {told}")
+        actual = f"{message.shape[-1]} of {message.dtype}"
+        raise ValueError(f"a message of these numbers is {size} of torch.uint8, not {actual}")
     if message.storage_offset() % ALIGNED:
         raise ValueError(
             f"a message begins at a multiple of {ALIGNED} bytes of its memory, "
@@ -180,8 +182,8 @@ def _check_numbers(tensor: Tensor, numbers: int, device: torch.device, name: str
         raise ValueError(f"{name} must be float32, not {tensor.dtype}")
     _check_plain(tensor, name)
     if len(tensor) != numbers or tensor.device != device:
-        told = f"{len(tensor)} on {tensor.device}"
-        raise ValueError(f"{name} must be {numbers} numbers on {device}, not {told}")
+        actual = f"{len(tensor)} on {tensor.device}"
+        raise ValueError(f"{name} must be {numbers} numbers on {device}, not {actual}")
 
 
 def _check_plain(tensor: Tensor, name: str) -> None:
@@ -233,23 +235,26 @@ class CastCodec:
         flat: Tensor,
         residual: Tensor,
         out: Tensor | None = None,
-        kept: Tensor | None = None,
+        residual_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        flat = checked(flat, residual, kept)
+        flat = checked(flat, residual, residual_out)
         message = message_for(out, self.message_bytes(len(flat)), flat)
         values = self._values(message, len(flat))
         message[values.nbytes :].zero_()
         pieces = _pieces(flat)
         for p in pieces:
             values[p].copy_(residual[p] + flat[p])
-        fine, into = self.finite(message, len(flat)), residual if kept is None else kept
-        here = flat.device.type == "cpu"  # where looking costs no waiting, and where() is slow
-        if here and not bool(fine):
+        fine, into = (
+            self.finite(message, len(flat)),
+            residual if residual_out is None else residual_out,
+        )
+        on_cpu = flat.device.type == "cpu"  # where looking costs no waiting, and where() is slow
+        if on_cpu and not bool(fine):
             into.copy_(residual)
             return message, fine
         for p in pieces:
-            rest = (residual[p] + flat[p]).sub_(values[p].to(torch.float32))
-            into[p].copy_(rest if here else rest.where(fine, residual[p]))
+            remainder = (residual[p] + flat[p]).sub_(values[p].to(torch.float32))
+            into[p].copy_(remainder if on_cpu else remainder.where(fine, residual[p]))
         return message, fine
 
     def decode(
@@ -269,9 +274,9 @@ class CastCodec:
 
     def finite(self, message: Tensor, numbers: int) -> Tensor:
         values = self._values(message, numbers)
-        whole, infinity = INFINITIES[values.dtype]
-        bits = values.view(whole)
-        sizes = [(bits[p] & torch.iinfo(whole).max).amax() for p in _pieces(bits)]
+        int_dtype, infinity = INFINITIES[values.dtype]
+        bits = values.view(int_dtype)
+        sizes = [(bits[p] & torch.iinfo(int_dtype).max).amax() for p in _pieces(bits)]
         if not sizes:
             return torch.ones((), dtype=torch.bool, device=message.device)
         return torch.stack(sizes).amax() < infinity
@@ -302,7 +307,7 @@ class PackedCodec(Codec):
 
     @abstractmethod
     def _encoded(
-        self, flat: Tensor, residual: Tensor | None, kept: Tensor | None, out: Tensor | None
+        self, flat: Tensor, residual: Tensor | None, residual_out: Tensor | None, out: Tensor | None
     ) -> Tensor: ...
 
     @abstractmethod
@@ -312,10 +317,14 @@ class PackedCodec(Codec):
         return self._encoded(checked(flat), None, None, out)
 
     def encode_with_feedback(
-        self, flat: Tensor, residual: Tensor, out: Tensor | None = None, kept: Tensor | None = None
+        self,
+        flat: Tensor,
+        residual: Tensor,
+        out: Tensor | None = None,
+        residual_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        flat, into = checked(flat, residual, kept), kept
-        if kept is None and (not len(flat) or self._are_finite(flat, residual)):
+        flat, into = checked(flat, residual, residual_out), residual_out
+        if residual_out is None and (not len(flat) or self._are_finite(flat, residual)):
             into = residual
         message = self._encoded(flat, residual, into, out)
         return message, self.finite(message, len(flat))
@@ -377,7 +386,7 @@ class QuantisedCodec(PackedCodec):
         self,
         flat: Tensor,
         residual: Tensor | None,
-        kept: Tensor | None,
+        residual_out: Tensor | None,
         out: Tensor | None,
         seed: int | None = None,
     ) -> Tensor:
@@ -388,7 +397,9 @@ class QuantisedCodec(PackedCodec):
         message[size + 2 * blocks :].zero_()
         if len(flat):
             codes, scales = message[:size], message[size : size + 2 * blocks].view(torch.int16)
-            _way(flat).encode(flat, residual, kept, codes, scales, self.block, self.bits, seed)
+            _way(flat).encode(
+                flat, residual, residual_out, codes, scales, self.block, self.bits, seed
+            )
         return message
 
     def _decoded(self, messages: Tensor, out: Tensor, add: bool) -> Tensor:
@@ -448,8 +459,8 @@ def codec(name: str, block: int = 256) -> Codec:
         return CastCodec(name)
     if name in WIDTHS:
         return QuantisedCodec(WIDTHS[name], block)
-    known = ", ".join([*FORMATS, *WIDTHS])
-    raise ValueError(f"there is no codec {name!r}; there are {known}")
+    names = ", ".join([*FORMATS, *WIDTHS])
+    raise ValueError(f"there is no codec {name!r}; there are {names}")
 
 
 # The k largest numbers of every chunk of 256, as a message of three bytes for each.
@@ -500,7 +511,7 @@ class ChunkedTopK(PackedCodec):
         return bool(_topk_way(flat).finite(flat, residual, limit))
 
     def _encoded(
-        self, flat: Tensor, residual: Tensor | None, kept: Tensor | None, out: Tensor | None
+        self, flat: Tensor, residual: Tensor | None, residual_out: Tensor | None, out: Tensor | None
     ) -> Tensor:
         message = message_for(out, self.message_bytes(len(flat)), flat)
         chosen = self._chosen(len(flat))
@@ -508,7 +519,7 @@ class ChunkedTopK(PackedCodec):
         message[padded(chosen) + 2 * chosen :].zero_()
         if chosen:
             places, values = self._parts(message[None], len(flat))
-            _topk_way(flat).topk_encode(flat, residual, kept, places[0], values[0], self.k)
+            _topk_way(flat).topk_encode(flat, residual, residual_out, places[0], values[0], self.k)
         return message
 
     def _decoded(self, messages: Tensor, out: Tensor, add: bool) -> Tensor:

@@ -183,17 +183,17 @@ class TopoAwareCollective:
         with self._called("reduce_scatter"):
             groups, route = self._groups_of(topology), self._route(self._prepared(), tensor.numel())
             early = _divides_early(op, tensor, route)
-            given = tensor / topology.ranks if early else tensor
+            scaled = tensor / topology.ranks if early else tensor
             if topology.uniform:
                 codecs = codecs_for(tensor, route)
-                pieces = given.reshape(topology.ranks, -1)[list(rail_order(topology))]
+                pieces = scaled.reshape(topology.ranks, -1)[list(rail_order(topology))]
                 share = scatter_sum(pieces.view(-1), groups.within, codecs[0], cut=False)
-                piece = self._across(share, groups, codecs[1])
+                shard = self._across(share, groups, codecs[1])
             else:
-                pieces = given.reshape(topology.ranks, -1)[list(topology.order)]
-                piece = scatter_sum(pieces.view(-1), groups.ordered)
+                pieces = scaled.reshape(topology.ranks, -1)[list(topology.order)]
+                shard = scatter_sum(pieces.view(-1), groups.ordered)
             late = op == "mean" and not early
-            return (piece / topology.ranks if late else piece).to(tensor.dtype)
+            return (shard / topology.ranks if late else shard).to(tensor.dtype)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """All ranks' tensors, flat and end to end, by rank; they have one size, and no codec."""
@@ -209,11 +209,11 @@ class TopoAwareCollective:
                 order = rail_order(topology)
                 across = gather(flat, groups.across)
                 self.bytes_sent += across.nbytes - flat.nbytes
-                whole = gather(across, groups.within, cut=False)
+                gathered = gather(across, groups.within, cut=False)
             else:
-                whole = gather(flat, groups.ordered)
-            by_rank = torch.empty_like(whole).view(topology.ranks, -1)
-            by_rank[list(order)] = whole.view(topology.ranks, -1)
+                gathered = gather(flat, groups.ordered)
+            by_rank = torch.empty_like(gathered).view(topology.ranks, -1)
+            by_rank[list(order)] = gathered.view(topology.ranks, -1)
             return by_rank.view(-1)
 
     def explain(self) -> str:
@@ -230,21 +230,21 @@ class TopoAwareCollective:
         topology = self._prepared().topology
         groups = self._groups_of(topology)
         early = _divides_early(op, tensor, route)
-        whole = (tensor / topology.ranks if early else tensor).contiguous()
+        reduced = (tensor / topology.ranks if early else tensor).contiguous()
         if route.way == "hierarchical":
-            whole = self._hierarchical(whole, route, groups, memory, name).view(tensor.shape)
+            reduced = self._hierarchical(reduced, route, groups, memory, name).view(tensor.shape)
         elif route.way == "leader":
-            mine = topology.hosts[topology.host_of(dist.get_rank())]
-            dist.reduce(whole, mine[0], group=groups.within)
-            if dist.get_rank() == mine[0]:
-                dist.all_reduce(whole, group=groups.leaders)
-            dist.broadcast(whole, mine[0], group=groups.within)
+            host_ranks = topology.hosts[topology.host_of(dist.get_rank())]
+            dist.reduce(reduced, host_ranks[0], group=groups.within)
+            if dist.get_rank() == host_ranks[0]:
+                dist.all_reduce(reduced, group=groups.leaders)
+            dist.broadcast(reduced, host_ranks[0], group=groups.within)
         else:
-            dist.all_reduce(whole, op=OPS[op], group=groups.ordered)
+            dist.all_reduce(reduced, op=OPS[op], group=groups.ordered)
         if op == "mean" and not early:
-            whole.div_(topology.ranks)
-        if whole is not tensor:
-            tensor.copy_(whole)
+            reduced.div_(topology.ranks)
+        if reduced is not tensor:
+            tensor.copy_(reduced)
 
     def _hierarchical(
         self, tensor: Tensor, route: Route, groups: Groups, memory: ErrorMemory | None, name: str
@@ -261,9 +261,9 @@ class TopoAwareCollective:
             pieces = share[: share.numel() // groups.across.size()]
             self.bytes_sent += 2 * sent_bytes(pieces, groups.across, None)
         else:
-            piece = self._across(share, groups, between, memory, name)
-            self.bytes_sent += sent_bytes(piece, groups.across, between)
-            share = gather(piece, groups.across, between, memory, f"{name}/mean")
+            shard = self._across(share, groups, between, memory, name)
+            self.bytes_sent += sent_bytes(shard, groups.across, between)
+            share = gather(shard, groups.across, between, memory, f"{name}/mean")
         return gather(share, groups.within, within, cut=False)[:count]
 
     def _across(
@@ -274,9 +274,9 @@ class TopoAwareCollective:
         memory: ErrorMemory | None = None,
         name: str = "",
     ) -> Tensor:
-        piece = scatter_sum(share, groups.across, codec, memory, name)
-        self.bytes_sent += sent_bytes(share[: piece.numel()], groups.across, codec)
-        return piece
+        shard = scatter_sum(share, groups.across, codec, memory, name)
+        self.bytes_sent += sent_bytes(share[: shard.numel()], groups.across, codec)
+        return shard
 
     def prepare(self) -> None:
         """Agree on the plan and open the groups; all ranks call it, or their first collective."""
@@ -335,8 +335,8 @@ def _divides_early(op: str, tensor: Tensor, route: Route) -> bool:
 class CollectiveWork:
     """A collective under way."""
 
-    def __init__(self, future: Future[Tensor], seen: set[Future[Tensor]]) -> None:
-        self._future, self._seen = future, seen
+    def __init__(self, future: Future[Tensor], awaited: set[Future[Tensor]]) -> None:
+        self._future, self._seen = future, awaited
 
     def wait(self) -> bool:
         """Until the tensor is ready. Raises what the collective raised."""

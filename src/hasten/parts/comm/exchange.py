@@ -103,8 +103,8 @@ class Ranks:
         """What to raise for an error on the way of gradients: with the rank that it is about."""
         if isinstance(error, CommunicationError):
             return error
-        found = self.reports.failed("averaging gradients", error)
-        return CommunicationError(str(found), found.missing)
+        failure = self.reports.failed("averaging gradients", error)
+        return CommunicationError(str(failure), failure.missing)
 
     def agree(self, settings: Mapping[str, Any]) -> None:
         """All ranks must have rank 0's settings.
@@ -113,26 +113,26 @@ class Ranks:
             CommunicationError: a rank has others; it is named with the first that differs.
         """
         text = json.dumps(dict(settings), sort_keys=True).encode()[:LONGEST_SETTINGS]
-        mine = torch.zeros(LONGEST_SETTINGS, dtype=torch.uint8)
-        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows = self.all_gather(movable(mine, self._groups[FIRST]), FIRST).wait().cpu()
+        message = torch.zeros(LONGEST_SETTINGS, dtype=torch.uint8)
+        message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = self.all_gather(movable(message, self._groups[FIRST]), FIRST).wait().cpu()
         self._sent[FIRST] = 0  # the settings are no gradients
         first, *others = (json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows)
-        for rank, found in enumerate(others, start=1):
-            for key in sorted({*first, *found}):
-                if first.get(key) != found.get(key):
+        for rank, rank_settings in enumerate(others, start=1):
+            for key in sorted({*first, *rank_settings}):
+                if first.get(key) != rank_settings.get(key):
                     raise CommunicationError(
                         f"ranks must compress gradients alike: rank {rank} has {key} "
-                        f"{found.get(key)!r} and rank 0 has {first.get(key)!r}"
+                        f"{rank_settings.get(key)!r} and rank 0 has {first.get(key)!r}"
                     )
 
     def differing(self, checksum: int) -> list[int]:
         """The ranks whose number isn't rank 0's; the same answer on every rank."""
-        mine = movable(torch.tensor([checksum], dtype=torch.int64), self._groups[FIRST])
+        local_checksum = movable(torch.tensor([checksum], dtype=torch.int64), self._groups[FIRST])
         before = list(self._sent)
-        found = self.all_gather(mine, FIRST).wait().flatten().tolist()
+        checksums = self.all_gather(local_checksum, FIRST).wait().flatten().tolist()
         self._sent = before
-        return [rank for rank, value in enumerate(found) if value != found[0]]
+        return [rank for rank, value in enumerate(checksums) if value != checksums[0]]
 
     def others_states(self, values: Tensor) -> Tensor:
         """Everybody's ``values`` as rows, on the host; for a checkpoint."""
@@ -189,8 +189,8 @@ class Hosts:
 
     def owner(self, bucket: int) -> int:
         """The place within a host of the rank that takes a step's bucket to the others."""
-        place: int = bucket % self.within.world
-        return place
+        local_rank: int = bucket % self.within.world
+        return local_rank
 
 
 def found_hosts(ranks: Ranks) -> tuple[tuple[int, ...], ...]:

@@ -69,12 +69,12 @@ class LocalCompression:
             self._memory.commit(True)
             self._way.commit(True)
         flat = tensor.detach().flatten().float()
-        kept = self._memory.bucket(pieces, flat.device) if self._way.feedback else None
-        decoded, left = self._way.local(flat, kept, pieces)
+        residual = self._memory.bucket(pieces, flat.device) if self._way.feedback else None
+        decoded, new_residual = self._way.local(flat, residual, pieces)
         if decoded is None:
             return tensor
-        if left is not None:
-            self._memory.leave_bucket(pieces, left)
+        if new_residual is not None:
+            self._memory.leave_bucket(pieces, new_residual)
         return decoded.view(tensor.shape).to(tensor.dtype)
 
     def commit(self, counted: bool) -> None:
@@ -108,18 +108,18 @@ class LocalCompression:
         self._way.load(state["way"])
 
     def _place(self, shape: tuple[int, ...]) -> str:
-        place = self._unnamed
-        if not self._complete and place == len(self._shapes):
+        position = self._unnamed
+        if not self._complete and position == len(self._shapes):
             self._shapes.append(shape)
-        before = self._shapes[place] if place < len(self._shapes) else None
+        before = self._shapes[position] if position < len(self._shapes) else None
         if before != shape:
             raise ValueError(
-                f"tensor {place} since the last synchronize_gradients has shape {shape} and had "
+                f"tensor {position} since the last synchronize_gradients has shape {shape} and had "
                 f"{before or 'no place'} before; call compress in the same order, or give each "
                 "tensor a name"
             )
         self._unnamed += 1
-        return f"call {place}"
+        return f"call {position}"
 
 
 class GradientCompressor:
@@ -345,9 +345,9 @@ class GradientCompressor:
         Packets' headers and answers come on top: below 5 % but for messages of some 50 kB.
         """
         self._settings.takes_gradients("predicted()")
-        cap, travel, here = bucket_cap_mb, self._travel, self._meeting.world
+        cap, travel, world_size = bucket_cap_mb, self._travel, self._meeting.world
         buckets = travel.buckets or gradients.predicted_buckets(gradients.named(model), cap)
-        return sum(travel.way_of(b, travel.way).sent_bytes(b, world or here) for b in buckets)
+        return sum(travel.way_of(b, travel.way).sent_bytes(b, world or world_size) for b in buckets)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's memory by parameter, as plain tensors; between two steps."""

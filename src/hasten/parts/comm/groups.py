@@ -60,10 +60,10 @@ def movable(values: Tensor, group: Any = None) -> Tensor:
 
 def own_accelerator() -> torch.device:
     """The current device of this thread, by its number: this rank's own since it joined."""
-    here = torch.accelerator.current_accelerator()
-    if here is None:
+    device = torch.accelerator.current_accelerator()
+    if device is None:
         raise RuntimeError("there is no accelerator here, and the process group reaches no other")
-    return torch.device(here.type, torch.accelerator.current_device_index())
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -80,12 +80,12 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 def own_of(groups: Iterable[tuple[int, ...]], seconds: float, backend: str | None = None) -> Any:
     """Open these groups, ranks in the order given; this rank's own of them, or None."""
-    found = None
+    rank_group = None
     for ranks in groups:
         limit = datetime.timedelta(seconds=seconds)
         group = ordered_group(ranks, timeout=limit, backend=backend)
-        found = group if dist.get_rank() in ranks else found
-    return found
+        rank_group = group if dist.get_rank() in ranks else rank_group
+    return rank_group
 
 
 def ordered_group(ranks: Sequence[int], **settings: Any) -> Any:
@@ -135,9 +135,9 @@ class OrderedThread:
 
 def at_once(tensor: Tensor) -> Any:
     """A future that is there already."""
-    found: torch.futures.Future[Tensor] = torch.futures.Future()
-    found.set_result(tensor)
-    return found
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future
 
 
 def bucket_hook(take, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations as text
@@ -195,8 +195,8 @@ class FullDuplexWork:
             self._finish()
         self._works, self._finish = [], None
 
-    def on_arrival(self, told: Callable[[], object]) -> None:
-        """Call ``told``, from a thread of torch's, once everything is there."""
+    def on_arrival(self, callback: Callable[[], object]) -> None:
+        """Call ``callback``, from a thread of torch's, once everything is there."""
         missing, lock = len(self._works), threading.Lock()
 
         def one_more(_: Any) -> None:
@@ -205,7 +205,7 @@ class FullDuplexWork:
                 missing -= 1
                 last = not missing
             if last:
-                told()
+                callback()
 
         for work in self._works:
             work.get_future().add_done_callback(one_more)
@@ -216,8 +216,8 @@ def all_gather(rows: Tensor, row: Tensor, group: Any = None, cut: bool = True) -
     table, count = rows.view(dist.get_world_size(group), -1), row.numel()
     cuts = _cuts(row, count) if cut else [(0, count)]
     if len(cuts) == 1:
-        whole = _all_gather(rows.view(-1), row.view(-1), group=group, async_op=True)
-        return FullDuplexWork([whole])
+        work = _all_gather(rows.view(-1), row.view(-1), group=group, async_op=True)
+        return FullDuplexWork([work])
     return FullDuplexWork(
         [
             dist.all_gather(list(table[:, a:b]), row.view(-1)[a:b], group=group, async_op=True)
@@ -235,9 +235,9 @@ def all_to_all(
     cuts = _cuts(rows, count) if cut else [(0, count)]
     if len(cuts) == 1:
         return FullDuplexWork([dist.all_to_all_single(received, rows, group=group, async_op=True)])
-    there, here = rows.view(world, -1), received.view(world, -1)
-    leaving = [there[:, a:b].contiguous() for a, b in cuts]
-    coming = [torch.empty_like(piece) for piece in leaving]
+    sent_rows, received_rows = rows.view(world, -1), received.view(world, -1)
+    leaving = [sent_rows[:, a:b].contiguous() for a, b in cuts]
+    coming = [torch.empty_like(chunk) for chunk in leaving]
     works = [
         dist.all_to_all_single(new, old, group=group, async_op=True)
         for new, old in zip(coming, leaving, strict=True)
@@ -245,8 +245,8 @@ def all_to_all(
 
     def put_together() -> None:
         leaving.clear()  # until now they had to live
-        for (a, b), piece in zip(cuts, coming, strict=True):
-            here[:, a:b].copy_(piece)
+        for (a, b), chunk in zip(cuts, coming, strict=True):
+            received_rows[:, a:b].copy_(chunk)
 
     return FullDuplexWork(works, put_together)
 

@@ -88,16 +88,16 @@ def hierarchical(topology: Topology, numbers: int, codec: CodecModel | None = No
     """
     if not topology.uniform:
         raise ValueError("hierarchical needs the same number of ranks on every host")
-    hosts, here = len(topology.hosts), len(topology.hosts[0])
-    size, piece = FLOAT32 * numbers, math.ceil(numbers / topology.ranks)
-    message = FLOAT32 * piece if codec is None else codec.message_bytes(piece)
-    sent = 2.0 * (hosts - 1) * here * message
-    inside = 2 * (here - 1) * topology.within.seconds(size / here)
+    hosts, host_size = len(topology.hosts), len(topology.hosts[0])
+    size, shard_size = FLOAT32 * numbers, math.ceil(numbers / topology.ranks)
+    message = FLOAT32 * shard_size if codec is None else codec.message_bytes(shard_size)
+    sent = 2.0 * (hosts - 1) * host_size * message
+    inside = 2 * (host_size - 1) * topology.within.seconds(size / host_size)
     latency = 2 * (hosts - 1) * topology.between.latency
     coded = 0.0
     if codec is not None and hosts > 1:
         # Encode a share, decode the fellows' pieces, encode their mean, decode the whole share.
-        coded = FLOAT32 * piece * (3 * hosts + 1) / codec.bytes_per_second
+        coded = FLOAT32 * shard_size * (3 * hosts + 1) / codec.bytes_per_second
     return Cost(
         "hierarchical",
         "none" if codec is None else codec.name,
@@ -190,14 +190,14 @@ def measure(
     me = dist.get_rank()
     inside = next((tuple(host[:2]) for host in hosts if len(host) > 1), None)
     across = (hosts[0][0], hosts[1][0]) if len(hosts) > 1 else None
-    found: list[tuple[float, float, int] | None] = [None, None]
+    measurements: list[tuple[float, float, int] | None] = [None, None]
     for index, pair in enumerate((inside, across)):
         if pair is not None and me == pair[0]:
-            found[index] = _lead(pair[1], seconds / 3, device)
+            measurements[index] = _lead(pair[1], seconds / 3, device)
         elif pair is not None and me == pair[1]:
             _follow(pair[0], device)
-    within = _from(found[0], inside, device)
-    between = _from(found[1], across, device)
+    within = _from(measurements[0], inside, device)
+    between = _from(measurements[1], across, device)
     if between is None:
         return _link(within), None
     width = min(len(hosts[0]), len(hosts[1]))
@@ -208,17 +208,17 @@ def measure(
     return _link(within), Link(latency, bandwidth)
 
 
-def _link(found: tuple[float, float, float] | None) -> Link | None:
-    return None if found is None else Link(found[0], found[1])
+def _link(measurement: tuple[float, float, float] | None) -> Link | None:
+    return None if measurement is None else Link(measurement[0], measurement[1])
 
 
 def _from(
-    found: tuple[float, float, int] | None, pair: tuple[int, ...] | None, device: str
+    measurement: tuple[float, float, int] | None, pair: tuple[int, ...] | None, device: str
 ) -> tuple[float, float, float] | None:
     """What the pair's first rank found, on all ranks."""
     if pair is None:
         return None
-    values = torch.tensor(found or (0.0, 0.0, 0), dtype=torch.float64).to(device)
+    values = torch.tensor(measurement or (0.0, 0.0, 0), dtype=torch.float64).to(device)
     dist.broadcast(values, pair[0])
     latency, bandwidth, size = values.tolist()
     return latency, bandwidth, size

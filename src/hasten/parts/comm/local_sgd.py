@@ -96,31 +96,37 @@ class WeightChunk:
         messages: Tensor,
         codec: Codec,
         shares: Sequence[float],
-        own: int,
+        own_rank: int,
         rooms: Sequence[Tensor],
         outer: Outer | None = None,
     ) -> None:
         """Anchor and weights move as the messages (ranks, bytes) of all ranks say, by shares.
 
-        ``own`` is this rank's place. ``outer`` makes another step of the movement. Three ``rooms``
-        of as many float32 numbers at least are used meanwhile.
+        ``own_rank`` is this rank's place. ``outer`` makes another step of the movement. Three
+        ``rooms`` of as many float32 numbers at least are used meanwhile.
         """
         if self._flat is not None and isinstance(codec, QuantisedCodec) and outer is None:
             codes, scales = codec.parts_of(messages, self.numbers)
-            self._flat.take(self._anchor, codes, scales, shares, own, codec.block, codec.bits)
+            self._flat.take(self._anchor, codes, scales, shares, own_rank, codec.block, codec.bits)
             return
-        common, mine, others = (room[: self.numbers] for room in rooms)
+        common, local_change, others = (room[: self.numbers] for room in rooms)
         common.zero_()
         for rank, share in enumerate(shares):
-            found = codec.decode(messages[rank], self.numbers, mine if rank == own else others)
-            common.add_(torch.mul(found, share, out=others))
+            decoded = codec.decode(
+                messages[rank], self.numbers, local_change if rank == own_rank else others
+            )
+            common.add_(torch.mul(decoded, share, out=others))
         common = common if outer is None else outer(common, self.start)
-        self.move(common, mine)
+        self.move(common, local_change)
 
-    def move(self, common: Tensor, own: Tensor | None = None) -> None:
-        """The anchor moves by ``common``, the weights by ``common - own``, put into ``own``."""
+    def move(self, common: Tensor, local_change: Tensor | None = None) -> None:
+        """The anchor moves by ``common``, the weights by ``common - own``, put into
+        ``local_change``.
+        """
         self._anchor.add_(common)
-        change = common if own is None else torch.sub(common, own, out=own)
+        change = (
+            common if local_change is None else torch.sub(common, local_change, out=local_change)
+        )
         for part, (low, high) in zip(self._parts, self._places, strict=True):
             part.add_(change[low:high])
 
@@ -135,18 +141,18 @@ def chunks_of(
     """Weights ``start:end`` of all ``parameters`` in chunks."""
     step = NUMBERS if anchor.is_cpu else max(end - start, 1)
     ends = list(itertools.accumulate(p.numel() for p in parameters))
-    found = []
+    chunks = []
     for low in range(start, end, step):
         high, parts = min(low + step, end), []
-        for place in range(bisect.bisect_right(ends, low), len(ends)):
-            parameter = parameters[place]
-            offset = ends[place] - parameter.numel()
+        for index in range(bisect.bisect_right(ends, low), len(ends)):
+            parameter = parameters[index]
+            offset = ends[index] - parameter.numel()
             if offset >= high:
                 break
-            first, last = max(low, offset) - offset, min(high, ends[place]) - offset
+            first, last = max(low, offset) - offset, min(high, ends[index]) - offset
             parts.append(parameter.detach().view(-1)[first:last])
-        found.append(WeightChunk(parts, low, high, anchor))
-    return found
+        chunks.append(WeightChunk(parts, low, high, anchor))
+    return chunks
 
 
 # A rank's weights while they drift from the others': what all have in common, and the way back.
@@ -259,19 +265,19 @@ class Drift:
     def message(self, fragment: int, codec: Codec, stop: bool = False) -> Tensor:
         """How far the fragment has moved, encoded; its tokens start from zero again."""
         size, device = self.message_bytes(fragment, codec), self.anchor.device
-        found = torch.empty(size, dtype=torch.uint8, device=device)
+        message = torch.empty(size, dtype=torch.uint8, device=device)
         (room,) = self._rooms(fragment, 1)
         finite, at = True, HEADER
         for chunk in self._chunks[fragment]:
             after = at + codec.message_bytes(chunk.numbers)
-            finite &= chunk.encode(codec, found[at:after], room)
+            finite &= chunk.encode(codec, message[at:after], room)
             at = after
-        found[at:].zero_()
+        message[at:].zero_()
         flags = (0 if finite else NOT_FINITE) | (STOP if stop else 0)
         header = torch.tensor([self.tokens[fragment], float(flags)], dtype=torch.float64)
-        found[:HEADER].copy_(header.view(torch.uint8))
+        message[:HEADER].copy_(header.view(torch.uint8))
         self.tokens[fragment] = 0.0
-        return found
+        return message
 
     @torch.no_grad()
     def take(self, rows: Tensor, fragment: int, codec: Codec, outer: Outer | None = None) -> bool:
@@ -310,11 +316,11 @@ class Drift:
             return stop
         moved = self._moved()
         flags = (0 if _finite(moved) else NOT_FINITE) | (STOP if stop else 0)
-        said = torch.tensor([*self.tokens, float(flags)], dtype=torch.float64)
-        everyone = torch.empty(self.size * said.numel(), dtype=torch.float64)
+        report = torch.tensor([*self.tokens, float(flags)], dtype=torch.float64)
+        everyone = torch.empty(self.size * report.numel(), dtype=torch.float64)
         device = self.anchor.device
-        everyone, said = everyone.to(device), said.to(device)
-        self.travel(all_gather, everyone, said)
+        everyone, report = everyone.to(device), report.to(device)
+        self.travel(all_gather, everyone, report)
         table = everyone.view(self.size, -1).tolist()
         for k, (start, end) in enumerate(self.edges):
             moved[start:end].mul_(
@@ -330,26 +336,26 @@ class Drift:
     def travel(self, collective: Any, *arguments: Any) -> None:
         """Run a collective in the group; a failure becomes a DriftError."""
         try:
-            found = collective(*arguments, group=self.group)
-            if isinstance(found, FullDuplexWork):
-                found.wait()
+            work = collective(*arguments, group=self.group)
+            if isinstance(work, FullDuplexWork):
+                work.wait()
         except RuntimeError as error:
             raise self.lost(error) from error
 
     def lost(self, error: Exception) -> DriftError:
         """A failed exchange in words, with the rank that it failed for."""
         assert self._reports is not None  # where nothing travels nothing is lost
-        found = self._reports.failed("bringing weights together", error)
+        failure = self._reports.failed("bringing weights together", error)
         return DriftError(
-            f"{found}; this rank's own weights are whole: go on from the last checkpoint",
-            found.missing,
+            f"{failure}; this rank's own weights are whole: go on from the last checkpoint",
+            failure.missing,
         )
 
     def _moved(self) -> Tensor:
-        found = torch.empty_like(self.anchor)
+        moved = torch.empty_like(self.anchor)
         for chunk in itertools.chain(*self._chunks):
-            chunk.moved(found[chunk.start : chunk.end])
-        return found
+            chunk.moved(moved[chunk.start : chunk.end])
+        return moved
 
 
 def rank_answers(headers: Sequence[Sequence[float]]) -> Answer:

@@ -43,9 +43,9 @@ class RankReports:
     """
 
     def __init__(self, kind: str, members: Sequence[int], seconds: float) -> None:
-        place = f"{kind}/{zlib.crc32(str(list(members)).encode())}"
-        self._subject = f"{place}/{_built[place]}"
-        _built[place] += 1
+        group_key = f"{kind}/{zlib.crc32(str(list(members)).encode())}"
+        self._subject = f"{group_key}/{_built[group_key]}"
+        _built[group_key] += 1
         self._members, self._seconds = tuple(members), min(seconds, LONGEST)
         self._lock = threading.Lock()  # several threads may see it
         self._told: CollectiveError | None = None
@@ -106,7 +106,7 @@ def _called(
 ) -> CollectiveError:
     me, first = dist.get_rank(), _first_line(error)
     try:
-        missing, words = _answers(subject, first, members, seconds)
+        missing, answers = _answers(subject, first, members, seconds)
         names = ", ".join(f"rank {rank} ({host(rank)})" for rank in missing)
     except RuntimeError as store_error:  # DistStoreError, DistNetworkError
         return CollectiveError(
@@ -117,7 +117,7 @@ def _called(
     if not missing:
         return CollectiveError(
             f"{what} failed though every rank is alive; "
-            + "; ".join(f"rank {r}: {text}" for r, text in sorted(words.items()))
+            + "; ".join(f"rank {r}: {text}" for r, text in sorted(answers.items()))
         )
     return CollectiveError(
         f"{what} failed on rank {me} ({first}): {names} did not answer within {seconds:g} s; it "
@@ -127,16 +127,16 @@ def _called(
 
 
 def _answers(
-    subject: str, words: str, members: Sequence[int], seconds: float
+    subject: str, message: str, members: Sequence[int], seconds: float
 ) -> tuple[list[int], dict[int, str]]:
     store = _place(subject)
-    store.set(str(dist.get_rank()), words)
+    store.set(str(dist.get_rank()), message)
     end = time.monotonic() + seconds
     while True:
         missing = [rank for rank in members if not store.check([str(rank)])]
         if not missing or time.monotonic() > end:
-            here = [rank for rank in members if rank not in missing]
-            return missing, {rank: store.get(str(rank)).decode() for rank in here}
+            answered = [rank for rank in members if rank not in missing]
+            return missing, {rank: store.get(str(rank)).decode() for rank in answered}
         time.sleep(PAUSE)
 
 
@@ -174,12 +174,12 @@ def checksum(parameters: Iterable[Tensor]) -> int:
     total = 0
     for p in parameters:
         bits = p.detach().contiguous().view(-1).view(WORDS[p.element_size()])
-        whole = len(bits) // COLUMNS * COLUMNS
-        table = bits[:whole].view(-1, COLUMNS)
+        table_size = len(bits) // COLUMNS * COLUMNS
+        table = bits[:table_size].view(-1, COLUMNS)
         for sums in (
             table.sum(0, dtype=torch.int64),
             table.sum(1, dtype=torch.int64),
-            bits[whole:],
+            bits[table_size:],
         ):
             places = 2 * torch.arange(len(sums), device=sums.device) + 1
             total = (total * 1_000_003 + int((sums * places).sum())) % 2**64  # waits

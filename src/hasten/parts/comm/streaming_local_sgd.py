@@ -151,15 +151,17 @@ class Stream(LocalTraining):
         rate = (PROBES[1] - PROBES[0]) / max(large - small, 1e-9)
         kinds = [codec_of(name) for name in self._formats] or [self.codec]
         wholes = [self.drift.message_bytes(0, kind) for kind in kinds]
-        few = (i for i, whole in enumerate(wholes) if needed(whole, rate, quickest) <= MANY)
-        place = next(few, len(kinds) - 1)
-        own, numbers = self._own_seconds(kinds[place]), self.drift.anchor.numel()
-        count = needed(wholes[place], rate, quickest, own, numbers)
-        found = self.drift.anchor.new_tensor([place, count])
+        few = (
+            i for i, total_bytes in enumerate(wholes) if needed(total_bytes, rate, quickest) <= MANY
+        )
+        index = next(few, len(kinds) - 1)
+        codec_seconds, numbers = self._own_seconds(kinds[index]), self.drift.anchor.numel()
+        count = needed(wholes[index], rate, quickest, codec_seconds, numbers)
+        choice = self.drift.anchor.new_tensor([index, count])
         first = dist.get_global_rank(self.drift.group, 0)
-        self.drift.travel(dist.broadcast, found, first)
-        place, count = (int(number) for number in found.tolist())
-        self.codec = kinds[place]
+        self.drift.travel(dist.broadcast, choice, first)
+        index, count = (int(number) for number in choice.tolist())
+        self.codec = kinds[index]
         self._cut(count)
 
     def _probe(self, size: int) -> float:
@@ -214,14 +216,14 @@ class Stream(LocalTraining):
 
 
 def needed(
-    whole: int, rate: float, step_seconds: float, own_seconds: float = 0.0, numbers: int = 0
+    total_bytes: int, rate: float, step_seconds: float, own_seconds: float = 0.0, numbers: int = 0
 ) -> int:
     """Fragments so that one travels for two thirds of a step at most and takes little computation.
 
-    ``whole`` bytes of all weights, ``rate`` bytes a second; ``own_seconds`` for making and taking
-    in messages of all ``numbers`` weights, of which less than a chunk takes no shorter.
+    ``total_bytes`` bytes of all weights, ``rate`` bytes a second; ``own_seconds`` for making and
+    taking in messages of all ``numbers`` weights, of which less than a chunk takes no shorter.
     """
-    travel = whole / max(BUSY * rate * step_seconds, 1.0)
+    travel = total_bytes / max(BUSY * rate * step_seconds, 1.0)
     work = min(own_seconds / max(OWN * step_seconds, 1e-9), numbers / NUMBERS)
     return max(1, min(MOST, math.ceil(max(travel, work))))
 

@@ -131,10 +131,10 @@ class Topology:
 
 def hosts_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Ranks by host, hosts in the order of their first rank; ``names`` is by rank."""
-    found: dict[str, list[int]] = {}
+    host_ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
-        found.setdefault(name, []).append(rank)
-    return tuple(tuple(ranks) for ranks in found.values())
+        host_ranks.setdefault(name, []).append(rank)
+    return tuple(tuple(ranks) for ranks in host_ranks.values())
 
 
 def host_name() -> str:
@@ -175,23 +175,25 @@ def with_detected_links(
     """
     interface = interface or default_interface()
     speed = interface_speeds().get(interface)
-    known = f"{interface} says so" if speed else f"{interface or 'no interface'} says nothing"
+    speed_source = (
+        f"{interface} says so" if speed else f"{interface or 'no interface'} says nothing"
+    )
     between = Link(ASSUMED_LATENCY, speed or ASSUMED_GIGABITS * GIGABIT)
     inside = "links of the GPUs" if within else "assumed within"
-    return Topology(hosts, within or ASSUMED_WITHIN, between, f"detected: {known}, {inside}")
+    return Topology(hosts, within or ASSUMED_WITHIN, between, f"detected: {speed_source}, {inside}")
 
 
 def interface_speeds(net: Path = NET) -> dict[str, float | None]:
     """Bytes per second of each network interface that is up; None where the driver doesn't say."""
-    found: dict[str, float | None] = {}
+    speeds: dict[str, float | None] = {}
     for path in sorted(net.iterdir()) if net.is_dir() else []:
         state = _read(path / "operstate")
         if path.name == "lo" or state in ("down", "lowerlayerdown", "notpresent", ""):
             continue
         text = _read(path / "speed")  # Mbit/s; -1 where unknown, an error for a virtual one
         megabits = int(text) if text.lstrip("-").isdigit() else -1
-        found[path.name] = megabits * 1e6 / 8 if megabits > 0 else None
-    return found
+        speeds[path.name] = megabits * 1e6 / 8 if megabits > 0 else None
+    return speeds
 
 
 def default_interface(routes: Path = ROUTES) -> str:

@@ -75,13 +75,13 @@ def after_updates(weight: torch.Tensor, action: Callable[[], object], otherwise:
         MissingUpdates(otherwise),
     )
 
-    def updated(optimizer: torch.optim.Optimizer, given: Any, named: Any) -> None:
-        found, mine = method(), wanted()
-        if found is None or mine is None:
+    def updated(optimizer: torch.optim.Optimizer, args: Any, named: Any) -> None:
+        callback, live_weight = method(), wanted()
+        if callback is None or live_weight is None:
             return
-        if any(p is mine for group in optimizer.param_groups for p in group["params"]):
+        if any(p is live_weight for group in optimizer.param_groups for p in group["params"]):
             silence.over = True
-            found()
+            callback()
 
     owner: Any = action
     # Not removed inside the hook: torch walks through all hooks just then.

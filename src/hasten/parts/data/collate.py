@@ -134,9 +134,9 @@ def collate_fn(
 
 def _pair(example: Any, index: int) -> tuple[Tensor, Tensor]:
     if isinstance(example, Mapping) and "input" in example and "target" in example:
-        found = example["input"], example["target"]
+        pair = example["input"], example["target"]
     elif isinstance(example, tuple | list) and len(example) == 2:
-        found = example[0], example[1]
+        pair = example[0], example[1]
     else:
         has = (
             ", ".join(map(str, example)) if isinstance(example, Mapping) else type(example).__name__
@@ -145,7 +145,7 @@ def _pair(example: Any, index: int) -> tuple[Tensor, Tensor]:
             f"example {index} of the batch needs 'input' and 'target', or must be a pair of them; "
             f"it has {has}"
         )
-    return torch.as_tensor(found[0]), torch.as_tensor(found[1])
+    return torch.as_tensor(pair[0]), torch.as_tensor(pair[1])
 
 
 # Cut a step's examples into micro-batches of at most so many examples, or so many positions.

@@ -53,8 +53,8 @@ class DynamicBatcher:
     ) -> None:
         self.initial_size, self.max_size = initial_size, max_size
         self.growth_factor, self.memory_threshold = growth_factor, memory_threshold
-        here = torch.accelerator.current_accelerator(check_available=True)
-        meter = meter or memory_meter(device or here or torch.device("cpu"))
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        meter = meter or memory_meter(device or accelerator or torch.device("cpu"))
         self._room = Headroom(initial_size, max_size, growth_factor, memory_threshold, meter)
         self._held: list[Any] = []
         self._last = 0  # examples of the batch that was given last
@@ -148,12 +148,15 @@ class DynamicBatcher:
         Raises:
             The error itself, if a single example doesn't fit, or if it isn't about memory.
         """
-        whole = example_count(batch)
-        size = whole
+        batch_size = example_count(batch)
+        size = batch_size
         while True:
             try:
-                pieces = (select_examples(batch, i, i + size) for i in range(0, whole, size))
-                return [step(piece, example_count(piece) / whole) for piece in pieces]
+                pieces = (select_examples(batch, i, i + size) for i in range(0, batch_size, size))
+                return [
+                    step(micro_batch, example_count(micro_batch) / batch_size)
+                    for micro_batch in pieces
+                ]
             except (RuntimeError, MemoryError) as error:
                 if size <= 1 or not is_out_of_memory(error):
                     raise
@@ -180,32 +183,32 @@ class DynamicBatcher:
         self._room.load_state_dict(state["room"])
         self._held[:], self._last = state["held"], int(state["last"])
 
-    def _warn(self, what: str, words: str) -> None:
+    def _warn(self, what: str, message: str) -> None:
         if what not in self._said:
             self._said.add(what)
-            warnings.warn(words, stacklevel=3)
+            warnings.warn(message, stacklevel=3)
 
     def _take(self) -> Any:
         wanted, parts = self.size, []
         while self._held and wanted:
             first = self._held.pop(0)
-            found = example_count(first)
-            if found > wanted:
-                self._held.insert(0, select_examples(first, wanted, found))
-                first, found = select_examples(first, 0, wanted), wanted
+            count = example_count(first)
+            if count > wanted:
+                self._held.insert(0, select_examples(first, wanted, count))
+                first, count = select_examples(first, 0, wanted), wanted
             parts.append(first)
-            wanted -= found
+            wanted -= count
         if not parts:
             raise ValueError("there are no examples to make a batch of")
         self._last = self.size - wanted
         return parts[0] if len(parts) == 1 else join_batches(parts)
 
 
-def _tell_what_waits(held: list[Any]) -> None:
-    if held:
-        count = sum(map(example_count, held))
-        words = f"{count} examples still wait in a DynamicBatcher and aren't trained"
-        warnings.warn(f"{words}; train those of batcher.flush()", ResourceWarning, stacklevel=2)
+def _tell_what_waits(batches: list[Any]) -> None:
+    if batches:
+        count = sum(map(example_count, batches))
+        message = f"{count} examples still wait in a DynamicBatcher and aren't trained"
+        warnings.warn(f"{message}; train those of batcher.flush()", ResourceWarning, stacklevel=2)
 
 
 def example_count(data: Any) -> int:
@@ -353,10 +356,10 @@ class DynamicBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         if self._ended:
             self.set_epoch(self.epoch + 1)
-        mine = self._plan()[self.rank :: self.world_size]
+        rank_batches = self._plan()[self.rank :: self.world_size]
         start, self._start = self._start, 0
         self._done = start
-        for batch in mine[start:]:
+        for batch in rank_batches[start:]:
             self._done += 1
             yield list(batch)
         self._ended = True
@@ -376,12 +379,12 @@ class DynamicBatchSampler(Sampler[list[int]]):
         Raises:
             ValueError: the state is of other examples, settings or another number of ranks.
         """
-        here = self._identity()
-        wrong = [name for name, value in here.items() if state["plan"].get(name) != value]
+        identity = self._identity()
+        wrong = [name for name, value in identity.items() if state["plan"].get(name) != value]
         if wrong:
             raise ValueError(
                 f"the sampler's state has {wrong[0]}={state['plan'].get(wrong[0])!r} and this "
-                f"sampler {here[wrong[0]]!r}; resume with the settings it was saved with"
+                f"sampler {identity[wrong[0]]!r}; resume with the settings it was saved with"
             )
         self.epoch, self._ended = int(state["epoch"]), False
         self._done = self._start = int(state["batches_done"])
@@ -431,23 +434,23 @@ class DynamicBatchSampler(Sampler[list[int]]):
         batches = list(batches)
         for _ in range(self.world_size - surplus):
             at = max(range(len(batches)), key=lambda i: len(batches[i]))
-            whole = batches[at]
-            if len(whole) == 1:
+            largest = batches[at]
+            if len(largest) == 1:
                 break
-            batches[at : at + 1] = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
+            batches[at : at + 1] = [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
         single, missing = len(batches), -len(batches) % self.world_size
         return batches + [batches[i % single] for i in range(missing)]
 
     def _cost(self, batch: Sequence[int]) -> int:
-        found = self.lengths[batch]
-        return int(found.max() * len(batch) if self.padded else found.sum())
+        batch_lengths = self.lengths[batch]
+        return int(batch_lengths.max() * len(batch) if self.padded else batch_lengths.sum())
 
 
 def example_lengths(dataset: Any) -> NDArray[np.int64]:
     """Tokens of each example, from ``dataset.lengths`` or from the examples themselves."""
-    known = getattr(dataset, "lengths", None)
-    if known is not None:
-        return np.asarray(known, np.int64)
+    lengths = getattr(dataset, "lengths", None)
+    if lengths is not None:
+        return np.asarray(lengths, np.int64)
     return np.asarray([_length(dataset[i], i) for i in range(len(dataset))], np.int64)
 
 
@@ -456,9 +459,9 @@ LENGTH_KEYS = ("input_ids", "input", "inputs", "tokens")
 
 def _length(example: Any, index: int) -> int:
     for key in LENGTH_KEYS:
-        found = example.get(key) if isinstance(example, Mapping) else getattr(example, key, None)
-        if found is not None and _has_length(found):
-            return len(found)
+        sequence = example.get(key) if isinstance(example, Mapping) else getattr(example, key, None)
+        if sequence is not None and _has_length(sequence):
+            return len(sequence)
     if isinstance(example, tuple) and example:
         first = example[0]
         if _has_length(first) and getattr(first, "ndim", 1) == 1 and not isinstance(first, str):

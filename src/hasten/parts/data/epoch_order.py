@@ -97,17 +97,17 @@ def _swap(
 ) -> bool:
     """The one exchange that brings the two ranks closest; False when none brings them closer."""
     gap = float(totals[dear] - totals[cheap])
-    given = costs[hands[dear]]
+    dear_costs = costs[hands[dear]]
     taken = np.append(costs[hands[cheap]], 0.0)  # the last: a row goes and none comes back
-    moved = given[:, None] - taken[None, :]  # (rows of dear, rows of cheap + 1)
+    moved = dear_costs[:, None] - taken[None, :]  # (rows of dear, rows of cheap + 1)
     off = np.abs(moved - gap / 2)
     at, back = np.unravel_index(int(off.argmin()), off.shape)
     if float(off[at, back]) >= gap / 2 * (1 - 1e-9):
         return False
-    mine = hands[dear].pop(int(at))
+    row = hands[dear].pop(int(at))
     if back < len(taken) - 1:
         hands[dear].append(hands[cheap].pop(int(back)))
-    hands[cheap].append(mine)
+    hands[cheap].append(row)
     totals[dear], totals[cheap] = costs[hands[dear]].sum(), costs[hands[cheap]].sum()
     return True
 
@@ -198,17 +198,17 @@ def stratified(
     steps = len(costs) // of_step
     if not steps:
         return shuffled
-    whole, rest = np.split(shuffled, [steps * of_step])
+    full_steps, remainder = np.split(shuffled, [steps * of_step])
     of_class = NARROW_CLASS if of_step < FEW_ROWS else COST_CLASS
-    level = np.floor(costs[whole] / (of_class * costs.mean()))
-    whole = whole[np.argsort(level, kind="stable")]
+    level = np.floor(costs[full_steps] / (of_class * costs.mean()))
+    full_steps = full_steps[np.argsort(level, kind="stable")]
     bundle = 1 << (int(2 * of_step**0.5).bit_length() - 1)
     columns: list[NDArray[np.int64]] = []
     for start in range(0, of_step, min(bundle, of_step)):
         width = min(bundle, of_step - start)
-        stretch = whole[start * steps : (start + width) * steps].reshape(steps, width)
+        stretch = full_steps[start * steps : (start + width) * steps].reshape(steps, width)
         columns.append(stretch[drawn.permutation(steps)])
-    return np.concatenate([np.hstack(columns).ravel(), rest])
+    return np.concatenate([np.hstack(columns).ravel(), remainder])
 
 
 class GroupedOrder:

@@ -175,21 +175,21 @@ class ReadingThread:
         """
         queue = self._queue
         depth = queue.depth()
-        asked = running_time()
-        found = queue.ready.get()  # doesn't even let go of the interpreter where something is there
-        given = running_time()
-        if found is None:
+        requested_at = running_time()
+        entry = queue.ready.get()  # doesn't even let go of the interpreter where something is there
+        received_at = running_time()
+        if entry is None:
             queue.ready.put(None)  # the end stays the end
             if queue.error is not None:
                 raise queue.error
             return None
-        item, size, seconds = found
+        item, size, seconds = entry
         queue.taken_bytes += size
-        queue.used_seconds, self._given = asked - self._given, given
+        queue.used_seconds, self._given = requested_at - self._given, received_at
         room = queue.by_memory()
         if queue.napping and queue.ready.qsize() <= room // 2:
             queue.bell.put(None)
-        return TakenItem(item, given - asked, depth, room, seconds)
+        return TakenItem(item, received_at - requested_at, depth, room, seconds)
 
     def close(self, patience: float) -> None:
         """End the thread; what it read and nobody took is dropped."""
@@ -366,8 +366,10 @@ def tensor_bytes(value: Any) -> int:
 
 
 def _is_accelerator(device: torch.device) -> bool:
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return here is not None and here.type == device.type
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    return accelerator is not None and accelerator.type == device.type
 
 
 def _stream(device: torch.device) -> Any:
@@ -470,21 +472,21 @@ class SmartPrefetcher:
         It follows the bursts of reading. A stall that could be measured adds at least half to it, a
         queue that stayed full takes one away, but not from what a burst would need.
         """
-        seen = self.statistics
-        seen.batches += 1
-        seen.ready += taken.depth > 0
-        seen.stall_seconds += taken.waited
-        seen.deepest = max(seen.deepest, taken.depth)
+        statistics = self.statistics
+        statistics.batches += 1
+        statistics.ready += taken.depth > 0
+        statistics.stall_seconds += taken.waited
+        statistics.deepest = max(statistics.deepest, taken.depth)
         self._pace.note(taken.read_seconds, used_seconds)
         self._full_in_a_row = self._full_in_a_row + 1 if taken.depth >= taken.room else 0
-        ahead = seen.lookahead
+        ahead = statistics.lookahead
         if taken.depth == 0 and taken.waited > NOTICEABLE_WAIT_SECONDS:
             ahead += max(1, ahead // 2)
         elif self._full_in_a_row == FULL_IN_A_ROW:
             self._full_in_a_row = 0
             ahead = max(ahead - 1, self.lookahead)
-        seen.lookahead = min(max(ahead, self._pace.wanted), self.max_lookahead)
-        return seen.lookahead
+        statistics.lookahead = min(max(ahead, self._pace.wanted), self.max_lookahead)
+        return statistics.lookahead
 
 
 class ReadAhead:
@@ -549,9 +551,9 @@ class ReadAhead:
             if batch is _END:
                 return
             sent = batch if copies is None else copies.send(batch)
-            seen = self.prefetcher.statistics
-            seen.batches += 1
-            seen.stall_seconds += running_time() - began
+            statistics = self.prefetcher.statistics
+            statistics.batches += 1
+            statistics.stall_seconds += running_time() - began
             count = None if count is None else count - 1
             yield sent
 
@@ -564,15 +566,15 @@ class ReadAhead:
         bound = MEMORY_BYTES if prefetcher.memory_bytes is None else prefetcher.memory_bytes
         send = None if copies is None else copies.send
         with ReadingThread(source, send, tensor_bytes, room, bound) as reader:
-            given = running_time()
+            yielded_at = running_time()
             yield from read
             while True:
-                used = running_time() - given
+                used = running_time() - yielded_at
                 taken = reader.take()
                 if taken is None:
                     return
                 reader.set_room(prefetcher.note(taken, used))
-                given = running_time()
+                yielded_at = running_time()
                 yield taken.item
                 del taken  # the caller's alone, also while it waits for the next
 

@@ -139,10 +139,10 @@ class ShardedGradients:
 
     def state(self) -> dict[str, Any]:
         """This rank's memory by parameter, in the form in which GradientCompressor has it."""
-        kept, residual = self._memory.state(), dict[str, Tensor]()
+        memory, residual = self._memory.state(), dict[str, Tensor]()
         for group in self.groups:
-            if group.name in kept:
-                residual |= values_of(kept[group.name].view(group.ranks, -1), group)
+            if group.name in memory:
+                residual |= values_of(memory[group.name].view(group.ranks, -1), group)
         return {
             "method": self._settings.method,
             "steps": self.steps,
@@ -160,7 +160,7 @@ class ShardedGradients:
             raise ValueError(
                 f"the memory is of {state['method']} and the method is {self._settings.method}"
             )
-        kept: dict[str, Tensor] = {}
+        memory: dict[str, Tensor] = {}
         for group in self.groups:
             sizes = {w.name: w.numbers for w in group.weights if w.name in state["residual"]}
             values = {name: state["residual"][name] for name in sizes}
@@ -171,8 +171,8 @@ class ShardedGradients:
                         f"has {numbers}: the memory is of another model or layout"
                     )
             if values:
-                kept[group.name] = rows_of(values, group, torch.device("cpu"))
-        self._memory.load(kept)
+                memory[group.name] = rows_of(values, group, torch.device("cpu"))
+        self._memory.load(memory)
         self.steps = int(state["steps"])
 
     def _takes(self, group: ShardGroup) -> bool:
@@ -182,8 +182,8 @@ class ShardedGradients:
     def _of(self, group: ShardGroup) -> Callable[[Tensor, Tensor, Any, Any], None]:
         def reduce(output: Tensor, rows: Tensor, ranks: Any, op: Any) -> None:
             # A weight that had no gradient in this pass isn't in the message.
-            whole = rows.numel() == group.ranks * group.row
-            if self.compresses and self._takes(group) and (whole or not self._feedback):
+            is_complete = rows.numel() == group.ranks * group.row
+            if self.compresses and self._takes(group) and (is_complete or not self._feedback):
                 self._encoded(group, output, rows, ranks, op)
                 return
             self.sent_bytes += rows.nbytes // group.ranks * (group.ranks - 1)
@@ -195,15 +195,15 @@ class ShardedGradients:
         self, group: ShardGroup, output: Tensor, rows: Tensor, ranks: Any, op: Any
     ) -> None:
         scale = self._scale() if self._feedback else 1.0
-        given = rows.view(group.ranks, -1).float()
-        given = given if scale == 1.0 else given / scale
-        row = given.shape[1]
+        gradients = rows.view(group.ranks, -1).float()
+        gradients = gradients if scale == 1.0 else gradients / scale
+        row = gradients.shape[1]
         size = self._codec.message_bytes(row)
         messages = torch.empty(group.ranks, size, dtype=torch.uint8, device=rows.device)
         if self._feedback:
-            self._memory.encode(self._codec, given, group.ranks, group.name, messages)
+            self._memory.encode(self._codec, gradients, group.ranks, group.name, messages)
         else:
-            for numbers, message in zip(given, messages, strict=True):
+            for numbers, message in zip(gradients, messages, strict=True):
                 self._codec.encode(numbers, message)
         received = torch.empty_like(messages)
         full_duplex.all_to_all(received, messages, ranks).wait()
@@ -294,7 +294,7 @@ class CopiedShards:
         wrong = self._ranks.differing(checksum(parameters))
         if wrong:
             alike = next(m for m in self._members if dist.get_rank() in m)
-            named = ", ".join(str(alike[place]) for place in wrong)
+            named = ", ".join(str(alike[index]) for index in wrong)
             raise CommunicationError(
                 f"copies have drifted apart: after step {self.steps} the shards of rank {named} "
                 f"are not those of rank {alike[0]}; go on from a checkpoint"
@@ -317,11 +317,11 @@ class CopiedShards:
         Raises:
             ValueError: it is of another method, or of other shards.
         """
-        sizes = {piece.name: piece.numbers for g in self.groups for piece in _pieces(g)}
-        for name, kept in state["residual"].items():
-            if sizes.get(name) != kept.numel():
+        sizes = {part.name: part.numbers for g in self.groups for part in _pieces(g)}
+        for name, residual in state["residual"].items():
+            if sizes.get(name) != residual.numel():
                 raise ValueError(
-                    f"the memory has {kept.numel()} numbers of {name} and this layout's shards "
+                    f"the memory has {residual.numel()} numbers of {name} and this layout's shards "
                     f"{sizes.get(name, 'none')}"
                 )
         self._travel.load(state)

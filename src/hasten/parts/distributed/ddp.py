@@ -112,11 +112,11 @@ def under_way(module: DistributedDataParallel) -> GradientSeconds | None:
     """Of the backward pass that has just ended with an exchange; ``watch_reducer`` came before."""
     logger: Any = module.logger
     logger.set_runtime_stats_and_log()
-    found = logger._get_ddp_logging_data().ints_map
-    if UNDER_WAY not in found or HIDDEN not in found:
+    stats = logger._get_ddp_logging_data().ints_map
+    if UNDER_WAY not in stats or HIDDEN not in stats:
         return None
-    whole, hidden = NANO * found[UNDER_WAY], NANO * found[HIDDEN]
-    return GradientSeconds(hidden=hidden, exposed=max(0.0, whole - hidden))
+    total_seconds, hidden = NANO * stats[UNDER_WAY], NANO * stats[HIDDEN]
+    return GradientSeconds(hidden=hidden, exposed=max(0.0, total_seconds - hidden))
 
 
 def ring_bytes(module: DistributedDataParallel) -> int:

@@ -60,7 +60,7 @@ class ZeroTrainer:
         """Trained weights whose optimizer state lies on this rank, padding of pieces included."""
         if self.stage < 3:
             pieces = self.engine.optimizer.single_partition_of_fp32_groups
-            return sum(piece.numel() for piece in pieces)
+            return sum(partition.numel() for partition in pieces)
         learned: list[Any] = [p for p in self.module.parameters() if p.requires_grad]
         return sum(weight.ds_tensor.numel() for weight in learned)
 
@@ -101,36 +101,36 @@ class ZeroTrainer:
         from deepspeed import zero
         from deepspeed.utils import safe_get_full_fp32_param
 
-        found: Tensor | None = None
+        full_weight: Tensor | None = None
         if weight.requires_grad:
-            found = safe_get_full_fp32_param(weight)
-        if found is not None:
-            return found.detach().to("cpu", copy=True)
+            full_weight = safe_get_full_fp32_param(weight)
+        if full_weight is not None:
+            return full_weight.detach().to("cpu", copy=True)
         if not hasattr(weight, "ds_id"):
             return weight.detach().to("cpu", copy=True)
         with zero.GatheredParameters([weight]):
             return weight.detach().to("cpu", copy=True)
 
     @contextlib.contextmanager
-    def plain(self, model: nn.Module, mine: bool) -> Iterator[bool]:
-        """On the rank where ``mine`` holds, ``model`` has whole plain weights and runs alone.
+    def plain(self, model: nn.Module, is_first: bool) -> Iterator[bool]:
+        """On the rank where ``is_first`` holds, ``model`` has whole plain weights and runs alone.
 
         Every rank enters and leaves; the others hold one whole weight at a time.
         """
-        found: dict[int, nn.Parameter] = {}
+        full_weights: dict[int, nn.Parameter] = {}
         for weight in model.parameters():
             value = self.whole(weight)
-            if mine:
+            if is_first:
                 value = value.to(weight.device, torch.float32)
-                found[id(weight)] = nn.Parameter(value, weight.requires_grad)
-        if not mine:
+                full_weights[id(weight)] = nn.Parameter(value, weight.requires_grad)
+        if not is_first:
             yield False
             return
-        kept = [(m, dict(m.__dict__)) for m in model.modules()]
+        saved_fields = [(m, dict(m.__dict__)) for m in model.modules()]
         try:
-            for module, fields in kept:
+            for module, fields in saved_fields:
                 module.__dict__["_parameters"] = {
-                    name: None if weight is None else found[id(weight)]
+                    name: None if weight is None else full_weights[id(weight)]
                     for name, weight in _parameters(fields).items()
                 }
                 module.__dict__.update(
@@ -138,7 +138,7 @@ class ZeroTrainer:
                 )
             yield True
         finally:
-            for module, fields in kept:
+            for module, fields in saved_fields:
                 module.__dict__.update({k: fields[k] for k in ("_parameters", *HOOKS)})
 
 
@@ -150,8 +150,8 @@ def _parameters(fields: Mapping[str, Any]) -> dict[str, nn.Parameter | None]:
 def _settings(config: Mapping[str, Any], max_norm: float | None) -> dict[str, Any]:
     """What the caller owns is left out or made neutral."""
     owned = ("train_batch_size", "optimizer", "scheduler")
-    found = {key: value for key, value in config.items() if key not in owned}
-    found |= {
+    settings = {key: value for key, value in config.items() if key not in owned}
+    settings |= {
         "train_micro_batch_size_per_gpu": 1,  # of use for its logs alone
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_norm or 0.0,
@@ -159,9 +159,9 @@ def _settings(config: Mapping[str, Any], max_norm: float | None) -> dict[str, An
         "zero_force_ds_cpu_optimizer": False,  # torch's own updates what is offloaded: no compiler
     }
     for name in ("bf16", "bfloat16"):
-        if name in found:
-            found[name] = {**found[name], "check_grad_overflow": True}
-    return found
+        if name in settings:
+            settings[name] = {**settings[name], "check_grad_overflow": True}
+    return settings
 
 
 def why_not(on_cpu: bool, folder: Path) -> str | None:
@@ -188,10 +188,10 @@ def stale_locks(folder: Path, seconds: float = OLD_LOCK_SECONDS) -> list[Path]:
 
     torch.utils.cpp_extension makes one per operator and waits while it exists.
     """
-    found = []
+    locks = []
     for lock in sorted(folder.glob("**/lock")):
         with contextlib.suppress(OSError):  # files come and go where somebody is at work
             newest = max((p.lstat().st_mtime for p in lock.parent.iterdir()), default=math.inf)
             if time.time() - newest > seconds:
-                found.append(lock)
-    return found
+                locks.append(lock)
+    return locks

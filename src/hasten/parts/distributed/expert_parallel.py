@@ -85,7 +85,7 @@ def depart(
     x: Tensor,
     index: Tensor,
     weights: Tensor,
-    here: int,
+    local_experts: int,
     group: dist.ProcessGroup,
     traffic: TokenTraffic,
 ) -> tuple[RowRoutes, Pairs]:
@@ -98,13 +98,13 @@ def depart(
         x: (T, H), this rank's tokens.
         index: (T, K), the experts of each token, of all there are.
         weights: (T, K), what each of them weighs.
-        here: experts of a rank; expert e lies on rank e // here of the group.
+        local_experts: experts of a rank; expert e lies on rank e // here of the group.
     """
-    tokens, where, leaving, coming, pairs_here = _addresses(index, here, group, traffic)
-    local = index.index_select(0, tokens) - here * where.unsqueeze(1)
-    local = local.masked_fill((local < 0) | (local >= here), ELSEWHERE)
-    given = (x.index_select(0, tokens), weights.index_select(0, tokens))
-    rows, shares = _Exchange.apply(group, traffic, leaving, coming, *given)
+    tokens, where, leaving, coming, pairs_here = _addresses(index, local_experts, group, traffic)
+    local = index.index_select(0, tokens) - local_experts * where.unsqueeze(1)
+    local = local.masked_fill((local < 0) | (local >= local_experts), ELSEWHERE)
+    inputs = (x.index_select(0, tokens), weights.index_select(0, tokens))
+    rows, shares = _Exchange.apply(group, traffic, leaving, coming, *inputs)
     places = _travel(local.int(), leaving, coming, group, traffic)
     # As many as the ranks they came from have said: nobody has to count, so the host doesn't wait.
     chosen = torch.nonzero_static((places != ELSEWHERE).flatten(), size=pairs_here)[:, 0]
@@ -140,18 +140,18 @@ def come_home(routes: RowRoutes, results: Tensor) -> Tensor:
         rows = results[:0]
     back = (routes.group, routes.traffic, routes.coming, routes.leaving)
     (returned,) = _Exchange.apply(*back, rows)
-    found = results.new_zeros(routes.count, results.shape[1], dtype=wide)
-    return found.index_add(0, routes.tokens, returned.to(wide)).to(results.dtype)
+    combined = results.new_zeros(routes.count, results.shape[1], dtype=wide)
+    return combined.index_add(0, routes.tokens, returned.to(wide)).to(results.dtype)
 
 
 @torch.no_grad()
 def _addresses(
-    index: Tensor, here: int, group: dist.ProcessGroup, traffic: TokenTraffic
+    index: Tensor, local_experts: int, group: dist.ProcessGroup, traffic: TokenTraffic
 ) -> tuple[Tensor, Tensor, list[int], list[int], int]:
     """Token and rank of each row that leaves; how many leave for, and come from, each rank; and how
     many pairs there will be here."""
     ranks = torch.arange(dist.get_world_size(group), device=index.device)
-    owners = index.div(here, rounding_mode="floor")  # (T, K)
+    owners = index.div(local_experts, rounding_mode="floor")  # (T, K)
     meant = owners.unsqueeze(0) == ranks.view(-1, 1, 1)  # (ranks, T, K)
     goes = meant.any(dim=2)  # (ranks, T)
     leaving = torch.stack([goes.sum(dim=1), meant.sum(dim=(1, 2))], dim=1)  # rows and pairs
@@ -173,12 +173,12 @@ def _travel(
     traffic: TokenTraffic,
 ) -> Tensor:
     """Rows to each rank of the group, by their numbers, and what came instead."""
-    found = x.new_empty(sum(coming), *x.shape[1:])
-    dist.all_to_all_single(found, x.contiguous(), coming, leaving, group=group)
+    received = x.new_empty(sum(coming), *x.shape[1:])
+    dist.all_to_all_single(received, x.contiguous(), coming, leaving, group=group)
     others = len(x) - leaving[dist.get_rank(group)]
     traffic.messages += 1
     traffic.bytes += others * x[:1].nbytes if len(x) else 0
-    return found
+    return received
 
 
 class _Exchange(torch.autograd.Function):
@@ -264,9 +264,9 @@ class ExpertLayer:
         self._routes: RowRoutes | None = None  # of the pass that is under way
         for name, weight in list(module.named_parameters(recurse=False)):
             part = weight.detach()[self.first : self.first + self.here].clone()
-            kept = nn.Parameter(part, requires_grad=weight.requires_grad)
-            setattr(kept, MARK, self)
-            setattr(module, name, kept)
+            parameter = nn.Parameter(part, requires_grad=weight.requires_grad)
+            setattr(parameter, MARK, self)
+            setattr(module, name, parameter)
         module.num_experts = self.here
         module.register_forward_pre_hook(self._leave)
         module.register_forward_hook(self._return)
@@ -291,14 +291,14 @@ class ExpertLayer:
         if 0 not in dist.get_process_group_ranks(self.group):
             return None
         part = part.detach().contiguous()
-        found = part.new_empty(self.total, *part.shape[1:]) if dist.get_rank() == 0 else None
-        pieces = list(found.split(self.here)) if found is not None else None
+        full_weight = part.new_empty(self.total, *part.shape[1:]) if dist.get_rank() == 0 else None
+        pieces = list(full_weight.split(self.here)) if full_weight is not None else None
         dist.gather(part, pieces, group=self.group, group_dst=0)
-        return found
+        return full_weight
 
-    def own(self, whole: Tensor) -> Tensor:
+    def own(self, full_weight: Tensor) -> Tensor:
         """This rank's part of a weight, or of what belongs to it."""
-        return whole[self.first : self.first + self.here]
+        return full_weight[self.first : self.first + self.here]
 
 
 class SharedExperts:
@@ -319,10 +319,10 @@ class SharedExperts:
     @property
     def traffic(self) -> TokenTraffic:
         """What this rank sent, over all layers."""
-        found = TokenTraffic()
+        total = TokenTraffic()
         for layer in self.layers.values():
-            found += layer.traffic
-        return found
+            total += layer.traffic
+        return total
 
     @contextmanager
     def gathered(self) -> Iterator[bool]:
@@ -336,9 +336,10 @@ class SharedExperts:
         needed = sum(part.nbytes for part in parts) * dist.get_world_size(self.group)
         fits = not first or has_room(parts[0].device, needed)
         for weight in self.parameters():
-            whole = layer_of(weight).whole(weight)  # one after the other: others need no memory
-            if whole is not None:
-                weight.data = whole if fits else whole.cpu()
+            # one after the other: others need no memory
+            full_weight = layer_of(weight).whole(weight)
+            if full_weight is not None:
+                weight.data = full_weight if fits else full_weight.cpu()
         self._stand_alone(first)
         try:
             yield first
@@ -392,8 +393,8 @@ def replicated(module: nn.Module, shared: SharedExperts, **settings: Any) -> nn.
 
     ``settings`` are those of DistributedDataParallel.
     """
-    held = {id(weight) for weight in shared.parameters()}
-    names = [name for name, weight in module.named_parameters() if id(weight) in held]
+    expert_ids = {id(weight) for weight in shared.parameters()}
+    names = [name for name, weight in module.named_parameters() if id(weight) in expert_ids]
     # Torch has no public way to say so; TorchRec uses this one.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
     return DistributedDataParallel(module, **settings)

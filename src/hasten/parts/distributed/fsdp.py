@@ -101,9 +101,9 @@ def send_gradients(module: nn.Module, send: bool) -> None:
 
 def let_go(module: nn.Module) -> None:
     """Back to shards everywhere: after a pass without gradients the outermost group is whole."""
-    for found in module.modules():
-        if isinstance(found, FSDPModule):
-            found.reshard()
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()
 
 
 # The groups of weights that FSDP2 reduces at once, and how they lie in its messages.
@@ -168,7 +168,7 @@ def shard_groups(module: nn.Module) -> list[ShardGroup]:
         ValueError: this torch keeps its groups elsewhere.
     """
     names = {id(p): name for name, p in module.named_parameters()}
-    found = []
+    weight_groups = []
     for member in module.modules():
         if not isinstance(member, FSDPModule):
             continue
@@ -177,8 +177,8 @@ def shard_groups(module: nn.Module) -> list[ShardGroup]:
             weights = [Weight(names[id(p.sharded_param)], tuple(p._orig_size)) for p in learn]
             if weights:
                 ranks = int(group.mesh_info.shard_mesh_size)
-                found.append(ShardGroup(member, tuple(weights), ranks))
-    return found
+                weight_groups.append(ShardGroup(member, tuple(weights), ranks))
+    return weight_groups
 
 
 def _parameter_groups(member: Any) -> Sequence[Any]:
@@ -186,8 +186,8 @@ def _parameter_groups(member: Any) -> Sequence[Any]:
     state = member._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
-        found: Sequence[Any] = several
-        return found
+        parameter_groups: Sequence[Any] = several
+        return parameter_groups
     if not hasattr(state, "_fsdp_param_group"):
         raise ValueError(
             f"torch {torch.__version__} keeps the groups of FSDP2 where hasten doesn't look for "
@@ -223,8 +223,8 @@ def rows_of(values: Mapping[str, Tensor], group: ShardGroup, device: torch.devic
     for weight, part in _parts(rows, group):
         if weight.name in values:
             flat = torch.zeros(part.numel(), device=device)
-            given = values[weight.name].flatten()
-            flat[: given.numel()] = given.to(device, torch.float32)
+            source = values[weight.name].flatten()
+            flat[: source.numel()] = source.to(device, torch.float32)
             part.copy_(flat.view(part.shape))
     return rows
 
@@ -266,9 +266,9 @@ def shard_rest(
 
 def shard_stage(stage: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
     """Turn a stage's parameters into shards, in place; ``layers`` are those of all stages here."""
-    own = {id(layer) for layer in layers}
+    layer_ids = {id(layer) for layer in layers}
     for module in list(stage.modules()):
-        if id(module) in own:
+        if id(module) in layer_ids:
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
     # Let go as well: after a pass without gradients it would be stale once the pieces move.
     fully_shard(stage, mesh=mesh, reshard_after_forward=True)

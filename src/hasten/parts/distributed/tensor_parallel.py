@@ -106,7 +106,7 @@ def _adapters(layer: nn.Module) -> list[tuple[Any, Any, Any]]:
     through: A's own code drops, since it knows which columns it has."""
     if base_of(layer) is layer:
         return []
-    found: list[tuple[Any, Any, Any]] = []
+    adapters: list[tuple[Any, Any, Any]] = []
     firsts, seconds, dropouts = (
         layer._modules[name] for name in ("lora_A", "lora_B", "lora_dropout")
     )
@@ -114,14 +114,14 @@ def _adapters(layer: nn.Module) -> list[tuple[Any, Any, Any]]:
         dropout: Any = dropouts.get_submodule(name)
         if isinstance(dropout, nn.Dropout):
             dropout.forward = _through
-        found.append((first, seconds.get_submodule(name), dropout))
-    return found
+        adapters.append((first, seconds.get_submodule(name), dropout))
+    return adapters
 
 
 def _linears(layer: nn.Module, name: str) -> list[nn.Linear]:
-    held = layer._modules.get(name)
-    found = [] if held is None else list(held.children())
-    return [m for m in found if plain_class(m) is nn.Linear]
+    submodule = layer._modules.get(name)
+    children = [] if submodule is None else list(submodule.children())
+    return [m for m in children if plain_class(m) is nn.Linear]
 
 
 def _place(linear: nn.Linear, mesh: DeviceMesh, placement: Placement) -> None:
@@ -140,10 +140,10 @@ def _whole_input(self: Any, dropout: Any, x: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return F.linear(_dropped(x, dropout), weight)
     if isinstance(x, DTensor):  # gradients of all who read it are added up over ranks together
-        here = _dropped(x.to_local(grad_placements=[Partial()]), dropout)
-        return F.linear(here, weight.to_local(grad_placements=[Partial()]))
-    found = F.linear(_dropped(x, dropout), weight.to_local())
-    shared = DTensor.from_local(found, weight.device_mesh, [Replicate()], run_check=False)
+        local_input = _dropped(x.to_local(grad_placements=[Partial()]), dropout)
+        return F.linear(local_input, weight.to_local(grad_placements=[Partial()]))
+    projected = F.linear(_dropped(x, dropout), weight.to_local())
+    shared = DTensor.from_local(projected, weight.device_mesh, [Replicate()], run_check=False)
     return shared.to_local(grad_placements=[Partial()])
 
 
@@ -158,10 +158,10 @@ def _own_columns(self: Any, dropout: Any, between: Placement, width: int, x: Ten
     weight = self.weight
     if not isinstance(weight, DTensor):
         return F.linear(_dropped(x, dropout), weight)
-    mesh, here = weight.device_mesh, x.to_local() if isinstance(x, DTensor) else x
+    mesh, local_input = weight.device_mesh, x.to_local() if isinstance(x, DTensor) else x
     start = -(-width // mesh.size()) * mesh.get_local_rank()  # as Shard cuts: the last is smaller
-    found = F.linear(_dropped(here, dropout, start, width), weight.to_local())
-    part = DTensor.from_local(found, mesh, [Partial()], run_check=False)
+    projected = F.linear(_dropped(local_input, dropout, start, width), weight.to_local())
+    part = DTensor.from_local(projected, mesh, [Partial()], run_check=False)
     return part.redistribute(placements=[between]).to_local()
 
 
@@ -300,7 +300,7 @@ def _enter(module: nn.Module, mesh: DeviceMesh, between: Any, keep: bool) -> Non
 
 
 def _cut_sequence(inner: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
-    between, whole = Shard(SEQUENCE), Replicate()
+    between, replicated = Shard(SEQUENCE), Replicate()
     for name in _matches(inner, plan.norms):
         style = SequenceParallel(use_local_output=True)
         parallelize_module(inner.get_submodule(name), mesh, style)
@@ -308,16 +308,18 @@ def _cut_sequence(inner: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
         _enter(inner.get_submodule(name), mesh, between, keep=False)
     for name in _matches(inner, plan.scattered):
         style_: ParallelStyle = PrepareModuleOutput(
-            output_layouts=whole, desired_output_layouts=between
+            output_layouts=replicated, desired_output_layouts=between
         )
         parallelize_module(inner.get_submodule(name), mesh, style_)
     first = decoder_blocks(inner)[0]
     into: ParallelStyle = PrepareModuleInput(
-        input_layouts=(whole,), desired_input_layouts=(between,), use_local_output=True
+        input_layouts=(replicated,), desired_input_layouts=(between,), use_local_output=True
     )
     parallelize_module(first, mesh, into)
     last = inner.get_submodule("norm")
-    out: ParallelStyle = PrepareModuleOutput(output_layouts=between, desired_output_layouts=whole)
+    out: ParallelStyle = PrepareModuleOutput(
+        output_layouts=between, desired_output_layouts=replicated
+    )
     parallelize_module(last, mesh, out)
 
 
@@ -336,13 +338,13 @@ class _Tail:
 
 def _matches(inner: nn.Module, patterns: tuple[str, ...]) -> list[str]:
     """Modules that a pattern names, ``*`` being a number."""
-    found = []
+    names = []
     for name, _ in inner.named_modules():
         for pattern in patterns:
             same = name.count(".") == pattern.count(".")
             if same and fnmatch.fnmatchcase(name, pattern):
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 def _check_plain(inner: nn.Module, patterns: tuple[str, ...]) -> None:

@@ -68,9 +68,9 @@ class VocabularyParallelHead(nn.Module):
         if not isinstance(self.weight, DTensor):
             return label_only_cross_entropy(hidden, weight, labels, chunk, bias, terms)
         # By the largest piece: ranks with fewer rows have to take as many chunks as the others.
-        piece = -(-self.out_features // self._mesh.size())
-        rows = chunk_rows(chunk, piece)
-        first = min(piece * self._mesh.get_local_rank(), self.out_features)
+        shard_rows = -(-self.out_features // self._mesh.size())
+        rows = chunk_rows(chunk, shard_rows)
+        first = min(shard_rows * self._mesh.get_local_rank(), self.out_features)
         group = self._mesh.get_group()
         return vocabulary_parallel_cross_entropy(
             hidden, weight, labels, first, group, rows, bias, terms, self.out_features
@@ -100,8 +100,8 @@ def vocabulary_parallel_cross_entropy(
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    place = first, group, chunk, terms, vocabulary
-    loss: Tensor = _VocabularyLoss.apply(hidden, weight, bias, labels, place)
+    options = first, group, chunk, terms, vocabulary
+    loss: Tensor = _VocabularyLoss.apply(hidden, weight, bias, labels, options)
     return loss
 
 
@@ -110,9 +110,9 @@ class _VocabularyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Any
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Any
     ) -> Tensor:
-        first, group, chunk, terms, vocabulary = place
+        first, group, chunk, terms, vocabulary = options
         wide = at_least_float32(weight.dtype)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=wide) if wants_hidden else None
@@ -141,9 +141,9 @@ class _VocabularyLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *parameters = ctx.saved_tensors
         of_hidden, of_weight = ctx.formats
-        found = None if hidden is None else (hidden * grads[0]).to(of_hidden)
-        rest = (None if g is None else (g * grads[0]).to(of_weight) for g in parameters)
-        return found, *rest, None, None
+        grad_hidden = None if hidden is None else (hidden * grads[0]).to(of_hidden)
+        parameter_grads = (None if g is None else (g * grads[0]).to(of_weight) for g in parameters)
+        return grad_hidden, *parameter_grads, None, None
 
 
 def _loss_and_gradient(
@@ -154,15 +154,19 @@ def _loss_and_gradient(
     The formulas are those at the head of :mod:`hasten.parts.nn.losses`.
     """
     scores, slope = scores_of(logits, terms)
-    kept = (labels != IGNORED).unsqueeze(1)
-    here = kept & (labels >= first).unsqueeze(1) & (labels < first + scores.shape[1]).unsqueeze(1)
-    wanted = (labels.unsqueeze(1) - first).masked_fill(~here, 0)
+    label_mask = (labels != IGNORED).unsqueeze(1)
+    local_mask = (
+        label_mask
+        & (labels >= first).unsqueeze(1)
+        & (labels < first + scores.shape[1]).unsqueeze(1)
+    )
+    wanted = (labels.unsqueeze(1) - first).masked_fill(~local_mask, 0)
     largest = scores.amax(dim=1, keepdim=True)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     exponentials = (scores - largest).exp()
-    own = scores.gather(1, wanted).masked_fill(~here, 0.0)
+    local_scores = scores.gather(1, wanted).masked_fill(~local_mask, 0.0)
     # One message: sum of exponentials, the label's score, the sum of scores.
-    sums = torch.stack([exponentials.sum(1), own.squeeze(1), scores.sum(1)])
+    sums = torch.stack([exponentials.sum(1), local_scores.squeeze(1), scores.sum(1)])
     dist.all_reduce(sums, group=group)
     total, of_label, all_scores = (s.unsqueeze(1) for s in sums)
     log_sum = total.log() + largest
@@ -176,9 +180,9 @@ def _loss_and_gradient(
         grad = grad * (1 + 2 * terms.z_loss * log_sum)
     if smoothing:
         grad = grad - smoothing / vocabulary
-    grad = grad.scatter_add(1, wanted, here.to(grad.dtype) * (smoothing - 1))
+    grad = grad.scatter_add(1, wanted, local_mask.to(grad.dtype) * (smoothing - 1))
     grad = grad * slope
-    return losses.masked_fill(~kept, 0.0).sum(), grad.masked_fill(~kept, 0.0)
+    return losses.masked_fill(~label_mask, 0.0).sum(), grad.masked_fill(~label_mask, 0.0)
 
 
 def _local(parameter: nn.Parameter | None) -> Tensor | None:

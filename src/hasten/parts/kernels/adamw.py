@@ -78,10 +78,10 @@ def rule_of(group: Mapping[str, Any], step: int) -> AdamWRule:
     )
 
 
-def dice_key(seed: int, place: int, step: int) -> int:
+def dice_key(seed: int, index: int, step: int) -> int:
     """64 mixed bits: whoever has the same seed, place of the tensor and step throws the same."""
-    told = (seed * 1_000_003 + place) * 0x9E3779B97F4A7C15 + step
-    return key_of(told % 2**64) | key_of(~told % 2**64) << 32
+    mixed = (seed * 1_000_003 + index) * 0x9E3779B97F4A7C15 + step
+    return key_of(mixed % 2**64) | key_of(~mixed % 2**64) << 32
 
 
 def why_not(device: str | torch.device) -> str:
@@ -98,9 +98,9 @@ def _why_no_triton(device: torch.device) -> str:
     if importlib.util.find_spec("triton") is None:
         return "the update in one launch takes Triton, which isn't installed: pip install triton"
     if torch.cuda.is_available():
-        found = torch.cuda.get_device_capability(device)
-        if found < LEAST_CAPABILITY:
-            have, need = (".".join(map(str, c)) for c in (found, LEAST_CAPABILITY))
+        capability = torch.cuda.get_device_capability(device)
+        if capability < LEAST_CAPABILITY:
+            have, need = (".".join(map(str, c)) for c in (capability, LEAST_CAPABILITY))
             return f"Triton takes compute capability {need} or later, and this GPU has {have}"
     return ""
 
@@ -112,8 +112,8 @@ def takes(weight: Tensor, form: str = PLAIN) -> bool:
     DTensor) has no memory of its own.
     """
     grad = weight if weight.grad is None else weight.grad
-    known = {weight.dtype, grad.dtype} <= KINDS and not is_traceable_wrapper_subclass(weight)
-    return known and not why_not(weight.device) and not is_refused(form)
+    supported = {weight.dtype, grad.dtype} <= KINDS and not is_traceable_wrapper_subclass(weight)
+    return supported and not why_not(weight.device) and not is_refused(form)
 
 
 def writes(copy: Tensor, weight: Tensor) -> bool:
@@ -183,12 +183,12 @@ def adamw_(
         if chosen:
             table = [[column[i] for i in chosen] for column in (sizes, keys, *addresses)]
             numbers = [rules[7 * i + k] for i in chosen for k in range(7)]
-            given = weights[0].dtype, grads[0].dtype, firsts[0].dtype
-            _launch(table, numbers, weights[0], given, bool(copies), step, divisor)
+            formats = weights[0].dtype, grads[0].dtype, firsts[0].dtype
+            _launch(table, numbers, weights[0], formats, bool(copies), step, divisor)
 
 
 @adamw_.register_fake
-def _(*given: Any) -> None:
+def _(*args: Any) -> None:
     return None
 
 
@@ -206,13 +206,13 @@ def _launch(
     programs = [-(-size // kernels.CHUNK) for size in table[0]]
     starts = list(accumulate(programs, initial=0))
     tensors = len(programs)
-    words = torch.tensor([starts[:-1], *table], dtype=torch.int64, device="cpu").view(-1)
+    table_tensor = torch.tensor([starts[:-1], *table], dtype=torch.int64, device="cpu").view(-1)
     rules = torch.tensor(numbers, dtype=torch.float32, device="cpu")
-    words, rules = _sent(words, device), _sent(rules, device)
+    table_tensor, rules = _sent(table_tensor, device), _sent(rules, device)
     moments = {torch.float32: kernels.FLOAT32, torch.bfloat16: kernels.BF16}
     with torch.cuda.device_of(weight):  # Triton launches on the current device
         kernels.adamw_kernel[(starts[-1],)](
-            words,
+            table_tensor,
             rules,
             rules if divisor is None else divisor,
             *tables(device),

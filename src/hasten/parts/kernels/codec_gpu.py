@@ -15,11 +15,11 @@ from hasten.parts.kernels import codec_reference
 finite = codec_reference.finite  # one pass of torch's, which waits for its answer
 
 
-@custom_op("hasten_gpu::codec_encode", mutates_args=("kept", "codes", "scales"))
+@custom_op("hasten_gpu::codec_encode", mutates_args=("residual_out", "codes", "scales"))
 def encode(
     flat: Tensor,
     residual: Tensor | None,
-    kept: Tensor | None,
+    residual_out: Tensor | None,
     codes: Tensor,
     scales: Tensor,
     block: int,
@@ -29,7 +29,7 @@ def encode(
     """As :func:`hasten.parts.kernels.codec_reference.encode`."""
     from hasten.parts.kernels import codec_triton
 
-    codec_triton.encode(flat, residual, kept, codes, scales, block, bits, seed)
+    codec_triton.encode(flat, residual, residual_out, codes, scales, block, bits, seed)
 
 
 @custom_op("hasten_gpu::codec_decode", mutates_args=("out",))
@@ -42,7 +42,7 @@ def decode(
     codec_triton.decode(codes, scales, out, block, bits, factor, add)
 
 
-def _nothing(*given: Any) -> None:
+def _nothing(*args: Any) -> None:
     """What the operators do with tensors that have no memory."""
 
 

@@ -103,7 +103,7 @@ def finite(flat: Tensor, residual: Tensor | None, limit: int) -> bool:
 def encode(
     flat: Tensor,
     residual: Tensor | None,
-    kept: Tensor | None,
+    residual_out: Tensor | None,
     codes: Tensor,
     scales: Tensor,
     block: int,
@@ -112,8 +112,8 @@ def encode(
 ) -> None:
     """``flat + residual`` into ``codes`` (uint8) and ``scales`` (int16, the bits of a bf16).
 
-    ``kept`` gets what the message leaves out, or in a block that isn't finite the residual as it
-    is; it may be the residual itself.
+    ``residual_out`` gets what the message leaves out, or in a block that isn't finite the residual
+    as it is; it may be the residual itself.
     """
     sums, blocks = _sums(flat, residual), len(scales)
     rows = F.pad(sums, (0, blocks * block - len(flat))).view(blocks, block)
@@ -125,11 +125,13 @@ def encode(
     else:
         scale_bits, places = _codes(good, largest, bad, codes, bits, seed)
     scales.copy_(torch.where(bad, NOT_A_NUMBER, scale_bits))
-    if kept is not None:
+    if residual_out is not None:
         scale = (scale_bits << 16).view(torch.float32)[:, None]
-        rest = (good - places.to(torch.float32) * scale).view(-1)[: len(flat)]
+        remainder = (good - places.to(torch.float32) * scale).view(-1)[: len(flat)]
         before = sums if residual is None else residual
-        kept.copy_(torch.where(bad.repeat_interleave(block)[: len(flat)], before, rest))
+        residual_out.copy_(
+            torch.where(bad.repeat_interleave(block)[: len(flat)], before, remainder)
+        )
 
 
 def _signs(good: Tensor, bad: Tensor, numbers: int, codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,7 +205,12 @@ def decode(
 
 
 def topk_encode(
-    flat: Tensor, residual: Tensor | None, kept: Tensor | None, places: Tensor, sent: Tensor, k: int
+    flat: Tensor,
+    residual: Tensor | None,
+    residual_out: Tensor | None,
+    places: Tensor,
+    sent: Tensor,
+    k: int,
 ) -> None:
     """The k largest of each chunk into ``places`` (uint8, ascending) and ``sent`` (int16).
 
@@ -218,11 +225,11 @@ def topk_encode(
     values = _bf16_bits(rows.gather(1, chosen))
     places.copy_(chosen.to(torch.uint8).view(-1))
     sent.copy_(values.view(-1))
-    if kept is not None:
+    if residual_out is not None:
         back = (values << 16).view(torch.float32)
-        rest = rows.scatter(1, chosen, rows.gather(1, chosen) - back).view(-1)[: len(flat)]
+        remainder = rows.scatter(1, chosen, rows.gather(1, chosen) - back).view(-1)[: len(flat)]
         bad = (sizes.amax(1) >= TOO_LARGE_FOR_BF16).repeat_interleave(CHUNK)[: len(flat)]
-        kept.copy_(torch.where(bad, sums if residual is None else residual, rest))
+        residual_out.copy_(torch.where(bad, sums if residual is None else residual, remainder))
 
 
 def topk_decode(
@@ -231,8 +238,8 @@ def topk_decode(
     """The messages (ranks, ...) summed in their order, times ``factor``, put into or added to."""
     chunks = -(-len(out) // CHUNK)
     total = out.new_zeros(chunks, CHUNK)
-    for place, value in zip(places, sent, strict=True):
-        at = place.view(chunks, k).to(torch.int64)
+    for chunk_places, value in zip(places, sent, strict=True):
+        at = chunk_places.view(chunks, k).to(torch.int64)
         values = (value.to(torch.int32) << 16).view(torch.float32).view(chunks, k)
         total.scatter_(1, at, total.gather(1, at) + values)  # no place is there twice
     _put(total.view(-1)[: len(out)], out, factor, add)

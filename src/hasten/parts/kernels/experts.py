@@ -53,8 +53,8 @@ def gradients_(out: Tensor, grad: Tensor, x: Tensor, starts: Sequence[int]) -> N
     _check(x, starts, out.shape[2], len(out))
     _check(grad, starts, out.shape[1], len(out))
     if not amx.fits(grad, x) or out.stride(-1) != 1:
-        for found, (first, last) in zip(out, itertools.pairwise(starts), strict=True):
-            torch.mm(grad[first:last].t(), x[first:last], out=found)
+        for expert_out, (first, last) in zip(out, itertools.pairwise(starts), strict=True):
+            torch.mm(grad[first:last].t(), x[first:last], out=expert_out)
         return
     _, n, k = out.shape
     groups = [
@@ -118,8 +118,8 @@ def _at(tensor: Tensor | None) -> c_void_p:
 def _check(x: Tensor, starts: Sequence[int], width: int, experts: int) -> None:
     """Every row belongs to one expert: what the starts left out would come back as it lay."""
     ordered = list(starts) == sorted(starts) and len(starts) == experts + 1
-    whole = ordered and (starts[0], starts[-1]) == (0, x.shape[0])
-    if x.stride(1) != 1 or x.shape[1] != width or not whole:
+    covers_all = ordered and (starts[0], starts[-1]) == (0, x.shape[0])
+    if x.stride(1) != 1 or x.shape[1] != width or not covers_all:
         raise ValueError(
             f"rows {tuple(x.shape)} and starts {list(starts)} don't belong to {experts} experts of "
             f"{width} columns"

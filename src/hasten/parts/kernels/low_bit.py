@@ -31,9 +31,9 @@ DECADES = 7  # that a table covers below 1
 
 def noise(count: int, generator: torch.Generator) -> Tensor:
     """``count`` whole numbers from 0 to 65535 as int32, four from each word that is drawn."""
-    words = torch.empty((count + 3) // 4, dtype=torch.int64, device=generator.device)
-    words.random_(-(2**63), None, generator=generator)
-    return words.view(torch.int16)[:count].to(torch.int32) & 0xFFFF
+    drawn = torch.empty((count + 3) // 4, dtype=torch.int64, device=generator.device)
+    drawn.random_(-(2**63), None, generator=generator)
+    return drawn.view(torch.int16)[:count].to(torch.int32) & 0xFFFF
 
 
 def to_bf16(values: Tensor, dice: Tensor) -> Tensor:
@@ -123,8 +123,8 @@ def _starts(kind: str, device: torch.device) -> Tensor:
     borders = signed_borders(cpu) if kind == "signed" else squared_table(cpu)
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32).roll(2**15) << 16
     smallest = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32)
-    found = torch.searchsorted(borders, smallest.nan_to_num(2.0))
-    return found.to(torch.int32).to(device)
+    positions = torch.searchsorted(borders, smallest.nan_to_num(2.0))
+    return positions.to(torch.int32).to(device)
 
 
 class Tables(NamedTuple):
@@ -151,8 +151,8 @@ def tables(device: torch.device) -> Tables:
 
 def values_of(places: Tensor, scales: Tensor, table: Tensor, count: int) -> Tensor:
     """The first ``count`` values that places and scales stand for, flat, float32."""
-    found = table.index_select(0, places.to(torch.int32)).view(-1, BLOCK) * scales[:, None]
-    return found.flatten()[:count]
+    scaled = table.index_select(0, places.to(torch.int32)).view(-1, BLOCK) * scales[:, None]
+    return scaled.flatten()[:count]
 
 
 def _in_whole_blocks(values: Tensor) -> Tensor:

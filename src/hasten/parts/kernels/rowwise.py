@@ -24,10 +24,10 @@ WORTH_THREADS = 32_768  # numbers below which one thread is done before a second
 
 def library() -> LoadedLibrary:
     """The compiled loops, or why there are none."""
-    found = build_library("rows", "experts")
-    if found.library is not None:
-        found.library.rows_squares.restype = c_double
-    return found
+    loaded = build_library("rows", "experts")
+    if loaded.library is not None:
+        loaded.library.rows_squares.restype = c_double
+    return loaded
 
 
 def fits(*tensors: Tensor) -> bool:

@@ -51,17 +51,17 @@ def norm_back_kernel(
     inside = at < n
     share = tl.zeros([BLOCK], dtype=tl.float32)
     for row in range(first, tl.minimum(first + each, rows)):
-        place = row * n + at
-        g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        offsets = row * n + at
+        g = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
         one = tl.load(inverse + row)
-        h = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * one
+        h = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) * one
         share += g * h
         # Read again for each row: from the nearest cache, and kept it would leave the registers.
         g *= tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
-        found = one * (g - h * (tl.sum(g * h, 0) / n))
+        gradient = one * (g - h * (tl.sum(g * h, 0) / n))
         if PAST:
-            found += tl.load(past + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx + place, found.to(dx.dtype.element_ty), mask=inside)
+            gradient += tl.load(past + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + offsets, gradient.to(dx.dtype.element_ty), mask=inside)
     tl.store(dw + tl.program_id(0).to(tl.int64) * n + at, share, mask=inside)
 
 

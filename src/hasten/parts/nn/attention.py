@@ -133,10 +133,10 @@ def attend(
             assert attention_mask is not None  # such models always build one
             attention_mask = with_chosen_keys(attention_mask, indices, query.dtype)
         more = {"scaling": scaling, "dropout": dropout, **other}
-        found: tuple[Tensor, Tensor | None] = _usual(module)(
+        output: tuple[Tensor, Tensor | None] = _usual(module)(
             module, query, key, value, attention_mask, **more
         )
-        return found
+        return output
     if query.shape[2] != key.shape[2] or other.get("sliding_window") is not None:
         raise ValueError(
             "document attention has neither a cache nor a sliding window; leave document_lengths "
@@ -220,47 +220,47 @@ def _by_documents(decoder: Any, usual: Callable[..., Any], *args: Any, **kwargs:
     """
     if not by_documents(decoder.config):
         return usual(*args, **kwargs)
-    given = kwargs
+    inputs = kwargs
     if args:
-        given = inspect.signature(usual).bind_partial(*args).arguments | kwargs
-    states = given.get("input_ids")
+        inputs = inspect.signature(usual).bind_partial(*args).arguments | kwargs
+    states = inputs.get("input_ids")
     if states is None:
-        states = given.get("inputs_embeds")
+        states = inputs.get("inputs_embeds")
     if states is None:
-        return usual(**given)
-    told = given.get("document_lengths") is not None
-    if told:
-        mask = given.get("attention_mask")
+        return usual(**inputs)
+    has_lengths = inputs.get("document_lengths") is not None
+    if has_lengths:
+        mask = inputs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.numel() and not bool(mask.all()):
             raise ValueError(
                 "document_lengths say which tokens see each other, and an attention_mask that "
                 "hides some was given too; leave one of them out"
             )
     else:
-        given = {**given, **_found_documents(decoder, states, given)}
-        told = "document_lengths" in given
-    if told:
-        given["attention_mask"] = states.new_empty((1, 1, 0, 0), dtype=torch.bool)
-    return usual(**given)
+        inputs = {**inputs, **_found_documents(decoder, states, inputs)}
+        has_lengths = "document_lengths" in inputs
+    if has_lengths:
+        inputs["attention_mask"] = states.new_empty((1, 1, 0, 0), dtype=torch.bool)
+    return usual(**inputs)
 
 
-def _found_documents(decoder: Any, states: Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
+def _found_documents(decoder: Any, states: Tensor, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """``document_lengths`` and ``boundaries`` of a training pass that brings none, or nothing.
 
     The rule is that of Transformers for ``sdpa`` and ``eager``: without a mask and a cache, a
     document begins where a position isn't the one before plus one; else each row is one document.
     """
     config = decoder.config
-    weights = given.get("output_attentions", getattr(config, "output_attentions", False))
-    if not decoder.training or weights or holds_cache(given):
+    weights = inputs.get("output_attentions", getattr(config, "output_attentions", False))
+    if not decoder.training or weights or holds_cache(inputs):
         return {}
     batch, length = states.shape[:2]
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.shape != (batch, length) or _is_traced():
             return {}
         return {"document_lengths": (length,)} if bool(mask.all()) else {}
-    use_cache = given.get("use_cache")
+    use_cache = inputs.get("use_cache")
     if positions is None or (config.use_cache if use_cache is None else use_cache):
         return {"document_lengths": (length,)}
     if positions.ndim != 2 or _is_traced():
@@ -356,8 +356,8 @@ def _usual(module: Any) -> Callable[..., Any]:
 
     usual = usual_of(module.config)
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(usual, eager)
-    return found
+    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(usual, eager)
+    return function
 
 
 @torch.no_grad()
@@ -372,15 +372,15 @@ def _chosen(
         return None
     hidden, latent, (cos, sin) = read
     pieces = zip(*(t.split(tuple(lengths), dim=1) for t in (hidden, latent, cos, sin)), strict=True)
-    found: list[Tensor | None] = []
+    masks: list[Tensor | None] = []
     for length, (states, query, *tables) in zip(lengths, pieces, strict=True):
         if length <= indexer.index_topk:
-            found.append(None)
+            masks.append(None)
             continue
         causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=hidden.device).tril()
         indices = indexer.forward(states, query, tuple(tables), causal[:, 0], None)
-        found.append(with_chosen_keys(causal, indices, hidden.dtype))
-    return found
+        masks.append(with_chosen_keys(causal, indices, hidden.dtype))
+    return masks
 
 
 def _one_by_one(
@@ -393,11 +393,11 @@ def _one_by_one(
     """One SDPA call per document: causal, or within its mask."""
     pieces = zip(*(t.split(tuple(lengths), dim=2) for t in tensors), strict=True)
     every = [None] * len(lengths) if masks is None else masks
-    found = [
+    outputs = [
         _causal(query, key, value, scale, dropout, mask)
         for (query, key, value), mask in zip(pieces, every, strict=True)
     ]
-    return torch.cat(found, dim=2).transpose(1, 2)
+    return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 def _on_tiles(

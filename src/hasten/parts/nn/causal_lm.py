@@ -36,16 +36,16 @@ def trunk(model: nn.Module) -> nn.Module:
         ValueError: not a causal language model, or one whose decoder isn't named.
     """
     inner = causal_lm(model)
-    found: nn.Module | None = getattr(inner, inner.base_model_prefix, None)
-    if found is None:
+    decoder: nn.Module | None = getattr(inner, inner.base_model_prefix, None)
+    if decoder is None:
         raise ValueError(f"{type(inner).__name__} doesn't name its decoder")
-    return found
+    return decoder
 
 
 def routed_experts(config: Any) -> int:
     """How many routed experts a layer has, whatever a model's config calls them; 0 without any."""
     names = ("n_routed_experts", "num_local_experts", "num_experts")  # DeepSeek's first
-    return next((int(found) for name in names if (found := getattr(config, name, None))), 0)
+    return next((int(count) for name in names if (count := getattr(config, name, None))), 0)
 
 
 def freeze_indexers(model: nn.Module) -> int:
@@ -54,10 +54,10 @@ def freeze_indexers(model: nn.Module) -> int:
     DeepSeek trains its indexers by a loss of their own (arXiv:2512.02556), which transformers
     doesn't have: they stay as they were loaded. DDP would wait for their gradients.
     """
-    found = [module for module in model.modules() if type(module).__name__ in INDEXERS]
-    for module in found:
+    indexers = [module for module in model.modules() if type(module).__name__ in INDEXERS]
+    for module in indexers:
         module.requires_grad_(False)
-    return len(found)
+    return len(indexers)
 
 
 def may_rest(model: nn.Module) -> bool:

@@ -126,13 +126,16 @@ class CompiledBlocks:
         return graph.code(*args, **kwargs)
 
     def _takes(
-        self, seen: set[tuple[object, ...]], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        known_shapes: set[tuple[object, ...]],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> bool:
         first = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
         shape: tuple[object, ...] = () if self._dynamic else tuple(first.shape)
-        if shape not in seen and len(seen) < self.shapes:
-            seen.add(shape)
-        return shape in seen
+        if shape not in known_shapes and len(known_shapes) < self.shapes:
+            known_shapes.add(shape)
+        return shape in known_shapes
 
 
 @torch.compiler.disable
@@ -164,27 +167,27 @@ def filled_rows(inputs: Mapping[str, Any], bucket: int) -> dict[str, Any]:
     In a packed row the filler is a document of its own, behind all others. Inputs without
     ``input_ids``, or with tensors that aren't known here, come back as they are.
     """
-    known = {"input_ids", "labels", "position_ids", *attention.DOCUMENTS}
+    supported = {"input_ids", "labels", "position_ids", *attention.DOCUMENTS}
     ids = inputs.get("input_ids")
-    if not isinstance(ids, Tensor) or set(inputs) - known:
+    if not isinstance(ids, Tensor) or set(inputs) - supported:
         return dict(inputs)
     length = ids.shape[1]
     more = -length % bucket
     if not more:
         return dict(inputs)
-    found = {**inputs, "input_ids": F.pad(ids, (0, more))}
+    filled = {**inputs, "input_ids": F.pad(ids, (0, more))}
     if "labels" in inputs:
-        found["labels"] = F.pad(inputs["labels"], (0, more), value=IGNORED)
+        filled["labels"] = F.pad(inputs["labels"], (0, more), value=IGNORED)
     if "position_ids" in inputs:
         positions = inputs["position_ids"]
         filler = torch.arange(more, dtype=positions.dtype, device=positions.device)
-        found["position_ids"] = torch.cat([positions, filler.expand(len(positions), more)], 1)
+        filled["position_ids"] = torch.cat([positions, filler.expand(len(positions), more)], 1)
     if "document_lengths" in inputs:
-        found["document_lengths"] = (*inputs["document_lengths"], more)
+        filled["document_lengths"] = (*inputs["document_lengths"], more)
     if "boundaries" in inputs:
         ends = inputs["boundaries"]
-        found["boundaries"] = torch.cat([ends, ends[-1:] + more])
-    return found
+        filled["boundaries"] = torch.cat([ends, ends[-1:] + more])
+    return filled
 
 
 def _keep_instruction_sets_apart() -> None:

@@ -29,44 +29,44 @@ def backend(x: Tensor) -> Any:
 
 def fits(kernel: str, *tensors: Tensor) -> bool:
     """Whether ``rms_norm``, ``swiglu`` or ``rotate`` takes these tensors, together."""
-    here = backend(tensors[0])
-    found: bool = here.fits(*tensors)
-    return found and not (here is fused_gpu and is_refused(kernel))
+    implementation = backend(tensors[0])
+    supported: bool = implementation.fits(*tensors)
+    return supported and not (implementation is fused_gpu and is_refused(kernel))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last side (arXiv:1910.07467)."""
     if backend(x) is fused_gpu:
         return fused_gpu.whole_norm(x, weight, eps)
-    found: Tensor = _RMSNorm.apply(x, weight, eps)
-    return found
+    normed: Tensor = _RMSNorm.apply(x, weight, eps)
+    return normed
 
 
 def norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of ``x``, and ``x`` to add to later: both gradients come back in one pass."""
-    found: tuple[Tensor, Tensor] = _NormBeside.apply(x, weight, eps)
-    return found
+    outputs: tuple[Tensor, Tensor] = _NormBeside.apply(x, weight, eps)
+    return outputs
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``."""
-    whole = fused_gpu.whole_swiglu(gate, up) if backend(gate) is fused_gpu else None
-    found: Tensor = _SwiGLU.apply(gate, up) if whole is None else whole
-    return found
+    liger_output = fused_gpu.whole_swiglu(gate, up) if backend(gate) is fused_gpu else None
+    output: Tensor = _SwiGLU.apply(gate, up) if liger_output is None else liger_output
+    return output
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool) -> Tensor:
     """Rotary embedding of ``x`` (T, heads, width); see
     :func:`hasten.parts.kernels.rowwise.rotate`."""
-    found: Tensor = _Rotate.apply(x, cos, sin, pairs_in, pairs_out)
-    return found
+    rotated: Tensor = _Rotate.apply(x, cos, sin, pairs_in, pairs_out)
+    return rotated
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` in bf16; the gradient of the weight is the kernels' own product."""
     flat = x.reshape(-1, x.shape[-1])
-    found: Tensor = _FusedLinear.apply(flat, weight, bias)
-    return found.view(*x.shape[:-1], weight.shape[0])
+    output: Tensor = _FusedLinear.apply(flat, weight, bias)
+    return output.view(*x.shape[:-1], weight.shape[0])
 
 
 def joined(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -76,8 +76,8 @@ def joined(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     ``x`` for each and add them up in passes of their own.
     """
     flat = x.reshape(-1, x.shape[-1])
-    found: tuple[Tensor, ...] = _Joined.apply(flat, *weights)
-    return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in found)
+    outputs: tuple[Tensor, ...] = _Joined.apply(flat, *weights)
+    return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
 
 
 def joinable(layer: Any, bound: Callable[..., Any]) -> bool:
@@ -108,18 +108,18 @@ def matmul_bf16(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
     beta = 0 if out is None else 1
     out = x.new_empty(x.shape[0], matrix.shape[1]) if out is None else out
     step = max(1 << max(x.shape[0].bit_length() - 5, 0), ROUND)
-    whole = x.shape[0] // step * step
-    if whole:
-        torch.addmm(out[:whole], x[:whole], matrix, beta=beta, out=out[:whole])
-    rest = x.shape[0] - whole
-    if rest:
-        filled = x.new_zeros(-(-rest // ROUND) * ROUND, x.shape[1])
-        filled[:rest] = x[whole:]
-        found = torch.mm(filled, matrix)[:rest]
+    full_rows = x.shape[0] // step * step
+    if full_rows:
+        torch.addmm(out[:full_rows], x[:full_rows], matrix, beta=beta, out=out[:full_rows])
+    remaining_rows = x.shape[0] - full_rows
+    if remaining_rows:
+        filled = x.new_zeros(-(-remaining_rows // ROUND) * ROUND, x.shape[1])
+        filled[:remaining_rows] = x[full_rows:]
+        product = torch.mm(filled, matrix)[:remaining_rows]
         if beta:
-            out[whole:].add_(found)
+            out[full_rows:].add_(product)
         else:
-            out[whole:] = found
+            out[full_rows:] = product
     return out
 
 
@@ -211,12 +211,12 @@ class _Joined(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         wants_x, *wants = ctx.needs_input_grad
         dx: Tensor | None = None
-        found: list[Tensor | None] = []
+        weight_gradients: list[Tensor | None] = []
         for grad, weight, wanted in zip(grads, weights, wants, strict=True):
             grad = grad.contiguous()
             dx = matmul_bf16(grad, weight, dx) if wants_x else None
-            found.append(amx.product(grad, x, True, False) if wanted else None)
-        return dx, *found
+            weight_gradients.append(amx.product(grad, x, True, False) if wanted else None)
+        return dx, *weight_gradients
 
 
 def attend(
@@ -227,8 +227,8 @@ def attend(
     ``query`` (T, heads, dk), ``key`` (T, groups, dk), ``value`` (T, groups, dv); document ``i`` is
     the tokens from ``starts[i]`` to ``starts[i + 1]``.
     """
-    found: Tensor = _Attend.apply(query, key, value, starts, scale)
-    return found
+    output: Tensor = _Attend.apply(query, key, value, starts, scale)
+    return output
 
 
 class _Attend(torch.autograd.Function):
@@ -243,8 +243,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        found = amx.attention_backward(grads[0], *ctx.saved_tensors, *ctx.layout)
-        return *found, None, None
+        gradients = amx.attention_backward(grads[0], *ctx.saved_tensors, *ctx.layout)
+        return *gradients, None, None
 
 
 # ``relu(x @ weight.T + bias)`` with one tensor kept for the backward pass in the place of two.
@@ -271,8 +271,8 @@ def fused_linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    found: Tensor = _LinearReLU.apply(x, weight, bias)
-    return found
+    output: Tensor = _LinearReLU.apply(x, weight, bias)
+    return output
 
 
 class _LinearReLU(torch.autograd.Function):

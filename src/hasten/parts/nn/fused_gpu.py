@@ -65,9 +65,9 @@ def launch(kernel: Any, programs: tuple[int, ...], x: Tensor, *others: Any, **fi
         kernel[programs](x, *others, **fixed)
 
 
-def _launch(name: str, *given: Any, **fixed: Any) -> None:
+def _launch(name: str, *args: Any, **fixed: Any) -> None:
     kernels = importlib.import_module("hasten.parts.kernels.rowwise_triton")
-    launch(getattr(kernels, name), *given, **fixed)
+    launch(getattr(kernels, name), *args, **fixed)
 
 
 def why_not(device: str) -> str:
@@ -80,9 +80,9 @@ def why_not(device: str) -> str:
     if importlib.util.find_spec("triton") is None:
         return "the fused layers take Triton on a GPU, which isn't installed: pip install triton"
     if torch.cuda.is_available():
-        found = torch.cuda.get_device_capability(torch.device(device))
-        if found < LEAST_CAPABILITY:
-            have, need = (".".join(map(str, c)) for c in (found, LEAST_CAPABILITY))
+        capability = torch.cuda.get_device_capability(torch.device(device))
+        if capability < LEAST_CAPABILITY:
+            have, need = (".".join(map(str, c)) for c in (capability, LEAST_CAPABILITY))
             return f"Triton takes compute capability {need} or later, and this GPU has {have}"
     return ""
 
@@ -98,21 +98,21 @@ def fits(*tensors: Tensor) -> bool:
 
 def whole_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The norm with its gradient by Liger or torch; everything in float32, one rounding."""
-    found = _liger_now("liger_norm")
-    if found is None:
+    library = _liger_now("liger_norm")
+    if library is None:
         return F.rms_norm(x, weight.shape, weight, eps)
     # In Liger's words: no offset of the weight, "gemma" rounds last, and the gradient that comes
     # in isn't written over: autograd hands the same one to others.
-    y: Tensor = found.norm.apply(x, weight, eps, 0.0, "gemma", False)
+    y: Tensor = library.norm.apply(x, weight, eps, 0.0, "gemma", False)
     return y
 
 
 def whole_swiglu(gate: Tensor, up: Tensor) -> Tensor | None:
     """``silu(gate) * up`` with its gradient by Liger; None where it isn't installed."""
-    found = _liger_now("liger_swiglu")
-    if found is None:
+    library = _liger_now("liger_swiglu")
+    if library is None:
         return None
-    y: Tensor = found.silu_mul.apply(gate, up)
+    y: Tensor = library.silu_mul.apply(gate, up)
     return y
 
 

@@ -62,13 +62,15 @@ def norm_of_piece(
     norm: Norm, fits: Callable[..., bool], x: DTensor, weight: Tensor, eps: float
 ) -> DTensor | None:
     """The norm of a piece, laid out as ``x`` is; None where the kernel doesn't take it."""
-    whole = isinstance(weight, DTensor) and all(p.is_replicate() for p in weight.placements)
-    if not whole or x.placements == (Replicate(),):
+    replicated = isinstance(weight, DTensor) and all(p.is_replicate() for p in weight.placements)
+    if not replicated or x.placements == (Replicate(),):
         return None
-    rows, own = x.to_local(), own_weight(weight)
-    if not fits(rows, own):
+    rows, local_weight = x.to_local(), own_weight(weight)
+    if not fits(rows, local_weight):
         return None
-    return DTensor.from_local(norm(rows, own, eps), x.device_mesh, x.placements, run_check=False)
+    return DTensor.from_local(
+        norm(rows, local_weight, eps), x.device_mesh, x.placements, run_check=False
+    )
 
 
 # The layers of one model.
@@ -147,12 +149,12 @@ def _kind(module: nn.Module, tile_products: bool) -> str:
 def _norm(self: Any, usual: Usual, hidden_states: Tensor) -> Tensor:
     if isinstance(hidden_states, DTensor):
         takes = partial(fits, "plain_norm")
-        piece = norm_of_piece(rms_norm, takes, hidden_states, self.weight, self.variance_epsilon)
-        if piece is not None:
-            return piece
+        normed = norm_of_piece(rms_norm, takes, hidden_states, self.weight, self.variance_epsilon)
+        if normed is not None:
+            return normed
     if isinstance(hidden_states, DTensor) or not fits("plain_norm", hidden_states, self.weight):
-        own: Tensor = usual(hidden_states)
-        return own
+        output: Tensor = usual(hidden_states)
+        return output
     return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
@@ -161,8 +163,8 @@ def _layer(self: Any, usual: Usual, hidden_states: Tensor, **other: Any) -> Tens
     norm, past = _normed(self.input_layernorm, hidden_states)
     hidden = past + self.self_attn(hidden_states=norm, **other)[0]
     norm, past = _normed(self.post_attention_layernorm, hidden)
-    found: Tensor = past + self.mlp(norm)
-    return found
+    output: Tensor = past + self.mlp(norm)
+    return output
 
 
 def _normed(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,8 +184,8 @@ def _linear(self: Any, usual: Usual, input: Tensor) -> Tensor:
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     if not amx.fits(x, weight) or x.numel() < FEWEST_ROWS * x.shape[-1]:
-        own: Tensor = usual(input)
-        return own
+        output: Tensor = usual(input)
+        return output
     return linear(x, weight, bias)
 
 
@@ -204,8 +206,8 @@ def _projected(x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
 def _mlp(self: Any, usual: Usual, x: Tensor) -> Tensor:
     gate, up = _projected(x, self.gate_proj, self.up_proj)
     between = swiglu(gate, up) if fits("swiglu", gate, up) else self.act_fn(gate) * up
-    found: Tensor = self.down_proj(between)
-    return found
+    output: Tensor = self.down_proj(between)
+    return output
 
 
 def _attention(
@@ -219,13 +221,13 @@ def _attention(
     """Attention of Llama and Qwen: rotary embedding of whole heads, halves apart."""
     batch, length, _ = hidden_states.shape
     if holds_cache(other) or not _takes(hidden_states):
-        found: tuple[Tensor, Tensor | None] = usual(
+        output: tuple[Tensor, Tensor | None] = usual(
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             **other,
         )
-        return found
+        return output
     projected = _projected(hidden_states, self.q_proj, self.k_proj, self.v_proj)
     query, key, value = (t.view(batch, length, -1, self.head_dim) for t in projected)
     if "q_norm" in self._modules:
@@ -246,13 +248,13 @@ def _latent_attention(
     """Multi-head latent attention of DeepSeek: the last columns of a head are rotary."""
     batch, length, _ = hidden_states.shape
     if holds_cache(other) or not _takes(hidden_states):
-        found: tuple[Tensor, Tensor | None] = usual(
+        output: tuple[Tensor, Tensor | None] = usual(
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             **other,
         )
-        return found
+        return output
     if self.q_lora_rank is None:
         query = self.q_proj(hidden_states)
     else:

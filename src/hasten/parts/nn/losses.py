@@ -256,8 +256,8 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tupl
         return row_kernels.cross_entropy_(logits, labels).sum(), logits
     scores, slope = scores_of(logits.to(at_least_float32(logits.dtype)), terms)
     log_sum = torch.logsumexp(scores, dim=-1, keepdim=True)
-    kept = (labels != IGNORED).unsqueeze(1)
-    wanted = labels.unsqueeze(1).masked_fill(~kept, 0)
+    labelled = (labels != IGNORED).unsqueeze(1)
+    wanted = labels.unsqueeze(1).masked_fill(~labelled, 0)
     # gather refuses a label outside the vocabulary; an index of -1 would mean its last token.
     losses = log_sum - (1 - terms.label_smoothing) * scores.gather(1, wanted)
     if terms.label_smoothing:
@@ -265,8 +265,8 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tupl
     if terms.z_loss:
         losses += terms.z_loss * log_sum.square()
     # exp(scores - infinity) is 0: a row without a label has no gradient.
-    grad = scores.sub_(log_sum.masked_fill(~kept, math.inf)).exp_()
-    counted = kept.to(grad.dtype)
+    grad = scores.sub_(log_sum.masked_fill(~labelled, math.inf)).exp_()
+    counted = labelled.to(grad.dtype)
     if terms.z_loss:
         grad *= 1 + 2 * terms.z_loss * log_sum
     if terms.label_smoothing:
@@ -275,7 +275,7 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tupl
     if isinstance(slope, Tensor) or slope != 1:
         grad *= slope
     grad = grad if grad.dtype == logits.dtype else logits.copy_(grad)
-    return losses.masked_fill(~kept, 0.0).sum(), grad
+    return losses.masked_fill(~labelled, 0.0).sum(), grad
 
 
 def _times(x: Tensor, matrix: Tensor) -> Tensor:
@@ -401,8 +401,8 @@ class LabelOnlyLoss(LanguageModelLoss):
         terms = replace(terms, softcap=form.softcap, scale=form.scale)
         super().__init__(model, terms, form)
         inner = causal_lm(model)
-        here = next((p.device for p in model.parameters()), "cpu")
-        self.chunk = chunk_rows(chunk, inner.lm_head.out_features, chunk_bytes_on(here))
+        device = next((p.device for p in model.parameters()), "cpu")
+        self.chunk = chunk_rows(chunk, inner.lm_head.out_features, chunk_bytes_on(device))
         self.largest_logits = 0  # rows of logits that existed at once, for whoever asks
         self.largest_positions = 0  # of a micro-batch: rows that the common way would have had
         if plain_class(inner.lm_head) is nn.Linear:
@@ -501,11 +501,11 @@ class ObjectiveLoss(nn.Module):
         self, inputs: tuple[Any, ...], named: dict[str, Any], target: Any, weight: int
     ) -> tuple[Tensor, Tensor]:
         """``inputs`` and ``named`` go to the model, ``target`` and its output to the loss."""
-        found = self.loss_fn(self.model(*inputs, **named), target)
-        self.returns_mean = not isinstance(found, tuple)
-        if isinstance(found, tuple):
-            return found[0], torch.as_tensor(found[1])
-        return found * weight, torch.tensor(weight)
+        loss = self.loss_fn(self.model(*inputs, **named), target)
+        self.returns_mean = not isinstance(loss, tuple)
+        if isinstance(loss, tuple):
+            return loss[0], torch.as_tensor(loss[1])
+        return loss * weight, torch.tensor(weight)
 
 
 # Token accuracy: the share of trained tokens that the model would have chosen itself.
@@ -535,23 +535,23 @@ def token_accuracy(model: nn.Module, examples: TokenRecords) -> float:
     Raises:
         ValueError: no example has a trained token.
     """
-    right = seen = 0
+    right = total = 0
     device = next(model.parameters()).device
     for start in range(0, len(examples), ROWS):
         rows = [examples[i] for i in range(start, min(start + ROWS, len(examples)))]
         batch = {name: tensor.to(device) for name, tensor in padded(rows).items()}
         hits, count = _hits(model, batch["input_ids"], batch["labels"])
-        right, seen = right + hits, seen + count
-    if not seen:
+        right, total = right + hits, total + count
+    if not total:
         raise ValueError("token accuracy needs an example with a trained token")
-    return right / seen
+    return right / total
 
 
 @torch.no_grad()
 def _hits(model: nn.Module, input_ids: Tensor, labels: Tensor) -> tuple[int, int]:
     """Labels that the model puts first, and labels; both (B, T), labels aligned with positions."""
     hidden = trunk(model)(input_ids=input_ids, use_cache=False).last_hidden_state
-    head, kept = causal_lm(model).lm_head, labels.flatten() != IGNORED
-    rows, wanted = hidden.flatten(0, 1)[kept], labels.flatten()[kept]
+    head, labelled = causal_lm(model).lm_head, labels.flatten() != IGNORED
+    rows, wanted = hidden.flatten(0, 1)[labelled], labels.flatten()[labelled]
     pairs = zip(rows.split(CHUNK), wanted.split(CHUNK), strict=True)
     return sum(int((head(r).argmax(-1) == w).sum()) for r, w in pairs), len(wanted)

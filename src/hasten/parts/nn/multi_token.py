@@ -97,10 +97,10 @@ class MultiToken(nn.Module):
         self.passes, self.last = self.passes + 1, []
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for distance, ahead in enumerate(self.modules_ahead, start=1):
-            there = same_document(input_ids, inputs.get("position_ids"), distance)
+            in_document = same_document(input_ids, inputs.get("position_ids"), distance)
             tokens = input_ids.roll(-distance, dims=1)
-            wanted = labels.roll(-distance, dims=1).masked_fill(~there, IGNORED)
-            embedded = embed(tokens) * there.unsqueeze(-1).to(hidden.dtype)
+            wanted = labels.roll(-distance, dims=1).masked_fill(~in_document, IGNORED)
+            embedded = embed(tokens) * in_document.unsqueeze(-1).to(hidden.dtype)
             hidden = ahead(embedded, hidden, **inputs)
             loss = _loss(head, hidden, wanted, chunk, terms)
             self.last.append((loss.detach(), (wanted != IGNORED).sum()))
@@ -127,8 +127,8 @@ class PredictionModule(nn.Module):
     def forward(self, embedded: Tensor, hidden: Tensor, **inputs: Any) -> Tensor:
         """Both (B, T, hidden); ``inputs`` are those of the model's decoder but its tokens."""
         both = torch.cat([self.embedding_norm(embedded), self.state_norm(hidden)], dim=-1)
-        found = self.block(inputs_embeds=self.project(both), use_cache=False, **inputs)
-        states: Tensor = found.last_hidden_state
+        output = self.block(inputs_embeds=self.project(both), use_cache=False, **inputs)
+        states: Tensor = output.last_hidden_state
         return states
 
 
@@ -152,8 +152,8 @@ def one_layer(decoder: Any) -> nn.Module:
         attention.use_document_attention(made)
     made.embed_tokens = None  # it is called with embeddings
     freeze_indexers(made)
-    found: nn.Module = made.train()
-    return found
+    layer: nn.Module = made.train()
+    return layer
 
 
 def same_document(input_ids: Tensor, position_ids: Tensor | None, distance: int) -> Tensor:
@@ -162,11 +162,11 @@ def same_document(input_ids: Tensor, position_ids: Tensor | None, distance: int)
     Documents of a packed row begin where positions do; without positions each row is one.
     """
     places = torch.arange(input_ids.shape[1], device=input_ids.device)
-    there = (places + distance < input_ids.shape[1]).expand_as(input_ids)
+    inside = (places + distance < input_ids.shape[1]).expand_as(input_ids)
     if position_ids is None:
-        return there
+        return inside
     number = (position_ids == 0).cumsum(dim=1).expand_as(input_ids)
-    return there & (number == number.roll(-distance, dims=1))
+    return inside & (number == number.roll(-distance, dims=1))
 
 
 def minimise_too(loss_of: nn.Module, ahead: MultiToken) -> None:
@@ -183,18 +183,18 @@ def minimise_too(loss_of: nn.Module, ahead: MultiToken) -> None:
     loss.ahead = ahead
     if not ahead.weight:
         return
-    seen: list[Tensor] = []
+    hidden_states: list[Tensor] = []
 
-    def hear(module: nn.Module, given: Any, output: Any) -> None:
-        seen[:] = [output.last_hidden_state] if loss.training else []
+    def hear(module: nn.Module, args: Any, output: Any) -> None:
+        hidden_states[:] = [output.last_hidden_state] if loss.training else []
 
     def add(
-        module: nn.Module, given: Any, named: dict[str, Any], output: tuple[Tensor, Tensor]
+        module: nn.Module, args: Any, named: dict[str, Any], output: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor] | None:
         if not loss.training:
             return None
         total, count = output
-        more = ahead(model, seen.pop(), chunk=_chunk(loss), terms=loss.terms, **named)
+        more = ahead(model, hidden_states.pop(), chunk=_chunk(loss), terms=loss.terms, **named)
         return total + more, count
 
     trunk(model).register_forward_hook(hear)
@@ -241,6 +241,6 @@ def _loss(head: Any, hidden: Tensor, labels: Tensor, chunk: int, terms: LossTerm
         positions = (wanted != IGNORED).nonzero().squeeze(1)
         rows, wanted = rows.index_select(0, positions), wanted.index_select(0, positions)
     if isinstance(head, TakesLabels):
-        found: Tensor = head(rows, wanted, chunk, terms)
-        return found
+        loss_sum: Tensor = head(rows, wanted, chunk, terms)
+        return loss_sum
     return head_cross_entropy(head, rows, wanted, chunk, terms)

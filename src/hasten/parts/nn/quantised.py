@@ -60,8 +60,8 @@ def to_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = blocks.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     levels = torch.tensor(NF4_LEVELS, device=flat.device)
     between = (levels[1:] + levels[:-1]) / 2  # the nearest level lies between two of these
-    found = torch.bucketize(blocks / scale, between).to(torch.uint8).view(-1, 2)
-    return found[:, 0] << 4 | found[:, 1], scale
+    codes = torch.bucketize(blocks / scale, between).to(torch.uint8).view(-1, 2)
+    return codes[:, 0] << 4 | codes[:, 1], scale
 
 
 def from_nf4(
@@ -154,11 +154,11 @@ def is_plain_linear(module: nn.Module) -> bool:
 def quantise_linears(module: nn.Module, names: Sequence[str], kind: Kind) -> None:
     """Put a quantised layer in the place of each named one, in this module alone."""
     for name in names:
-        parent, _, own = name.rpartition(".")
+        parent, _, child = name.rpartition(".")
         layer = module.get_submodule(name)
         if not isinstance(layer, nn.Linear):
             raise ValueError(f"{name} is a {type(layer).__name__}, not a linear layer")
-        setattr(module.get_submodule(parent), own, QuantisedLinear(layer, kind))
+        setattr(module.get_submodule(parent), child, QuantisedLinear(layer, kind))
 
 
 # Linear layers whose three products take float8 inputs, each block of numbers under its own scale.
@@ -257,10 +257,10 @@ class Rounding(NamedTuple):
                 F.pad(data.view(torch.uint8), (0, filler)).view(data.dtype)
                 for data in (a_data, b_data)
             )
-        found: Tensor = torch._scaled_mm(
+        product: Tensor = torch._scaled_mm(
             a_data, b_data.t(), scale_a=a_MK.scale, scale_b=b_NK.scale.t(), out_dtype=torch.bfloat16
         )
-        return found.to(dtype)
+        return product.to(dtype)
 
     def in_one_pass(self, x: Tensor) -> bool:
         """Whether the GPU's kernels round a matrix."""
@@ -297,9 +297,9 @@ class Float8Weight:
 
     def drop(self) -> bool:
         """Forget what was rounded; whether there was something."""
-        held = self._both is not None
+        had_copy = self._both is not None
         self._both, self._of, self._memory = None, (), None
-        return held
+        return had_copy
 
     def _sides(self, weight: Tensor) -> tuple[Float8Blocks, Float8Blocks]:
         memory = weight.untyped_storage()
@@ -456,14 +456,14 @@ class Float8Layers:
         self.keep_weights(False)
         self._weights.clear()
 
-    def keep_weights(self, kept: bool) -> None:
+    def keep_weights(self, enabled: bool) -> None:
         """Round each weight once, from now on until False is said; 2 bytes for each number.
 
         Between the two nothing may write to a weight through its ``.data``.
         """
         for weight in self._weights:
-            weight.kept = kept
-            if not kept:
+            weight.kept = enabled
+            if not enabled:
                 self.have_kept |= weight.drop()
 
     def _forward(self, name: str, layer: nn.Linear, of_weight: Float8Weight, x: Tensor) -> Tensor:
@@ -471,8 +471,8 @@ class Float8Layers:
             return F.linear(x, layer.weight, layer.bias)
         self.ran.add(name)
         rounded = self._last.of(x, self._rounding, learns(layer.weight))
-        given = x, layer.weight, layer.bias, self._rounding
-        return linear(*given, rounded=rounded, of_weight=of_weight)
+        arguments = x, layer.weight, layer.bias, self._rounding
+        return linear(*arguments, rounded=rounded, of_weight=of_weight)
 
 
 class _LastInput:
@@ -509,8 +509,8 @@ class _LastInput:
 
 def _version(x: Tensor) -> int:
     """How often operators have written to a tensor in place."""
-    found: int = x._version
-    return found
+    version: int = x._version
+    return version
 
 
 def _in_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:

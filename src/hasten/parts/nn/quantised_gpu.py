@@ -65,9 +65,9 @@ def _asked(device: str) -> bool:
     return not fused_gpu.why_not(device)
 
 
-def _launch(name: str, *given: Any, **fixed: Any) -> None:
+def _launch(name: str, *args: Any, **fixed: Any) -> None:
     kernels = importlib.import_module("hasten.parts.kernels.few_bits_triton")
-    fused_gpu.launch(getattr(kernels, name), *given, **fixed)
+    fused_gpu.launch(getattr(kernels, name), *args, **fixed)
 
 
 def row_warps(block: int) -> int:
@@ -148,10 +148,10 @@ def _by_tiles(
     of_rows, of_columns = largest[:count], largest[count:]
     programs = -(-n // TILE), -(-filled // TILE)
     shape = {"ROWS": rows, "HIGH": TILE, "WIDE": TILE, "num_warps": WARPS}
-    given, sizes = (programs, x, of_rows, of_columns), (count, n, x.stride(0))
-    _launch("largest_kernel", *given, *sizes, **shape)
+    inputs, sizes = (programs, x, of_rows, of_columns), (count, n, x.stride(0))
+    _launch("largest_kernel", *inputs, *sizes, **shape)
     made, limits = (*straight, *turned), (torch.finfo(dtype).max, LEAST)
-    _launch("float8_tile_kernel", *given, *made, *sizes, filled, *limits, **shape)
+    _launch("float8_tile_kernel", *inputs, *made, *sizes, filled, *limits, **shape)
 
 
 @custom_op("hasten_gpu::widen_nf4", mutates_args=())
@@ -161,9 +161,9 @@ def widen_nf4(
     """The matrix (rows, columns) that nf4 codes, scales and levels stand for."""
     out = codes.new_empty((rows, columns), dtype=dtype)
     blocks, together = scale.numel(), WIDEN_BLOCK // NF4_BLOCK
-    given = codes.contiguous(), scale.contiguous(), levels, out, blocks, rows * columns
+    arguments = codes.contiguous(), scale.contiguous(), levels, out, blocks, rows * columns
     shape = {"BYTES": NF4_BLOCK // 2, "TOGETHER": together, "num_warps": WARPS}
-    _launch("nf4_kernel", (-(-blocks // together),), *given, **shape)
+    _launch("nf4_kernel", (-(-blocks // together),), *arguments, **shape)
     return out
 
 
@@ -180,8 +180,8 @@ def widen_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     rows, n = codes.shape
     out = codes.new_empty((rows, n), dtype=dtype)
     programs = rows, -(-n // WIDEN_BLOCK)
-    given = codes.contiguous(), scale.contiguous(), out, n
-    _launch("int8_kernel", programs, *given, BLOCK=WIDEN_BLOCK, num_warps=WARPS)
+    arguments = codes.contiguous(), scale.contiguous(), out, n
+    _launch("int8_kernel", programs, *arguments, BLOCK=WIDEN_BLOCK, num_warps=WARPS)
     return out
 
 

@@ -49,10 +49,10 @@ def bind(module: nn.Module, function: Forward, state: Any = None) -> None:
         _put(module, _STATES, function, state)
     if is_bound(module, function):
         return
-    own = module.__dict__.pop("forward", None)
-    if own is not None:  # somebody's wrapper around this instance: it stays below
-        _put(module, _BELOW, function, own)
-    module.__class__ = _class_of(type(module), function, own is not None)
+    wrapper = module.__dict__.pop("forward", None)
+    if wrapper is not None:  # somebody's wrapper around this instance: it stays below
+        _put(module, _BELOW, function, wrapper)
+    module.__class__ = _class_of(type(module), function, wrapper is not None)
 
 
 def unbind(module: nn.Module, function: Forward) -> None:
@@ -61,22 +61,22 @@ def unbind(module: nn.Module, function: Forward) -> None:
     Raises:
         ValueError: another library has changed the module's class since.
     """
-    kept, plain = [], plain_class(module)
+    remaining, plain = [], plain_class(module)
     if _bound_by(type(module)) is None and is_bound(module, function):
         raise ValueError(
             f"{type(module).__name__} was wrapped after {function.__qualname__} was bound to it"
         )
     for one, covers in _stack(type(module)):
         if one is not function:
-            kept.append((one, covers))
-        elif covers and kept:
+            remaining.append((one, covers))
+        elif covers and remaining:
             raise ValueError(f"take off what was bound to {plain.__name__} later first")
         elif covers:
             module.__dict__["forward"] = module.__dict__[_BELOW][function]
     if state_of(module, function) is not None:
         _put(module, _STATES, function, None)
     made = plain
-    for one, covers in reversed(kept):
+    for one, covers in reversed(remaining):
         made = _class_of(made, one, covers)
     if made is not type(module):
         module.__class__ = made
@@ -84,8 +84,8 @@ def unbind(module: nn.Module, function: Forward) -> None:
 
 def is_bound(module: nn.Module, function: Forward | None = None) -> bool:
     """Whether ``function`` is bound to the module; without one, whether any is."""
-    found = bound(module)
-    return bool(found) if function is None else any(f is function for f in found)
+    functions = bound(module)
+    return bool(functions) if function is None else any(f is function for f in functions)
 
 
 def bound(module: nn.Module) -> tuple[Forward, ...]:
@@ -108,33 +108,33 @@ def usual_of(module: nn.Module, function: Forward) -> Forward:
     kind = next(k for k in type(module).__mro__ if (b := _bound_by(k)) and b[0] is function)
     covers = kind.__dict__["_hasten_bound"][1]
     if covers:
-        own: Forward = module.__dict__[_BELOW][function]
-        return own
+        wrapper: Forward = module.__dict__[_BELOW][function]
+        return wrapper
     base: Any = kind.__mro__[1]
     return types.MethodType(base.forward, module)
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The module's class without what is bound."""
-    found = type(module)
-    for kind in found.__mro__:
+    plain = type(module)
+    for kind in plain.__mro__:
         if _bound_by(kind) is not None:
-            found = kind.__mro__[1]
-    return found
+            plain = kind.__mro__[1]
+    return plain
 
 
-def _put(module: nn.Module, place: str, key: Forward, value: Any) -> None:
+def _put(module: nn.Module, attribute: str, key: Forward, value: Any) -> None:
     """In a dict of its own: a shallow copy of the module has the former one."""
-    module.__dict__[place] = {**module.__dict__.get(place, {}), key: value}
+    module.__dict__[attribute] = {**module.__dict__.get(attribute, {}), key: value}
 
 
 def _bound_by(kind: type) -> tuple[Forward, bool] | None:
-    found: tuple[Forward, bool] | None = kind.__dict__.get("_hasten_bound")
-    return found
+    binding: tuple[Forward, bool] | None = kind.__dict__.get("_hasten_bound")
+    return binding
 
 
 def _stack(kind: type) -> list[tuple[Forward, bool]]:
-    return [found for one in kind.__mro__ if (found := _bound_by(one)) is not None]
+    return [binding for one in kind.__mro__ if (binding := _bound_by(one)) is not None]
 
 
 def _class_of(base: type[Any], function: Forward, covers: bool) -> type[Any]:
@@ -187,10 +187,10 @@ def _kind_of(kind: type[type]) -> type[type]:
 
 
 def _reduced(kind: type) -> Any:
-    found = _bound_by(kind)
-    if found is None:  # a subclass by another library
+    binding = _bound_by(kind)
+    if binding is None:  # a subclass by another library
         return kind.__qualname__
-    return _restored, (kind.__mro__[1], *found)
+    return _restored, (kind.__mro__[1], *binding)
 
 
 def _restored(base: type[Any], function: Forward, covers: bool) -> type[Any]:

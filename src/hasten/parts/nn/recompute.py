@@ -48,13 +48,15 @@ def decoder_blocks(module: nn.Module) -> list[nn.Module]:
         ValueError: there are no two modules of one class beside each other.
     """
     lists = [
-        list(found)
-        for found in module.modules()
-        if isinstance(found, nn.ModuleList | nn.Sequential)
-        and len(found) > 1
-        and len({type(member) for member in found}) == 1
+        list(candidate)
+        for candidate in module.modules()
+        if isinstance(candidate, nn.ModuleList | nn.Sequential)
+        and len(candidate) > 1
+        and len({type(member) for member in candidate}) == 1
     ]
-    lists = lists or [alike for found in module.modules() for alike in _alike_children(found)]
+    lists = lists or [
+        alike for candidate in module.modules() for alike in _alike_children(candidate)
+    ]
     if not lists:
         raise ValueError(
             "the model has no two blocks of one class beside each other, so nothing can be "
@@ -80,15 +82,15 @@ def _named_blocks(names: tuple[str, ...], module: nn.Module) -> list[nn.Module]:
     Raises:
         ValueError: the model has no module of a name.
     """
-    known = dict(module.named_modules())
-    wrong = [name for name in names if name not in known]
+    modules = dict(module.named_modules())
+    wrong = [name for name in names if name not in modules]
     if wrong or not names:
-        there = ", ".join(name for name, _ in module.named_children())
+        children = ", ".join(name for name, _ in module.named_children())
         raise ValueError(
             f"blocks has {wrong[0] if wrong else 'no name'!r}, which this model has no module for; "
-            f"its children are {there}"
+            f"its children are {children}"
         )
-    return [known[name] for name in names]
+    return [modules[name] for name in names]
 
 
 def checkpoint_sequential(
@@ -164,8 +166,8 @@ class BlockRecompute:
         self.recomputed = {region * size for region in range(regions)}
         for position, block in enumerate(self.blocks):
             inside = position < regions * size
-            place = _Place(self, position - position % size, position, size) if inside else None
-            rebind.bind(block, _recomputed, place)
+            segment = _Place(self, position - position % size, position, size) if inside else None
+            rebind.bind(block, _recomputed, segment)
 
     def remove(self) -> None:
         """Give the blocks their own forwards back."""
@@ -192,43 +194,43 @@ class BlockRecompute:
         """
         self._held = []
         try:
-            return saved_bytes(forward, without, beside=self._held)
+            return saved_bytes(forward, without, extra=self._held)
         finally:
             self._held = None
 
-    def first(self, place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def first(self, segment: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A segment's first block runs the whole segment."""
         if self.resting or not torch.is_grad_enabled():
             self._open = None
-            return self._usual(place.position)(*args, **kwargs)
+            return self._usual(segment.position)(*args, **kwargs)
         kwargs = _without_cache(kwargs)
-        found = self._region(place.start, place.size, args, kwargs)
-        self._open = (kwargs, found) if place.size > 1 else None
-        return found
+        output = self._region(segment.start, segment.size, args, kwargs)
+        self._open = (kwargs, output) if segment.size > 1 else None
+        return output
 
-    def through(self, place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def through(self, segment: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The others of it hand its result on."""
         if self._open is None:
-            return self._usual(place.position)(*args, **kwargs)
-        named, found = self._open
+            return self._usual(segment.position)(*args, **kwargs)
+        named, output = self._open
         kwargs = _without_cache(kwargs)
         same = named.keys() == kwargs.keys() and all(named[k] is kwargs[k] for k in named)
-        if len(args) != 1 or args[0] is not found or not same:
+        if len(args) != 1 or args[0] is not output or not same:
             raise ValueError(
                 "the blocks of this model are not called one after the other with the same "
                 "arguments, so they can't be recomputed in segments; leave segments out"
             )
-        if place.position == place.start + place.size - 1:
+        if segment.position == segment.start + segment.size - 1:
             self._open = None
-        return found
+        return output
 
     def _usual(self, position: int) -> Forward:
         return rebind.usual_of(self.blocks[position], _recomputed)
 
     def _region(self, start: int, size: int, args: Any, kwargs: dict[str, Any]) -> Any:
-        def run(hidden: Any, *rest: Any, **named: Any) -> Any:
+        def run(hidden: Any, *more: Any, **named: Any) -> Any:
             for position in range(start, start + size):
-                hidden = self._usual(position)(hidden, *rest, **named)
+                hidden = self._usual(position)(hidden, *more, **named)
             return hidden
 
         if self.offload:
@@ -253,8 +255,10 @@ class BlockRecompute:
             devices, kind = [], "cuda"  # fork_rng needs a kind
         shared = [v for v in _tensors(list(kwargs.values())) if v is not hidden]
         with torch.random.fork_rng(devices=devices, device_type=kind):
-            kept = saved_bytes(lambda: run(*args, **kwargs), self.blocks[start], aside=shared)
-        self._measured[start] = (kept, hidden.untyped_storage().nbytes())
+            stored_bytes = saved_bytes(
+                lambda: run(*args, **kwargs), self.blocks[start], aside=shared
+            )
+        self._measured[start] = (stored_bytes, hidden.untyped_storage().nbytes())
         if len(self._measured) == len(self.blocks):
             assert self.budget is not None
             self.recomputed = blocks_to_recompute(list(self._measured.values()), self.budget)
@@ -270,11 +274,11 @@ class _Place(NamedTuple):
 
 
 def _recomputed(block: nn.Module, usual: Forward, *args: Any, **kwargs: Any) -> Any:
-    place: _Place | None = rebind.state_of(block, _recomputed)
-    if place is None:
+    segment: _Place | None = rebind.state_of(block, _recomputed)
+    if segment is None:
         return usual(*args, **kwargs)
-    call = place.owner.first if place.position == place.start else place.owner.through
-    return call(place, args, kwargs)
+    call = segment.owner.first if segment.position == segment.start else segment.owner.through
+    return call(segment, args, kwargs)
 
 
 _first_pass = threading.local()
@@ -312,12 +316,12 @@ def blocks_to_recompute(sizes: list[tuple[int, int]], budget: float) -> set[int]
 
     All of them where even that is more than the budget.
     """
-    stays = sum(kept for kept, _ in sizes)
+    stays = sum(stored for stored, _ in sizes)
     bound = budget * stays
-    for position, (kept, recomputed) in enumerate(sizes):
+    for position, (stored, recomputed) in enumerate(sizes):
         if stays <= bound:
             return set(range(position))
-        stays -= kept - min(recomputed, kept)
+        stays -= stored - min(recomputed, stored)
     return set(range(len(sizes)))
 
 
@@ -325,26 +329,26 @@ def saved_bytes(
     forward: Callable[[], Any],
     without: nn.Module,
     *,
-    beside: list[Tensor] | None = None,
+    extra: list[Tensor] | None = None,
     aside: list[Tensor] | None = None,
 ) -> int:
     """Bytes of the storages that autograd keeps of a forward pass, each counted once.
 
-    Those of ``without``'s parameters and of ``aside`` don't count; those of ``beside`` (read after
+    Those of ``without``'s parameters and of ``aside`` don't count; those of ``extra`` (read after
     the pass) count too.
     """
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor.detach())  # a saved result that knows its node would never be freed
-        return kept[-1]
+        saved.append(tensor.detach())  # a saved result that knows its node would never be freed
+        return saved[-1]
 
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
         result = forward()
-    own = {_place(p) for p in _pieces([*without.parameters(), *(aside or [])])}
-    found = {_place(t): t.untyped_storage().nbytes() for t in _pieces([*kept, *(beside or [])])}
+    excluded = {_place(p) for p in _pieces([*without.parameters(), *(aside or [])])}
+    sizes = {_place(t): t.untyped_storage().nbytes() for t in _pieces([*saved, *(extra or [])])}
     del result  # until here: a freed storage's address would be given out again
-    return sum(size for place, size in found.items() if place not in own)
+    return sum(size for storage, size in sizes.items() if storage not in excluded)
 
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -375,8 +379,8 @@ def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _place(tensor: Tensor) -> int:
-    place: int = tensor.untyped_storage()._cdata  # fakes have no memory
-    return place
+    address: int = tensor.untyped_storage()._cdata  # fakes have no memory
+    return address
 
 
 def _parameters(module: nn.Module) -> int:

@@ -60,8 +60,8 @@ def sequence_ids(lengths: Sequence[int], shape: Sequence[int]) -> Tensor:
     """
     rows, width = shape
     ids = torch.full((rows, width), FILLER)
-    apart = len(lengths) == rows and max(lengths, default=0) <= width
-    if apart:
+    one_per_row = len(lengths) == rows and max(lengths, default=0) <= width
+    if one_per_row:
         for row, length in enumerate(lengths):
             ids[row, :length] = row
         return ids.flatten()
@@ -204,10 +204,10 @@ class RouterBalance:
         moves = self.speed * torch.sign(self.last.mean(dim=1, keepdim=True) - self.last)
         on_device: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # sent at once, not by layer
         for layer, bias in zip(range(len(moves)), self.biases, strict=True):
-            place = bias.device, bias.dtype
-            if place not in on_device:
-                on_device[place] = moves.to(*place, non_blocking=True)
-            bias += on_device[place][layer]
+            device_and_dtype = bias.device, bias.dtype
+            if device_and_dtype not in on_device:
+                on_device[device_and_dtype] = moves.to(*device_and_dtype, non_blocking=True)
+            bias += on_device[device_and_dtype][layer]
 
     def discard(self) -> None:
         """Forget the passes since the last update."""
@@ -225,8 +225,10 @@ class RouterBalance:
         """A rank that holds some layers hears their routers, or none, and counts 0 for the rest."""
         if self._loads is None:
             shape = len(self.routers), self.routers[0].num_experts
-            here = [r.weight.device for r in self.routers if not r.weight.is_meta]
-            self._loads = torch.zeros(shape, dtype=torch.float64, device=here[0] if here else None)
+            devices = [r.weight.device for r in self.routers if not r.weight.is_meta]
+            self._loads = torch.zeros(
+                shape, dtype=torch.float64, device=devices[0] if devices else None
+            )
         real = (heard.sequences != FILLER).to(self._loads)
         for layer, chosen in heard.chosen.items():
             each = real.to(chosen.device).unsqueeze(1).expand_as(chosen)

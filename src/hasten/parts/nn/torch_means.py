@@ -132,8 +132,8 @@ def is_torch_mean(loss_fn: Any) -> bool:
     if function is None:
         return False
     named = {} if loss_fn is function else dict(loss_fn.keywords)
-    known = (LABELLED | ELEMENTWISE)[function]
-    return named.pop("reduction", "mean") == "mean" and set(named) <= known
+    allowed = (LABELLED | ELEMENTWISE)[function]
+    return named.pop("reduction", "mean") == "mean" and set(named) <= allowed
 
 
 def _function(loss_fn: Any) -> Any:

@@ -105,15 +105,15 @@ class CompactAdamW(Optimizer):
         if skipped:
             return loss
         updates: dict[torch.device, list[adamw.TensorUpdate]] = {}
-        place = 0
+        index = 0
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and _by_kernel(parameter):
-                    one = self._planned(parameter, group, place)
+                    one = self._planned(parameter, group, index)
                     updates.setdefault(parameter.device, []).append(one)
                 elif parameter.grad is not None:
-                    self._update(parameter, group, place, divisor)
-                place += 1
+                    self._update(parameter, group, index, divisor)
+                index += 1
         for of_device in updates.values():
             adamw.update(of_device, divisor)
         return loss
@@ -125,8 +125,8 @@ class CompactAdamW(Optimizer):
             ValueError: the state has other moments than this optimizer.
         """
         saved = list(chain.from_iterable(g["params"] for g in state_dict["param_groups"]))
-        here = list(chain.from_iterable(g["params"] for g in self.param_groups))
-        for index, parameter in zip(saved, here, strict=False):
+        parameters = list(chain.from_iterable(g["params"] for g in self.param_groups))
+        for index, parameter in zip(saved, parameters, strict=False):
             names = set(state_dict["state"].get(index, ()))
             expected = set(self._fresh(parameter)) if names else names
             if names != expected:
@@ -136,14 +136,14 @@ class CompactAdamW(Optimizer):
                     "setting that wrote it"
                 )
         super().load_state_dict(state_dict)
-        here = list(chain.from_iterable(g["params"] for g in self.param_groups))
-        for index, parameter in zip(saved, here, strict=True):
+        parameters = list(chain.from_iterable(g["params"] for g in self.param_groups))
+        for index, parameter in zip(saved, parameters, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor):
                     value = value.to(parameter.device, copy=True)
                 self.state[parameter][name] = value
 
-    def _planned(self, parameter: Tensor, group: State, place: int) -> adamw.TensorUpdate:
+    def _planned(self, parameter: Tensor, group: State, index: int) -> adamw.TensorUpdate:
         """What the kernel is to do with a parameter."""
         state, copy, grad = self._next(parameter), self._copies.get(id(parameter)), parameter.grad
         assert grad is not None
@@ -156,28 +156,28 @@ class CompactAdamW(Optimizer):
             adamw.rule_of(group, state["step"]),
             scales,
             None if copy is None else copy.detach().view(-1),
-            adamw.dice_key(self.seed, place, state["step"]),
+            adamw.dice_key(self.seed, index, state["step"]),
         )
 
-    def _update(self, parameter: Tensor, group: State, place: int, divisor: Tensor | None) -> None:
+    def _update(self, parameter: Tensor, group: State, index: int, divisor: Tensor | None) -> None:
         state, grad = self._next(parameter), parameter.grad
         assert grad is not None
-        dice = self._dice(parameter.device, place, state["step"])
-        whole = parameter.detach().contiguous()  # itself, but for a weight with odd strides
-        weights, grads = whole.view(-1), grad.contiguous().view(-1)
+        dice = self._dice(parameter.device, index, state["step"])
+        contiguous = parameter.detach().contiguous()  # itself, but for a weight with odd strides
+        weights, grads = contiguous.view(-1), grad.contiguous().view(-1)
         in_bf16 = weights.dtype is torch.bfloat16
         chunk = CHUNK.get(parameter.device.type, CHUNK_ELSEWHERE)
         for start in range(0, len(weights), chunk):
             part = slice(start, min(start + chunk, len(weights)))
             first, second = _moments(state, part)
-            given = grads[part].float() if divisor is None else grads[part].float() / divisor
+            gradient = grads[part].float() if divisor is None else grads[part].float() / divisor
             moved = weights[part].float() if in_bf16 else weights[part]
-            _adamw(moved, given, first, second, group, state["step"])
+            _adamw(moved, gradient, first, second, group, state["step"])
             _keep(state, part, first, second, dice)
             if in_bf16:
                 weights[part] = to_bf16(moved, noise(len(moved), dice))
         if not parameter.is_contiguous():
-            parameter.copy_(whole)
+            parameter.copy_(contiguous)
         if (copy := self._copies.get(id(parameter))) is not None:
             copy.copy_(parameter)
 
@@ -205,11 +205,11 @@ class CompactAdamW(Optimizer):
         first = torch.zeros(count, dtype=dtype, device=device)
         return {"step": 0, "first": first, "second": torch.zeros_like(first)}
 
-    def _dice(self, device: torch.device, place: int, step: int) -> torch.Generator:
+    def _dice(self, device: torch.device, index: int, step: int) -> torch.Generator:
         """A generator that seed, tensor and step alone decide."""
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
-        mixed = (self.seed * 1_000_003 + place) * 0x9E3779B97F4A7C15 + step
+        mixed = (self.seed * 1_000_003 + index) * 0x9E3779B97F4A7C15 + step
         return self._generators[device].manual_seed(mixed % 2**63)
 
 

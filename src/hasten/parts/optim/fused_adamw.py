@@ -70,13 +70,13 @@ class FusedAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Move the weights that have a gradient; returns what ``closure`` returned."""
-        found = None
+        loss = None
         if closure is not None:
             with torch.enable_grad():
-                found = closure()
+                loss = closure()
         divisor, skipped = told_by_scaler(self)
         if skipped:
-            return found
+            return loss
         factor: float | None = None  # read where a loop on the processor needs it
         updates: dict[torch.device, list[adamw.TensorUpdate]] = {}
         for group in self.param_groups:
@@ -94,7 +94,7 @@ class FusedAdamW(Optimizer):
                     rowwise.adamw_(*one[:4], one.copy, (*one.rule, factor))
         for of_device in updates.values():
             adamw.update(of_device, divisor)
-        return found
+        return loss
 
     def _planned(self, weight: Tensor, group: dict[str, Any]) -> adamw.TensorUpdate:
         if weight.dtype != torch.float32 or why_not(weight.device):

@@ -85,8 +85,8 @@ class MasterWeights:
         Raises:
             ValueError: it holds a trainable weight that ``prepare`` has not seen as one.
         """
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(p.requires_grad and id(p) not in self._masters for p in held):
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(p.requires_grad and id(p) not in self._masters for p in weights):
             raise ValueError(
                 "the optimizer holds a weight that isn't in the prepared module, or was frozen "
                 "when prepare() saw it"
@@ -158,10 +158,10 @@ class MasterWeights:
         """
         for hook in self._hooks:
             hook.remove()
-        for working, given in self._given:
+        for working, dtype in self._given:
             master = self._masters.get(id(working))
             if master is None:
-                working.data = working.data.to(given)
+                working.data = working.data.to(dtype)
             else:
                 working.data = master.detach().to(working.device, copy=True)
         if self._optimizer is not None:

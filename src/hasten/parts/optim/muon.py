@@ -39,15 +39,15 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     bf16 on a GPU, as the authors do; on a processor float32, which is not slower there.
     """
     a, b, c = COEFFICIENTS
-    found = matrices.to(torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)
-    tall = found.shape[-2] > found.shape[-1]
+    iterate = matrices.to(torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)
+    tall = iterate.shape[-2] > iterate.shape[-1]
     if tall:  # the smaller product
-        found = found.mT
-    found = found / found.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
+        iterate = iterate.mT
+    iterate = iterate / iterate.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
     for _ in range(ITERATIONS):
-        gram = found @ found.mT
-        found = a * found + (b * gram + c * gram @ gram) @ found
-    return (found.mT if tall else found).to(matrices.dtype)
+        gram = iterate @ iterate.mT
+        iterate = a * iterate + (b * gram + c * gram @ gram) @ iterate
+    return (iterate.mT if tall else iterate).to(matrices.dtype)
 
 
 class MuonAdamW(Optimizer):
@@ -124,10 +124,10 @@ def muon_groups(
 ) -> list[dict[str, Any]]:
     """Each group in two where it needs to be: hidden matrices with ``muon: True``, and the rest."""
     hidden = {id(p) for name, p in named if is_hidden_matrix(name, p)}
-    found = []
+    new_groups = []
     for group in groups:
         for muon in (True, False):
             members = [p for p in group["params"] if (id(p) in hidden) == muon]
             if members:
-                found.append({**group, "params": members, "muon": muon})
-    return found
+                new_groups.append({**group, "params": members, "muon": muon})
+    return new_groups

@@ -70,8 +70,8 @@ def deepspeed(draft: RecipeDraft, key: str, value: Any) -> None:
     if not isinstance(value, Mapping) or draft.given.get("distributed_type") != "DEEPSPEED":
         draft.note(key, "needless", "it is off")
         return
-    if found := value.get("deepspeed_config_file"):
-        training.deepspeed(draft, key, str(found))
+    if config_file := value.get("deepspeed_config_file"):
+        training.deepspeed(draft, key, str(config_file))
         return
     zero: dict[str, Any] = {"stage": whole(value.get("zero_stage", 2))}
     config: dict[str, Any] = {}
@@ -110,8 +110,8 @@ def mesh(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def float8(draft: RecipeDraft, key: str, value: Any) -> None:
     on = draft.given.get("mixed_precision") == "fp8" and not is_off(value)
-    words = "the technique float8 has its own settings" if on else "it is off"
-    draft.note(key, "unmapped" if on else "needless", words)
+    explanation = "the technique float8 has its own settings" if on else "it is off"
+    draft.note(key, "unmapped" if on else "needless", explanation)
 
 
 def dynamo(draft: RecipeDraft, key: str, value: Any) -> None:

@@ -49,18 +49,18 @@ class RecipeDraft:
     row_tokens: int | None = None  # of packed rows, which the source's batch counts
     at_default: bool = False  # the key at hand is left out in the file
 
-    def note(self, key: str, fate: Fate, words: str) -> None:
-        self.row(key, self.given.get(key), fate, words)
+    def note(self, key: str, fate: Fate, explanation: str) -> None:
+        self.row(key, self.given.get(key), fate, explanation)
 
-    def row(self, key: str, value: Any, fate: Fate, words: str) -> None:
+    def row(self, key: str, value: Any, fate: Fate, explanation: str) -> None:
         """A row for a part of a key's value."""
         text = " ".join(repr(value).split())
         shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
         if self.at_default:
             if fate == "needless":
                 return
-            shown, words = LEFT_OUT, f"{words} ({self.tool}'s default)"
-        self.rows.append(ImportedKey(key, shown, fate, words))
+            shown, explanation = LEFT_OUT, f"{explanation} ({self.tool}'s default)"
+        self.rows.append(ImportedKey(key, shown, fate, explanation))
 
     def say(self, key: str, name: str, value: Any) -> None:
         """The recipe's key ``name`` is ``value``, because the source's ``key`` says so."""
@@ -70,8 +70,8 @@ class RecipeDraft:
             self.why[name] = f"{key}: {self.tool}'s default"
         elif name in self.values and self.values[name] != value:
             first = self.why[name]
-            words = f"{first} has already made {name} {self.values[name]!r}, which is kept"
-            self.note(key, "contradicts", words)
+            explanation = f"{first} has already made {name} {self.values[name]!r}, which is kept"
+            self.note(key, "contradicts", explanation)
             return
         self.values[name], self.why[name] = value, self.why.get(name, key)
         self.row(key, self.given.get(key, value), "mapped", f"{name}: {value}")
@@ -88,13 +88,15 @@ class RecipeDraft:
         if technique not in self.techniques:
             self.plan.append({technique: dict(settings)} if settings else technique)
 
-    def withdraw(self, name: str, words: str, fate: Fate = "needless") -> None:
+    def withdraw(self, name: str, explanation: str, fate: Fate = "needless") -> None:
         """Take a key of the recipe back, and say why where the source's key has its row."""
         if name not in self.values:
             return
         del self.values[name]
         key, _, default = self.why.pop(name).partition(": ")
-        changed = [replace(r, fate=fate, words=words) if r.key == key else r for r in self.rows]
+        changed = [
+            replace(r, fate=fate, words=explanation) if r.key == key else r for r in self.rows
+        ]
         self.rows = [r for r in self.rows if r.key != key] if default else changed
 
     def setting(self, key: str, default: Any) -> Any:
@@ -126,14 +128,14 @@ def drafted(
 
     Args:
         defaults: the tool's values of keys that are left out. ``a|b`` is used where neither is
-            given, and goes to the handler of ``a``.
+            source, and goes to the handler of ``a``.
 
     Raises:
         InputError: a value of a kind that its key can't have.
     """
-    given, key = draft.given, ""
+    source, key = draft.given, ""
     try:
-        for key, value in given.items():
+        for key, value in source.items():
             if key in handlers:
                 before = len(draft.rows)
                 handlers[key](draft, key, value)
@@ -145,18 +147,18 @@ def drafted(
         for names, value in (defaults or {}).items():
             keys = names.split("|")
             key = keys[0]
-            if all(given.get(name) is None for name in keys):
+            if all(source.get(name) is None for name in keys):
                 handlers[key](draft, key, value)
         draft.at_default = False
         key = "its batch"
         finish(draft)
     except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
         raise InputError(
-            f"{key} is {str(given.get(key, 'of another kind'))[:SHOWN]!r}, which it can't be: "
+            f"{key} is {str(source.get(key, 'of another kind'))[:SHOWN]!r}, which it can't be: "
             f"{str(error).splitlines()[0][:SHOWN] if str(error) else type(error).__name__}"
         ) from error
     listed = {row.key for row in draft.rows}
-    for name in [name for name in given if name not in listed and name in handlers]:
+    for name in [name for name in source if name not in listed and name in handlers]:
         draft.note(name, "needless", "it is off")
     return draft
 
@@ -175,9 +177,9 @@ def named(name: str, kind: Callable[[Any], Any] | None = None) -> Handler:
     return handle
 
 
-def needless(words: str) -> Handler:
+def needless(explanation: str) -> Handler:
     """A key that changes nothing here, and why."""
-    return lambda draft, key, value: draft.note(key, "needless", words)
+    return lambda draft, key, value: draft.note(key, "needless", explanation)
 
 
 OFF: tuple[Any, ...] = (None, False, 0, "", "none", "no", "None", "False", "false", [], {})
@@ -188,12 +190,16 @@ def is_off(value: Any) -> bool:
     return any(value is word or value == word for word in OFF)
 
 
-def unmapped(words: str, off: tuple[Any, ...] = ()) -> Handler:
+def unmapped(explanation: str, off: tuple[Any, ...] = ()) -> Handler:
     """A key that hasten can't follow; one that is off, or at ``off``, asks for nothing."""
 
     def handle(draft: RecipeDraft, key: str, value: Any) -> None:
-        asked = not is_off(value) and value not in off
-        draft.note(key, "unmapped" if asked else "needless", words if asked else "it is off")
+        is_requested = not is_off(value) and value not in off
+        draft.note(
+            key,
+            "unmapped" if is_requested else "needless",
+            explanation if is_requested else "it is off",
+        )
 
     return handle
 
@@ -238,16 +244,16 @@ KINDS: Mapping[str, Callable[[Any], Any]] = {"int": whole, "float": float, "bool
 def table(name: str) -> dict[str, Handler]:
     """Handlers of the keys that ``keys.json`` speaks of under ``name``."""
     rows = ROWS[name]
-    found: dict[str, Handler] = {}
+    handlers: dict[str, Handler] = {}
     kinds: dict[str, Callable[[str], Handler]] = {
         "needless": needless,
         "unmapped": unmapped,
-        "sizes": lambda words: unmapped(words, off=(1,)),  # of groups of ranks
+        "sizes": lambda explanation: unmapped(explanation, off=(1,)),  # of groups of ranks
     }
     for kind, handler in kinds.items():
-        for words, keys in rows.get(kind, {}).items():
-            found |= {key: handler(words) for key in keys}
-    found |= {key: switch(technique) for key, technique in rows.get("switch", {}).items()}
+        for explanation, keys in rows.get(kind, {}).items():
+            handlers |= {key: handler(explanation) for key in keys}
+    handlers |= {key: switch(technique) for key, technique in rows.get("switch", {}).items()}
     for key, (meant, *types) in rows.get("named", {}).items():
-        found[key] = named(meant, *(KINDS[kind] for kind in types))
-    return found
+        handlers[key] = named(meant, *(KINDS[kind] for kind in types))
+    return handlers

@@ -74,11 +74,14 @@ ZERO = {
 
 
 def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
-    given = draft.given
+    source = draft.given
 
     def finish(draft: RecipeDraft) -> None:
         packing(draft)
-        if given.get("micro_batch_size") is not None or given.get("global_batch_size") is not None:
+        if (
+            source.get("micro_batch_size") is not None
+            or source.get("global_batch_size") is not None
+        ):
             each = whole(draft.setting("micro_batch_size", 1))
             passes = max(whole(draft.setting("global_batch_size", EXAMPLES)) // (each * ranks), 1)
             batch(draft, ("micro_batch_size", 1), ("passes", passes), ranks)
@@ -88,7 +91,7 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
             passes = max(math.ceil(EXAMPLES / each / ranks), 1)
             size = ("per_device_train_batch_size", 1)
             batch(draft, size, ("gradient_accumulation_steps", passes), ranks)
-        if given.get("adam_beta2") is None:
+        if source.get("adam_beta2") is None:
             draft.values["adam_betas"] = [draft.values["adam_betas"][0], BETA2]
         draft.at_default = True
         kind = draft.values.get("finetuning_type", "full")
@@ -102,13 +105,13 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         if kind != "lora":
             for name in [name for name in draft.values if name.startswith("lora_")]:
                 draft.withdraw(name, "all weights are trained")
-        minimum, rate = given.get("min_lr"), draft.values.get("learning_rate")
+        minimum, rate = source.get("min_lr"), draft.values.get("learning_rate")
         if minimum and rate:
             draft.say("min_lr", "min_lr_ratio", float(minimum) / float(rate))
         resolve_batch(draft)
-        if given.get("max_length") is None:
-            words = "left out, so the model's own limit holds there; cutoff_len is 2048 here"
-            draft.note("max_length", "unmapped", words)
+        if source.get("max_length") is None:
+            explanation = "left out, so the model's own limit holds there; cutoff_len is 2048 here"
+            draft.note("max_length", "unmapped", explanation)
 
     return drafted(draft, KEYS, finish, defaults=TOOL_DEFAULTS)
 
@@ -137,8 +140,8 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
             path += ":train"  # a subset, of which the split train is read
         sources.append({"path": path, "max_examples": whole(count)} if count else path)
         if "#" in name:
-            words = f"the first {count} examples of {path}; there they are drawn"
-            draft.row(f"{key}: {name}", name, "unmapped", words)
+            explanation = f"the first {count} examples of {path}; there they are drawn"
+            draft.row(f"{key}: {name}", name, "unmapped", explanation)
     if sources:
         one = len(sources) == 1 and isinstance(sources[0], str)
         draft.say(key, "dataset", sources[0] if one else sources)
@@ -182,17 +185,17 @@ def zero(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def scale(draft: RecipeDraft, key: str, value: Any) -> None:
-    found = {"all": "everything", "last_round": "last_answer"}.get(str(value))
-    if found:
-        draft.say(key, "loss_on", found)
+    loss_scope = {"all": "everything", "last_round": "last_answer"}.get(str(value))
+    if loss_scope:
+        draft.say(key, "loss_on", loss_scope)
     elif value not in (None, "default"):
         draft.note(key, "unmapped", "loss is on every answer alike")
 
 
 def template(draft: RecipeDraft, key: str, value: Any) -> None:
     if value:
-        words = f"hasten has no template {value!r}: give it as a .jinja file (chat_template)"
-        draft.note(key, "unmapped", words)
+        explanation = f"hasten has no template {value!r}: give it as a .jinja file (chat_template)"
+        draft.note(key, "unmapped", explanation)
 
 
 def quantised(draft: RecipeDraft, key: str, value: Any) -> None:

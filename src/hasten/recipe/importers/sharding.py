@@ -49,12 +49,12 @@ def words(draft: RecipeDraft, key: str, value: Any) -> None:
     """``fsdp: "shard_grad_op offload auto_wrap"``, as text or list; true: full shards."""
     if value in (True, "true"):
         value = FULL
-    asked = value.replace(",", " ").split() if isinstance(value, str) else list(value or ())
-    if not asked:
+    options = value.replace(",", " ").split() if isinstance(value, str) else list(value or ())
+    if not options:
         draft.note(key, "needless", "it is off")
         return
     draft.say(key, "layout", "fsdp2")
-    for word in asked:
+    for word in options:
         name = str(word).lower()
         if name == "offload":
             _set(draft, f"{key}: {word}", word, "offload", True)
@@ -72,13 +72,13 @@ def config(is_on: Callable[[Mapping[str, Any]], bool]) -> Callable[[RecipeDraft,
     """
 
     def handle(draft: RecipeDraft, key: str, value: Any) -> None:
-        found = value if isinstance(value, Mapping) else {}
-        if not found or not is_on(draft.given):
+        settings = value if isinstance(value, Mapping) else {}
+        if not settings or not is_on(draft.given):
             draft.note(key, "needless", "it is off")
             return
         if draft.values.get("layout") is None:
             draft.say(key, "layout", "fsdp2")
-        for name, item in found.items():
+        for name, item in settings.items():
             _key(draft, f"{key}.{name}", str(name).removeprefix("fsdp_"), item)
 
     return handle
@@ -144,7 +144,7 @@ def _set(draft: RecipeDraft, key: str, value: Any, name: str, wanted: bool) -> N
         draft.plan.append(entry)
     settings = entry["fsdp2"]
     if settings.setdefault(name, wanted) != wanted:
-        words = f"another key has already made {name} {settings[name]!r}, which is kept"
-        draft.row(key, value, "contradicts", words)
+        explanation = f"another key has already made {name} {settings[name]!r}, which is kept"
+        draft.row(key, value, "contradicts", explanation)
         return
     draft.row(key, value, "mapped", f"fsdp2: {name}: {str(wanted).lower()}")

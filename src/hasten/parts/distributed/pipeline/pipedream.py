@@ -70,11 +70,13 @@ class PipeDream(nn.Module):
                 f"AsyncPipeline(stages={ranks})"
             )
         self.module, self.chunks, self.checkpoint = model, chunks, checkpoint
-        place = next((p.device for p in model.parameters()), torch.device("cpu"))
-        asked = num_workers if num_worker is None else num_worker
-        there = torch.accelerator.device_count() if place.type != "cpu" else 1
-        sizes = balanced_layers(Layers(model).costs()[0], there if asked is None else asked)
-        local = stage_devices(len(sizes), place)
+        model_device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        worker_count = num_workers if num_worker is None else num_worker
+        device_count = torch.accelerator.device_count() if model_device.type != "cpu" else 1
+        sizes = balanced_layers(
+            Layers(model).costs()[0], device_count if worker_count is None else worker_count
+        )
+        local = stage_devices(len(sizes), model_device)
         self.stages = tuple(
             (local[index % len(local)], tuple(span)) for index, span in enumerate(ranges(sizes))
         )
@@ -89,13 +91,14 @@ class PipeDream(nn.Module):
             ValueError: the model returns something else than a tensor.
         """
         pieces = x.chunk(self.chunks) if len(x) else (x,)
-        found = [
-            self._through(piece, index + 1 == len(pieces)) for index, piece in enumerate(pieces)
+        outputs = [
+            self._through(micro_batch, index + 1 == len(pieces))
+            for index, micro_batch in enumerate(pieces)
         ]
-        if not all(isinstance(out, Tensor) for out in found):
-            kind = type(found[0]).__name__
+        if not all(isinstance(out, Tensor) for out in outputs):
+            kind = type(outputs[0]).__name__
             raise ValueError(f"PipeDream joins tensors, and this model returns a {kind}")
-        return torch.cat(found)
+        return torch.cat(outputs)
 
     def _through(self, hidden: Tensor, last: bool) -> Tensor:
         again = self.checkpoint == "always" or (self.checkpoint == "except_last" and not last)

@@ -253,9 +253,9 @@ class RanksRunner:
 
     def _everywhere(self, total: Tensor) -> Tensor:
         """What all ranks brought: the loss from the last, mostly nothing from the others."""
-        whole = total.double()
-        dist.all_reduce(whole, group=self.group)
-        return whole
+        summed = total.double()
+        dist.all_reduce(summed, group=self.group)
+        return summed
 
     def _runtime(self, micro_batches: Sequence[Inputs]) -> Any:
         """The one for so many micro-batches of this shape, kept or new."""
@@ -299,30 +299,34 @@ class RanksRunner:
         from torch.distributed.pipelining import PipelineStage
 
         last, chunk = self.work.last, _Chunk(self._stages[index], index, self.work)
-        known: dict[str, Any] = {}
+        stage_kwargs: dict[str, Any] = {}
         if shape is not None:
             size, dtype = shape
             hidden = torch.empty(size, dtype=dtype, device="meta").requires_grad_()
             total = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta")
             number = torch.empty(1, dtype=torch.int64, device="meta")
-            known["input_args"] = hidden if index else number
-            known["output_args"] = hidden if index < last else total.requires_grad_()
-        stage: Any = PipelineStage(chunk, index, last + 1, self.device, group=self.group, **known)
+            stage_kwargs["input_args"] = hidden if index else number
+            stage_kwargs["output_args"] = hidden if index < last else total.requires_grad_()
+        stage: Any = PipelineStage(
+            chunk, index, last + 1, self.device, group=self.group, **stage_kwargs
+        )
         recorder, backward = self.work.recorder, stage.backward_one_chunk
-        whole = timed_calls(recorder, backward, self.rank, "B", index)
+        timed_full = timed_calls(recorder, backward, self.rank, "B", index)
         half = timed_calls(recorder, backward, self.rank, "I", index)
 
         def either(number: int, loss: Any = None, full_backward: bool = True, **more: Any) -> None:
-            (whole if full_backward else half)(
+            (timed_full if full_backward else half)(
                 number, loss=loss, full_backward=full_backward, **more
             )
             self.work.seams.after_backward()
 
         def weights(number: int, **more: Any) -> None:
-            rest(number, **more)
+            timed_weights(number, **more)
             self.work.seams.after_backward()
 
-        rest = timed_calls(recorder, stage.backward_weight_one_chunk, self.rank, "W", index)
+        timed_weights = timed_calls(
+            recorder, stage.backward_weight_one_chunk, self.rank, "W", index
+        )
         stage.forward_one_chunk = timed_calls(
             recorder, stage.forward_one_chunk, self.rank, "F", index
         )
@@ -364,18 +368,18 @@ def receives_earlier(listed: Sequence[Any], ahead: int) -> list[Any]:
     the pass that needs it, so that the pass would wait for all of the way. On NCCL receives stay:
     there, one that stands before a send can hold it up.
     """
-    found: list[Any] = []
+    reordered: list[Any] = []
     floor = 0  # no receive may overtake the one before it
     for action in listed:
-        place = len(found)
+        position = len(reordered)
         if action.computation_type.name in ("RECV_F", "RECV_B"):
             passed = 0
-            while place > floor and passed < ahead:
-                place -= 1
-                passed += found[place].is_compute_op
-            floor = place + 1
-        found.insert(place, action)
-    return found
+            while position > floor and passed < ahead:
+                position -= 1
+                passed += reordered[position].is_compute_op
+            floor = position + 1
+        reordered.insert(position, action)
+    return reordered
 
 
 # A pipeline in one process: stages lie on the devices there are, and none is left out.
@@ -423,8 +427,8 @@ class LocalRunner:
             return stage == 0 or (stage - 1, number) in self._sent
         if kind == "W":
             return True
-        there = (stage, number) in self._sent
-        return there and (stage == self.work.last or (stage, number) in self._returned)
+        forward_done = (stage, number) in self._sent
+        return forward_done and (stage == self.work.last or (stage, number) in self._returned)
 
     def _pass(self, rank: int, op: Op, batches: Sequence[Inputs], scale: float) -> None:
         kind, stage, number = op
@@ -496,9 +500,9 @@ def equal_micro_batches(batches: Sequence[Mapping[str, Any]], count: int) -> lis
         )
     rows = max(len(b["input_ids"]) for b in batches)
     width = max(b["input_ids"].shape[1] for b in batches)
-    found = [_filled(batch, rows, width) for batch in batches]
-    empty = {**found[-1], "labels": torch.full_like(found[-1]["labels"], IGNORED)}
-    return found + [empty] * (count - len(found))
+    filled = [_filled(batch, rows, width) for batch in batches]
+    empty = {**filled[-1], "labels": torch.full_like(filled[-1]["labels"], IGNORED)}
+    return filled + [empty] * (count - len(filled))
 
 
 def language_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
@@ -544,12 +548,12 @@ def micro_batches(
                 "a language model's loss is computed in its last stage from the batch's "
                 "labels; leave loss_fn out, or cut an nn.Sequential"
             )
-        whole, weight = language_batch(batch)
+        full_batch, weight = language_batch(batch)
     elif not language and loss_fn is not None and is_pair(batch):
-        whole, weight = {"x": batch[0], "y": batch[1]}, 0.0  # by the pieces, see below
+        full_batch, weight = {"x": batch[0], "y": batch[1]}, 0.0  # by the pieces, see below
     else:
         raise ValueError(TAKES)
-    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in whole.items()}
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in full_batch.items()}
     pieces = piece_rows(moved, rows)
     schedule, ranks = settings.schedule, settings.ranks
     if problem := why_impossible(schedule, ranks, len(pieces)):
@@ -560,9 +564,11 @@ def micro_batches(
         return pieces, weight
     labels = label_count(loss_fn, moved["y"]) if is_torch_mean(loss_fn) else None
     if loss_fn is None or labels is None:
-        return [{**piece, "loss_fn": loss_fn} for piece in pieces], 1 / len(pieces)
+        return [{**micro_batch, "loss_fn": loss_fn} for micro_batch in pieces], 1 / len(pieces)
     summed = SummedMean(loss_fn)
-    pieces = [{**piece, "loss_fn": lambda out, y: summed(out, y)[0]} for piece in pieces]
+    pieces = [
+        {**micro_batch, "loss_fn": lambda out, y: summed(out, y)[0]} for micro_batch in pieces
+    ]
     return pieces, 1 / float(labels) if labels else 0.0
 
 
@@ -582,14 +588,14 @@ def piece_rows(batch: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
     rows = next(size for size in range(most, 0, -1) if total % size == 0)
     count = total // rows
     if 2 * rows < most:
-        words = f"microbatch_size={most} doesn't divide a batch of {total} rows, so it goes in"
-        warnings.warn(f"{words} {count} pieces of {rows}", stacklevel=4)
+        message = f"microbatch_size={most} doesn't divide a batch of {total} rows, so it goes in"
+        warnings.warn(f"{message} {count} pieces of {rows}", stacklevel=4)
     pieces: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, value in batch.items():
         per_row = isinstance(value, Tensor) and value.dim() and len(value) == total
         parts = value.split(rows) if per_row else [value] * count
-        for piece, part in zip(pieces, parts, strict=True):
-            piece[name] = part
+        for micro_batch, part in zip(pieces, parts, strict=True):
+            micro_batch[name] = part
     return pieces
 
 
@@ -598,22 +604,22 @@ def _filled(batch: Mapping[str, Any], rows: int, width: int) -> dict[str, Any]:
     right, below = width - ids.shape[1], rows - len(ids)
     if not right and not below:
         return dict(batch)
-    found: dict[str, Any] = {
+    padded: dict[str, Any] = {
         name: F.pad(value, (0, right, 0, below), value=FILLERS[name])
         for name, value in batch.items()
         if name in FILLERS
     }
     if "position_ids" in batch:  # filler counts from 0, like a document
-        positions = found["position_ids"]
+        positions = padded["position_ids"]
         positions[:, ids.shape[1] :] = torch.arange(right, device=ids.device)
         positions[len(ids) :] = torch.arange(width, device=ids.device)
     if "document_lengths" in batch:
         more = [right] * bool(right) + [width] * below
         lengths = (*batch["document_lengths"], *more)
-        found["document_lengths"] = lengths
+        padded["document_lengths"] = lengths
         ends = torch.tensor([0, *lengths]).cumsum(0)
-        found["boundaries"] = ends.to(batch["boundaries"])
-    return found
+        padded["boundaries"] = ends.to(batch["boundaries"])
+    return padded
 
 
 # Who moves the weights of a pipeline: its user's optimizer, or one of the pipeline's own.
@@ -643,17 +649,21 @@ class Update:
         self._state: Mapping[str, Any] | None = None  # for an optimizer that isn't there yet
         self._said: set[str] = set()
 
-    def before(self, stages: nn.Module, asked: bool, group: dist.ProcessGroup | None) -> None:
+    def before(
+        self, stages: nn.Module, parameters_taken: bool, group: dist.ProcessGroup | None
+    ) -> None:
         """Before a step's passes; every rank of the pipeline calls it.
 
-        ``asked``: somebody has this rank's parameters.
+        ``parameters_taken``: somebody has this rank's parameters.
         """
-        found = [p for p in stages.parameters() if p.requires_grad]
-        if [*map(id, found)] != [*map(id, self._parameters)]:
-            self._parameters, self._marks = found, []
-            self._commit_update(asked or _has_optimizer(found), group)
+        trainable = [p for p in stages.parameters() if p.requires_grad]
+        if [*map(id, trainable)] != [*map(id, self._parameters)]:
+            self._parameters, self._marks = trainable, []
+            self._commit_update(parameters_taken or _has_optimizer(trainable), group)
         elif (
-            self._marks and self._marks == _marks(found) and any(p.grad is not None for p in found)
+            self._marks
+            and self._marks == _marks(trainable)
+            and any(p.grad is not None for p in trainable)
         ):
             self.say("gradients of two steps add up and no optimizer has moved a weight")
         if self.optimizer is not None:
@@ -666,11 +676,11 @@ class Update:
         else:
             self._marks = _marks(self._parameters)
 
-    def say(self, words: str) -> None:
+    def say(self, message: str) -> None:
         """Warn the caller of ``AsyncPipeline.step``, once."""
-        if words not in self._said:
-            self._said.add(words)
-            warnings.warn(words, stacklevel=4)
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(message, stacklevel=4)
 
     def state_dict(self) -> dict[str, Any]:
         """The own optimizer's state; None without one."""
@@ -684,9 +694,9 @@ class Update:
 
     def _commit_update(self, taken: bool, group: dist.ProcessGroup | None) -> None:
         if group is not None:  # all ranks do the same
-            told: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(told, taken, group=group)
-            taken = any(told)
+            rank_flags: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(rank_flags, taken, group=group)
+            taken = any(rank_flags)
         self.optimizer = None
         if self._build is False or (self._build is None and taken) or not self._parameters:
             return
@@ -695,7 +705,7 @@ class Update:
                 "AsyncPipeline: no optimizer was built over model.parameters(), so "
                 f"AdamW(lr={self._rate:g}) is used; give optimizer= for another"
             )
-        build = self._build or (lambda found: torch.optim.AdamW(found, lr=self._rate))
+        build = self._build or (lambda parameters: torch.optim.AdamW(parameters, lr=self._rate))
         self.optimizer = build(self._parameters)
         if self._state is not None:
             self.optimizer.load_state_dict(dict(self._state))
@@ -703,9 +713,11 @@ class Update:
 
 def _has_optimizer(parameters: list[nn.Parameter]) -> bool:
     """Whether any optimizer of this process has one of them; the model was maybe whole then."""
-    mine = {*map(id, parameters)}
-    there = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
-    return any(id(p) in mine for one in there for g in one.param_groups for p in g["params"])
+    parameter_ids = {*map(id, parameters)}
+    optimizers = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
+    return any(
+        id(p) in parameter_ids for one in optimizers for g in one.param_groups for p in g["params"]
+    )
 
 
 def _marks(parameters: list[nn.Parameter]) -> list[Any]:

@@ -65,9 +65,11 @@ def why_missing(schedule: str) -> str:
     absent = [name for name in needed if not hasattr(schedules, name)]
     if absent:
         return f"this torch has no {absent[0]}, which {schedule} needs"
-    asked = inspect.signature(schedules.PipelineScheduleMulti.step).parameters
+    parameters = inspect.signature(schedules.PipelineScheduleMulti.step).parameters
     return (
-        "" if "return_outputs" in asked else "this torch's pipelines are too old; take torch 2.13"
+        ""
+        if "return_outputs" in parameters
+        else "this torch's pipelines are too old; take torch 2.13"
     )
 
 
@@ -135,12 +137,12 @@ def actions(schedule: str, ranks: int, micro_batches: int) -> dict[int, list[Any
 def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> tuple[Op, ...]:
     """Forward passes until the first gradient can be there, then one of each in turn."""
     ahead = min(ranks - 1 - rank, micro_batches)
-    found: list[Op] = [("F", rank, m) for m in range(ahead)]
+    operations: list[Op] = [("F", rank, m) for m in range(ahead)]
     for m in range(micro_batches):
         if ahead + m < micro_batches:
-            found.append(("F", rank, ahead + m))
-        found.append(("B", rank, m))
-    return tuple(found)
+            operations.append(("F", rank, ahead + m))
+        operations.append(("B", rank, m))
+    return tuple(operations)
 
 
 @dataclass
@@ -159,8 +161,8 @@ def _of_torch(schedule: str, ranks: int, micro_batches: int) -> dict[int, list[A
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     total = ranks * stages_per_rank(schedule)
-    own = [s for s, home in enumerate(rank_of_stage(schedule, ranks)) if home == 0]
-    standins: Any = [_Standin(ranks, total, stage) for stage in own]
+    local_stages = [s for s, home in enumerate(rank_of_stage(schedule, ranks)) if home == 0]
+    standins: Any = [_Standin(ranks, total, stage) for stage in local_stages]
     kind: Any = get_schedule_class(TORCH_NAMES[schedule])
     listed: dict[int, list[Any]] = kind(standins, micro_batches, None).pipeline_order
     return listed
