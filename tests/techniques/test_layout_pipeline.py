@@ -149,7 +149,7 @@ def test_a_tied_head_is_told_from_a_matrix_of_its_shape(trained: bool) -> None:
     setattr(end, MARK, True)
     masters = MasterWeights()
     masters.prepare(model)
-    masters.own(torch.optim.SGD(p for p in model.parameters() if p.requires_grad))
+    masters.attach_optimizer(torch.optim.SGD(p for p in model.parameters() if p.requires_grad))
     layout: Any = object.__new__(Stages)
     layout.cut = SimpleNamespace(tied=SimpleNamespace(weight=end, counts=False))
     found = layout.carrier(masters.parameters())

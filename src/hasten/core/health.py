@@ -1,12 +1,13 @@
-"""StepChecks look at each step for what ruins a run unseen: NaN, replicas apart, spikes, a slow
-link.
+"""Checks after each step for non-finite values, diverged replicas, spikes, slow links.
 
-not finite    a loss or gradient on any rank: nothing moved; the step's examples are written to
-              ``quarantined.jsonl``, and after some steps in a row the run ends (exit code 3)
-replicas      every so many steps the ranks compare a fingerprint of their weights: a bit that
-              flipped in one memory ends the run (exit code 6), the rank named
-spikes        a loss that shoots up and stays: the run goes back to a checkpoint
-slow link     steps that wait for the exchange: a sentence with the link's rate
+- not finite: the loss or a gradient isn't finite on any one rank. No weight moves. The
+  step's examples are written to ``quarantined.jsonl``. After a number of such steps in
+  a row the run ends (exit code 3).
+- replicas: at a fixed interval of steps the ranks compare a fingerprint of their
+  weights. If a bit has flipped in one memory, the run ends (exit code 6) and names the
+  rank.
+- spikes: if the loss rises sharply and stays high, the run returns to a checkpoint.
+- slow link: if steps wait for communication, a message reports the link's rate.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class ReplicasDifferError(StoppedError):
 
 
 class StepChecks:
-    """What a step is checked for.
+    """Checks after each step of a run.
 
     Args:
-        max_skipped: the run ends after so many steps in a row that weren't finite.
-        quarantine: file for the examples of such steps; None: they aren't kept.
+        max_skipped: the run ends after this many non-finite steps in a row.
+        quarantine: file for the examples of such steps; None: they aren't stored.
         replicas_every: steps between two comparisons of the ranks' weights; 0: never.
     """
 
@@ -90,8 +91,11 @@ class StepChecks:
             self.compared_at = metrics.step
 
     def _skipped(self, session: Session, batch: StepBatch, metrics: StepMetrics) -> None:
-        """A step given up while the loss scale falls is neither a failure nor a success; one whose
-        loss itself wasn't finite is a failure at any scale."""
+        """Counts and records a skipped step.
+
+        While the loss scale is still falling, a skipped step is neither a failure nor a
+        success. If the loss itself isn't finite, the step is a failure at any scale.
+        """
         scale = session.setup.loss_scale
         if scale is not None and scale.searching and math.isfinite(metrics.loss):
             return
@@ -158,7 +162,7 @@ def check_comparable(session: Session, every: int) -> None:
             "check_replicas: ranks of this plan train apart, so that their weights differ between "
             "two exchanges; leave it out"
         )
-    if every and not session.setup.layout.whole:
+    if every and not session.setup.layout.replicated:
         raise InputError(
             "check_replicas: ranks of this layout hold different parts of the model, so that there "
             "is nothing to compare; leave it out"
@@ -360,7 +364,7 @@ class SpikeWatch:
 
 
 def check_policy(session: Session) -> None:
-    """Raise InputError where the policy can't do what it says."""
+    """Raises InputError if the spike policy can't work: no checkpoints, or diverged ranks."""
     if session.setup.checkpoint is None:
         raise InputError(NEEDS_CHECKPOINTS)
     if session.setup.rank_sync.diverged:
@@ -383,11 +387,11 @@ SLOW = 125e6  # bytes per second: 1 Gbit/s
 
 
 class SlowLink:
-    """Looks at the steps of a run on one rank.
+    """Checks a run's steps on one rank for a slow link.
 
     Args:
-        tell: is given the sentence.
-        rank: that looks.
+        ``tell``: receives the message.
+        rank: rank that is checked.
     """
 
     def __init__(self, tell: Callable[[str], None], rank: int = 0) -> None:

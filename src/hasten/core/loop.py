@@ -111,9 +111,10 @@ COMMAND_SECONDS = 30.0  # a command of a notice that takes longer says nothing
 
 
 def request_stop(session: Session, haste: bool, reason: str = "interrupted") -> None:
-    """Stop after this step, on all ranks; ``haste``: the machine goes away.
+    """Stops the run after this step, on all ranks.
 
-    ``reason`` is what the summary of the rank that was asked says of it.
+    ``haste`` means that the machine is about to be lost. ``reason`` appears in the summary
+    of the rank that received the request.
     """
     session.stop_reason = reason
     session.preempted = session.preempted or haste
@@ -169,7 +170,7 @@ def defer_signals(session: Callable[[], Session | None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def asked(session: Session) -> tuple[bool, bool]:
+def stop_flags(session: Session) -> tuple[bool, bool]:
     """Whether any rank was asked to stop, and whether in haste; every rank calls it at the end."""
     flags = torch.tensor([session.stop_requested, session.preempted], dtype=torch.float64)
     stop, haste = session.setup.layout.all_reduce_data(flags).tolist()
@@ -204,7 +205,7 @@ class ShutdownNotice:
     def __exit__(self, *error: object) -> None:
         self._over.set()
 
-    def there(self) -> bool:
+    def arrived(self) -> bool:
         """Look now."""
         if self._file is not None and os.path.exists(self._file):  # unlike Path's, never raises
             return True
@@ -224,7 +225,7 @@ class ShutdownNotice:
 
     def _watch(self) -> None:
         while not self._over.is_set():
-            if self.there():
+            if self.arrived():
                 self._on_notice()
                 return
             self._over.wait(self._every)
@@ -256,9 +257,10 @@ class EvaluationSchedule:
 
 @dataclass
 class Outcome:
-    """What a run did, from its first step to its last.
+    """Results of a run, from its first step to its last.
 
-    ``before`` is what an earlier process had done; times and rates are of this one alone.
+    ``before`` is the progress of an earlier process. Times and rates are those of this
+    process alone.
     """
 
     before: Progress = field(default_factory=Progress)
@@ -277,7 +279,7 @@ class Outcome:
         return min(measured, key=lambda e: e.eval_loss or 0.0, default=None)
 
     def tokens(self, session: Session) -> int:
-        """Those that this process trained."""
+        """Returns the number of tokens that this process trained."""
         return session.progress.tokens - self.before.tokens
 
     def summary(self, session: Session) -> dict[str, Any]:
@@ -316,11 +318,11 @@ class Outcome:
 
 
 def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
-    """Train to the job's stop, evaluating as ``watch`` says and once at the end.
+    """Trains until the job's stop; evaluates by the schedule ``watch`` and at the end.
 
-    An interrupt lets the current step finish on all ranks (``interruptible``); where the machine
-    goes away, the evaluation at the end is left out. What comes after is up to the caller: the
-    session is intact.
+    After an interrupt, the current step finishes on all ranks (``interruptible``). If the
+    machine is about to be lost, the evaluation at the end is left out. The caller decides
+    what follows: the session is intact.
     """
     watch = watch or EvaluationSchedule()
     outcome = Outcome(replace(session.progress), evaluations=[*watch.earlier])
@@ -342,7 +344,7 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
                 ):
                     outcome.stopped = "early stop"
                     break
-    stopped, in_haste = asked(session)
+    stopped, in_haste = stop_flags(session)
     if stopped:
         outcome.stopped = "left" if in_haste else session.stop_reason
     if in_haste:
@@ -373,5 +375,5 @@ def _evaluate(session: Session, watch: EvaluationSchedule, outcome: Outcome) -> 
 
 
 def _finite(loss: float | None) -> float | None:
-    """A loss that JSON can say."""
+    """Returns the loss if JSON can represent it, otherwise None."""
     return loss if loss is not None and math.isfinite(loss) else None

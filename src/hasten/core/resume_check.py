@@ -1,7 +1,10 @@
-"""What decides a training, as JSON in every checkpoint, and what of it may change on the way.
+"""Settings that decide a training, as every checkpoint stores them.
 
-A run that goes on with another seed, batch, learning rate or data is neither the one run nor the
-other, and nothing in its results shows it. So a checkpoint notes them, and a difference is refused.
+Some of them may change when a run resumes, others may not.
+
+If a resumed run had another seed, batch size, learning rate or data, it would be
+neither of the two runs. Nothing in its results would show it. So a checkpoint stores
+these settings as JSON, and a difference is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +32,10 @@ COMPARED_STEPS = 10_000  # of two schedules at most, evenly spread
 
 
 def resume_check(setup: Setup) -> dict[str, Any]:
-    """Flat, under the recipe's keys; ``job.terms`` brings what only the job's maker knows."""
+    """Returns a flat mapping of the deciding settings, under the recipe's keys.
+
+    ``job.terms`` adds the settings that only the creator of the job has.
+    """
     job, schedule = setup.job, asdict(setup.job.schedule)
     settings = {
         # Where the user brings batches, nothing that follows comes from the seed.
@@ -53,10 +59,10 @@ def batch_record(batch: GlobalBatch) -> dict[str, Any]:
 
 
 def changes_since(meta: Mapping[str, Any], setup: Setup) -> list[str]:
-    """What of the job has changed since a checkpoint, a phrase each, where it may.
+    """Returns the permitted changes of the job since a checkpoint, one phrase each.
 
     Raises:
-        InputError: it may not.
+        InputError: a change isn't permitted.
     """
     return check_same_job(meta["job"], resume_check(setup), meta["progress"]["step"])
 
@@ -64,12 +70,12 @@ def changes_since(meta: Mapping[str, Any], setup: Setup) -> list[str]:
 def check_same_job(
     saved: Mapping[str, Any], new_settings: Mapping[str, Any], step: int
 ) -> list[str]:
-    """What differs from a record that was saved after ``step`` and may, a phrase each.
+    """Returns permitted differences from a record saved after ``step``, one phrase each.
 
     Keys that only one of the two has are not compared.
 
     Raises:
-        InputError: something differs that decides the training, with both values.
+        InputError: a setting that decides the training differs. Both values are given.
     """
     new_settings = _as_json(new_settings)
     refused: list[str] = []
@@ -139,7 +145,7 @@ def _compare(
 
 
 def _same_rates(saved: Mapping[str, Any], new_settings: Mapping[str, Any], step: int) -> bool:
-    """Whether the steps that are done had the learning rate that the schedule of now gives them."""
+    """Returns True if both schedules give the same learning rates for all completed steps."""
     old, new = (
         Schedule(**{field: record[key] for key, field in SCHEDULE.items()})
         for record in (saved, new_settings)
@@ -159,6 +165,6 @@ def _words(value: Any) -> str:
 
 
 def _as_json(value: Mapping[str, Any]) -> dict[str, Any]:
-    """As it comes back from a checkpoint: tuples are lists."""
+    """Returns the value in the form in which a checkpoint returns it: tuples are lists."""
     decoded: dict[str, Any] = json.loads(json.dumps(value))
     return decoded

@@ -1,9 +1,11 @@
-"""A session's state as named tensors and JSON, enough to go on as if it had never stopped.
+"""State of a session as named tensors and JSON, complete enough to resume exactly.
 
-What a slot remembers goes along by itself: every object in a field of the setup that has
-``state_dict`` and ``load_state_dict`` is saved under the field's name. Its state is nested dicts,
-lists, tensors and what JSON can say; ``state_of`` runs on every rank, so that a ``state_dict`` may
-gather what differs between them, and every rank is given the same state back.
+The state of each slot is saved automatically. Every object in a field of the setup that
+has ``state_dict`` and ``load_state_dict`` is saved under the field's name. Its state is
+nested dicts, lists, tensors and JSON values.
+
+``state_of`` runs on every rank. A ``state_dict`` may therefore gather what differs
+between ranks. Every rank gets the same state back.
 """
 
 from __future__ import annotations
@@ -73,9 +75,13 @@ def put_together(
     if not isinstance(layout, SplitsWeights):
         return tensors, numbers
     places = _Places(session, layout)
-    local_tensors = {places.there(n): t for n, t in tensors.items() if _split(n)[0] in places.known}
-    other_tensors = {n: t for n, t in tensors.items() if _split(n)[0] not in places.known}
-    local_numbers = {places.there(f"{OPTIMIZER}/{key}"): value for key, value in numbers.items()}
+    local_tensors = {
+        places.full_name(n): t for n, t in tensors.items() if _split(n)[0] in places.local_names
+    }
+    other_tensors = {n: t for n, t in tensors.items() if _split(n)[0] not in places.local_names}
+    local_numbers = {
+        places.full_name(f"{OPTIMIZER}/{key}"): value for key, value in numbers.items()
+    }
     merged: Numbers = {}
     for rank_numbers in layout.all_gather_object(_without_prefix(local_numbers)):
         merged |= rank_numbers
@@ -86,20 +92,22 @@ def put_together(
 def own_part(
     session: Session, tensors: dict[str, Tensor], numbers: Numbers
 ) -> tuple[dict[str, Tensor], Numbers]:
-    """What of a whole state belongs to this rank, under its own numbers; every rank calls it.
+    """Returns this rank's part of a full state, under its own numbers. All ranks call it.
 
-    What isn't known anywhere keeps its name, for those who compare states with models.
+    A name that no rank uses stays as it is, for code that compares states with models.
     """
     layout = session.setup.layout
     if not isinstance(layout, SplitsWeights):
         return tensors, numbers
     places = _Places(session, layout)
-    local_tensors = {places.here(name): tensor for name, tensor in tensors.items()}
-    local_numbers = {places.here(f"{OPTIMIZER}/{key}"): value for key, value in numbers.items()}
+    local_tensors = {places.local_name(name): tensor for name, tensor in tensors.items()}
+    local_numbers = {
+        places.local_name(f"{OPTIMIZER}/{key}"): value for key, value in numbers.items()
+    }
     return {n: t for n, t in local_tensors.items() if n is not None}, _without_prefix(local_numbers)
 
 
-def told(session: Session, local_object: Any) -> list[Any]:
+def gather_objects(session: Session, local_object: Any) -> list[Any]:
     """What ranks say that hold other weights of the same model; all call it."""
     layout = session.setup.layout
     return (
@@ -138,17 +146,17 @@ class _Places:
             self._elsewhere |= {f"{kind}/{number}" for number in range(len(names))}
 
     @property
-    def known(self) -> Collection[str]:
+    def local_names(self) -> Collection[str]:
         """This rank's places."""
         return self._there
 
-    def there(self, name: str) -> str | None:
+    def full_name(self, name: str) -> str | None:
         """The name in a whole state; None for what another rank brings."""
         prefix, key = _split(name)
         full_name = self._there.get(prefix, prefix)
         return None if full_name is None else f"{full_name}{key}"
 
-    def here(self, name: str) -> str | None:
+    def local_name(self, name: str) -> str | None:
         """The name here of what has ``name`` in a whole state; None for what is elsewhere."""
         prefix, key = _split(name)
         if prefix in self._here:
@@ -228,14 +236,14 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-    """Bring a freshly assembled session of the same job and plan to a saved state.
+    """Loads a saved state into a newly assembled session of the same job and plan.
 
-    A slot begins afresh where the state says nothing of it. What of the job may have changed, and
-    has, is in ``session.changes``.
+    A slot without a saved state starts from its initial state. Permitted changes of the job
+    are in ``session.changes``.
 
     Raises:
-        InputError: the state belongs to another model, or to another way of filling a slot, and
-            nothing was changed.
+        InputError: the state belongs to another model, or to another way of filling a slot.
+            Nothing was changed.
     """
     tensors, numbers = own_part(session, tensors, meta["optimizer"])
     tensors = _dealt(session, tensors, gather=False)
@@ -244,7 +252,7 @@ def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) 
     session.loss_module.load_state_dict(saved, strict=False)
     for index, master in enumerate(own_masters(session)):
         master.data.copy_(tensors[f"master/{index}"])
-    session.setup.precision.publish()
+    session.setup.precision.update_model_weights()
     rank, ranks = session.setup.context.world.rank, meta["random"]
     moments = dict(tensors)
     if session.setup.rank_sync.diverged:  # ranks trained apart, each with moments of its own
@@ -261,7 +269,10 @@ def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) 
 def _slots_that_fit(
     session: Session, saved: dict[str, Tensor], tensors: dict[str, Tensor], meta: dict[str, Any]
 ) -> list[tuple[Stateful, Any]]:
-    """What ``_slots_of`` finds, once the rest is this run's too; a complaint is every rank's."""
+    """Returns the pairs of ``_slots_of`` after checking the rest of the state.
+
+    A problem on one rank is raised on every rank.
+    """
     complaint = ""
     matches: list[tuple[Stateful, Any]] = []
     changes: list[str] = []
@@ -272,7 +283,7 @@ def _slots_that_fit(
         matches = _slots_of(session.setup, meta.get("slots", {}))
     except InputError as error:
         complaint = str(error)
-    for problem in told(session, complaint):  # each rank has looked at its own weights
+    for problem in gather_objects(session, complaint):  # each rank has looked at its own weights
         if problem:
             raise InputError(problem)
     session.changes = changes
@@ -280,9 +291,9 @@ def _slots_that_fit(
 
 
 def _dealt(session: Session, tensors: dict[str, Tensor], gather: bool) -> dict[str, Tensor]:
-    """A state's tensors brought together on the first rank, or each rank's own part of them.
+    """Returns a state's tensors gathered on the first rank, or sharded to each rank.
 
-    So a state is the same whatever the layout, and any layout can go on from it.
+    So a state is the same for every layout, and any layout can resume from it.
     """
     layout = session.setup.layout
     if not isinstance(layout, SplitsState):

@@ -1,17 +1,22 @@
-"""One step, as a story.
+"""One step, in the order in which it runs.
 
-An *example* lies on disk in an Arrow file, tokenised once and memory-mapped since. The *sampler*
-chooses which examples share a step; the *collator* lays them out as one tensor, and knows how many
-of its positions are tokens and how many tokens carry loss. The *feeder* brings the micro-batches to
-the device. There the model turns tokens into *loss*, summed over trained tokens and divided by the
-number of trained tokens of the whole step over all micro-batches and ranks, so that neither
-micro-batch size, nor padding, nor rank count changes its meaning. Backward turns loss into
-*gradients*, which leave over the *network* while earlier layers are still at work. When the last is
-back, the norm is taken, and if every rank saw finite numbers it is clipped and the *optimizer*
-moves the weights. That is one step; what it cost is noted beside it.
+An *example* is read from an Arrow file on disk, tokenised once and memory-mapped
+afterwards. The *sampler* chooses the examples of a step. The *collator* lays them out
+as one tensor. It counts the positions that are tokens and the tokens that carry loss.
+The *feeder* brings the micro-batches to the device.
 
-The functions stand in this order: ``training``, ``batches``, ``train_step``, and the plain engine
-with the step's three verbs. A pipeline schedule or a DeepSpeed engine replaces it and nothing else.
+The model turns tokens into *loss*, summed over trained tokens. It is divided by the
+trained tokens of the whole step, over all micro-batches and ranks. So micro-batch size,
+padding and rank count don't change its meaning.
+
+Backward turns loss into *gradients*. They are sent over the *network* while earlier
+layers still compute. When the last one has arrived, the norm is computed. If every rank
+has finite numbers, the norm is clipped and the *optimizer* moves the weights. Then the
+step's cost is recorded.
+
+The functions follow in this order: ``training``, ``batches``, ``train_step``, and the
+plain engine with the step's three verbs. A pipeline schedule or a DeepSpeed engine
+replaces the engine and nothing else.
 """
 
 from __future__ import annotations
@@ -53,10 +58,10 @@ __all__ = ["NotFiniteError", "StepMetrics", "train_step", "training"]
 
 
 def training(session: Session) -> Iterator[StepMetrics]:
-    """Train until the job's stop or until somebody sets ``session.stop_requested``.
+    """Trains until the job's stop or until ``session.stop_requested`` is set.
 
-    Who moves ``session.progress`` to another place of the data between two steps has the next one
-    from there.
+    To continue at another position of the data, change ``session.progress`` between two
+    steps.
 
     Raises:
         NotFiniteError: several steps in a row had no finite loss and gradient.
@@ -93,9 +98,9 @@ def training(session: Session) -> Iterator[StepMetrics]:
 
 
 def batches(session: Session) -> Iterator[StepBatch]:
-    """Whole steps on the device until the job's stop, from where ``progress`` says.
+    """Yields complete steps on the device from position ``progress`` until the job's stop.
 
-    Every rank gets the same number of steps; the counts are those of all ranks together.
+    Every rank gets the same number of steps. The counts are sums over all ranks.
     """
     setup, progress = session.setup, session.progress
     job, clock = setup.job, setup.clock
@@ -123,7 +128,7 @@ def batches(session: Session) -> Iterator[StepBatch]:
                 raise InputError(
                     "a step has no trained token: look at the examples and their loss mask"
                 )
-            if not setup.layout.whole:
+            if not setup.layout.replicated:
                 micro_batches = _level(setup, micro_batches)
             clock.mark(COMMUNICATION)
             progress.step_in_epoch += 1
@@ -171,9 +176,10 @@ def _level(setup: Setup, local: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...
 
 
 def step_outside(session: Session) -> tuple[MicroBatch, ...] | None:
-    """The micro-batches of the epoch's first step, on the device; they don't count as progress.
+    """Returns the micro-batches of the epoch's first step, on the device.
 
-    None where the user's own loader brings the batches: it would have to begin anew.
+    They don't count as progress. Returns None if the user's own loader brings the batches,
+    because it would have to start again.
     """
     setup = session.setup
     if setup.job.stream is not None:
@@ -204,7 +210,7 @@ def train_step(session: Session, batch: StepBatch, started: float) -> StepMetric
     if step_numbers.finite:
         session.engine.update(factor)
     else:
-        session.engine.discard()
+        session.engine.zero_grad()
         setup.rank_sync.skipped()
         setup.step_checks.given_up(step_numbers.loss_sum)
     clock.mark(OPTIMIZER)
@@ -275,11 +281,11 @@ Sums = tuple[Tensor, Tensor]  # of loss and of what carries it
 
 
 class StepNumbers(NamedTuple):
-    """What the host has to know of a step before the weights move.
+    """Numbers that the host needs before the weights move.
 
     Args:
         norm: L2 norm of the gradients over all ranks.
-        loss_sum: of this rank.
+        loss_sum: sum of the loss on this rank.
         finite: norm and loss are finite on every rank.
     """
 
@@ -298,15 +304,15 @@ class Engine(Protocol):
         """The step's numbers on the host; ``loss_sum`` is what ``gradients`` returned."""
 
     def update(self, rate_factor: float) -> None:
-        """Clip, move the weights at ``rate_factor`` x the peak learning rate, forget gradients."""
+        """Clips, moves the weights at ``rate_factor`` x peak learning rate, clears gradients."""
 
-    def discard(self) -> None:
+    def zero_grad(self) -> None:
         """Forget the gradients without moving anything (a step that wasn't finite)."""
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is built from: the run's objects, wrapped and in place."""
+    """Objects from which an engine is built, wrapped and on their devices."""
 
     setup: Setup
     module: nn.Module  # maps a micro-batch's inputs to (loss sum, count)
@@ -315,10 +321,10 @@ class EngineParts:
 
 @runtime_checkable
 class SendsGradientsLate(Protocol):
-    """A layout whose ranks can run a step's passes each for itself and send gradients after."""
+    """A layout in which ranks run a step's passes separately and send gradients later."""
 
     def alone(self, module: nn.Module) -> nn.Module:
-        """What to run so that no other rank notices."""
+        """Returns the module to run without communication with other ranks."""
 
     def send(self, module: nn.Module) -> None:
         """Gradients travel now; every rank calls it once per step."""
@@ -360,13 +366,13 @@ class PlainEngine:
             self.setup.precision.before_backward(reduces=False)
             sums = self._pass(inner, micro_batch, denominator, sums)
 
-        def rest() -> Tensor:
+        def last_pass() -> Tensor:
             self.setup.precision.before_backward(reduces=True)
             layout.send(self.module)
-            self.setup.precision.collect()
+            self.setup.precision.accumulate_gradients()
             return sums[0] if self.setup.job.counted else self._recounted(sums, denominator)
 
-        return rest
+        return last_pass
 
     def _pass(
         self, module: nn.Module, micro_batch: MicroBatch, denominator: float, sums: Sums
@@ -380,13 +386,13 @@ class PlainEngine:
             loss, labels = forward_of(setup.routing, module, micro_batch)
         setup.clock.mark(FORWARD)
         (loss * scale).backward()
-        setup.precision.collect()
+        setup.precision.accumulate_gradients()
         setup.clock.mark(BACKWARD)
         total, count = sums
         return total + loss.detach(), count + labels
 
     def _recounted(self, sums: Sums, denominator: float) -> Tensor:
-        """Divide by what the forward passes counted in the place of what was said before them."""
+        """Divides by the count of the forward passes instead of the earlier estimate."""
         total, count = sums
         true_count: float = self.setup.rank_sync.sum(count.double().cpu()).item()
         self.loss_count = true_count
@@ -427,13 +433,13 @@ class PlainEngine:
             group["lr"] = peak * rate_factor
         setup.communication.before_update(parameters)
         self.optimizer.step()
-        setup.precision.publish()
+        setup.precision.update_model_weights()
         setup.communication.after_update(parameters)
         if setup.average is not None:
             setup.average.after_update(parameters)
         if setup.routing is not None:
             setup.routing.after_update(self.sum_loads)
-        self.discard()
+        self.zero_grad()
 
     @contextmanager
     def holding_still(self) -> Iterator[None]:
@@ -444,7 +450,7 @@ class PlainEngine:
         finally:
             self._peak_rates = rates
 
-    def discard(self) -> None:
+    def zero_grad(self) -> None:
         if self.setup.routing is not None:
             self.setup.routing.discard()
         for parameter in self.setup.precision.parameters():
@@ -463,10 +469,10 @@ def forward_of(
 
 
 def all_finite(rank_sync: RankSync, *numbers: float) -> bool:
-    """Whether these numbers are finite on every rank; every rank calls it.
+    """Returns True if these numbers are finite on every rank; every rank calls it.
 
-    A flag of its own: a communication method need not carry one rank's overflow to the others, and
-    a loss that is infinite need not show in the gradients.
+    It uses its own flag for two reasons. A communication method need not carry one rank's
+    overflow to the others. An infinite loss need not appear in the gradients.
     """
     wrong = torch.tensor([0.0 if all(map(math.isfinite, numbers)) else 1.0], dtype=torch.float64)
     return not rank_sync.sum(wrong).item()

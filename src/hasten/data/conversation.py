@@ -598,7 +598,9 @@ SHAPES: dict[str, _Shape] = {  # the first that fits wins: alpaca files often ha
 
 
 def unread(example: Mapping[str, Any], shape: str, read_columns: Collection[str]) -> set[str]:
-    """The columns beyond `known`, and the keys of turns, that have a value and are not read."""
+    """The columns beyond `read_columns`, and the keys of turns, that have a value and are not
+    read.
+    """
     columns = {
         key for key, value in example.items() if key not in read_columns and value not in _EMPTY
     }

@@ -48,7 +48,7 @@ def ask(
 ) -> Answer:
     """What a function of a module returns in the process with limits.
 
-    Raises InputError where the function does, and where it takes more than it may; `place` says
+    Raises InputError where the function does, and where it takes more than it may; `location` says
     where that was, and `explained` is the seconds of processor time that the arguments explain.
     """
     if os.name != "posix":

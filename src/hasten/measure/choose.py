@@ -1,16 +1,20 @@
-"""``plan: auto``: which techniques a job trains with, raced on its own model, data and machine.
+"""``plan: auto``: selects techniques by a comparison on the job itself.
 
-  1. the first plan is what usually helps and has nothing in its way (`hasten.recipe.candidates`)
-  2. a race on the job itself: the first plan beside itself with one change each (a technique left
-     out, one more, another one in its slot). What is surely slower than the first plan ends after
-     three rounds
-  3. what hurts is dropped, and so is what makes no difference; what helps joins. Several changes
-     together are raced once more, against the first plan and the best single
-     change, and what is best then against no technique at all
-  4. of all that was raced, the plan with the highest lower bound of its interval wins
+It uses the job's own model, data and machine:
 
-Where the training is too short for a race, the first plan is taken. A choice is kept for jobs of
-the same model, data, settings, machine and versions.
+  1. The initial plan has the techniques that usually help and that the job supports
+     (`hasten.recipe.candidates`).
+  2. A comparison on the job itself: the initial plan next to variants with one change
+     each. A change leaves a technique out, adds one, or replaces one in its slot.
+     Significantly slower variants are dropped after three rounds.
+  3. Changes that hurt or make no difference are dropped; changes that help join.
+     Several changes together are compared once more with the initial plan and the best
+     single change. The best of these is then compared with no technique at all.
+  4. Of all plans that were compared, the plan with the highest lower bound of its
+     interval wins.
+
+If the training is too short for a comparison, the initial plan is used. A choice is
+stored for jobs of the same model, data, settings, machine and versions.
 """
 
 from __future__ import annotations
@@ -91,18 +95,19 @@ class ChoiceRow:
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan that a job trains with, and how it was found.
+    """The plan that a job trains with, and how it was selected.
 
     Args:
-        entries: the plan's techniques as a recipe writes them, those included that the recipe asks
-            for by other keys.
-        source: how it was found.
+        entries: the plan's techniques as a recipe writes them. They include the techniques
+            that the recipe requires by other keys.
+        source: method of the selection.
         why: one sentence.
-        rows: every candidate, with the reason for which it is in the plan or isn't.
-        gain: speed over the same job without techniques: median, low, high; None: not measured.
-        tokens_per_second: of the plan in the race.
-        next_best: the plan that was nearest, as entries, if one was raced.
-        seconds: that the search took.
+        rows: every candidate, with the reason why it is in the plan or not.
+        gain: speed relative to the same job without techniques: median, low, high; None:
+            not measured.
+        tokens_per_second: speed of the plan in the comparison.
+        next_best: the second-best plan, as entries, if one was compared.
+        seconds: duration of the search.
     """
 
     entries: list[Any]
@@ -116,7 +121,7 @@ class Choice:
 
     @property
     def sentence(self) -> str:
-        """What was chosen, why, and what it gains."""
+        """One sentence: the plan that was selected, the reason, and its gain."""
         names = [entry if isinstance(entry, str) else next(iter(entry)) for entry in self.entries]
         gained = ""
         if self.gain is not None:
@@ -147,15 +152,15 @@ def choose(
     folder: Path | None = None,
     job: str = "recipe",
 ) -> Choice:
-    """The plan for a recipe that says ``plan: auto``; its data is prepared on the way.
+    """The plan for a recipe with ``plan: auto``; prepares the recipe's data on the way.
 
     Args:
-        recipe: with ``auto_plan``; techniques of its plan are kept whatever is chosen.
-        audience: is told how it goes on.
-        fresh: race again, whatever was found before.
-        more: techniques beside the catalogue's.
-        folder: where choices are kept; in the user's cache if left out.
-        job: what trains in a worker; of one that knows the techniques of ``more``, see
+        recipe: has ``auto_plan``; techniques of its plan stay in every choice.
+        audience: receives the progress.
+        fresh: compare again, even if a choice is stored.
+        more: techniques in addition to the catalogue's.
+        folder: folder of stored choices; default: in the user's cache.
+        job: the worker's job. For one that imports the techniques of ``more``, see
             `hasten.measure.recipe_experiment.ExperimentSubject`.
 
     Raises:
@@ -212,7 +217,7 @@ def kept_choices(context: JobContext, folder: Path | None = None) -> list[KeptCh
 
 
 def kept_choice(recipe: Recipe, audience: Audience, folder: Path | None = None) -> Choice | None:
-    """What was chosen before for a job that says ``plan: auto``; None where nothing is kept."""
+    """The stored choice for a job with ``plan: auto``; None without a stored choice."""
     settings = recipe.auto_plan or AutoPlan()
     subject = prepared(recipe.model_copy(update={"auto_plan": None}), audience, ranks=True)
     return _remembered(_path(subject, settings, folder or FOLDER))
@@ -258,10 +263,10 @@ class PlanComparison:
         self._variants: list[Variant] = []  # of the first race
 
     def run(self) -> Choice:
-        """Race, or say why there is none.
+        """Compares the plans; if there is no comparison, the choice contains the reason.
 
-        The machine is this search's from its first race to its last: between two of them another
-        measurement could begin, and end after the budget.
+        The search reserves the machine from its first comparison to its last. Otherwise another
+        measurement could begin between two of them, and end after the budget.
         """
         variants = self._neighbours()
         if not variants and self._first == self._plain:
@@ -332,10 +337,11 @@ class PlanComparison:
         return budget, ""
 
     def _neighbours(self) -> dict[str, Plan]:
-        """The first plan with one change each, as far as memory holds it, the most open one first.
+        """The initial plan with one change each, limited to the plans that memory holds.
 
-        No flag of a processor says what bf16 gains. What may help comes next; then what usually
-        helps, that with the largest forecast last.
+        The order is by uncertainty, the least certain change first: bf16, because no processor
+        flag predicts its gain. Changes that may help come next. Changes that usually help come
+        last, and the one with the largest forecast is the last of all.
         """
         neighbours: dict[str, Plan] = {}
         gains = {technique: expected_gain(technique, self._known) for technique in self._first}
@@ -527,11 +533,11 @@ def _changes(
     founded: Set[str],
     helped: Set[str],
 ) -> list[str]:
-    """The changes of the first plan that help, or that make it simpler at no loss.
+    """The changes of the initial plan that help, or that make it simpler at no loss.
 
-    A change helps where the report of the same rounds says so (``helped``), or where a gain is
-    likely. A technique of which a forecast promises something (``founded``) stays until it is shown
-    to gain nothing; of any other it is enough that no gain was seen.
+    A change helps if the report of the same rounds lists it (``helped``), or if a gain is
+    likely. A technique with a predicted gain (``founded``) stays until the measurement
+    shows no gain. Any other technique is removed if no gain was measured.
     """
     helping = [n for n in variants if n in helped or (n in ratios and is_likely(ratios[n]))]
     alike = []
@@ -571,7 +577,7 @@ def _together(first: Plan, changed: Mapping[str, Plan]) -> Plan:
 
 
 def _applied(first: Plan, changed: Plan, chosen: Plan) -> bool:
-    """Whether a change of the first plan is in the chosen one."""
+    """Returns True if the chosen plan contains a change of the initial plan."""
     gone = [t for t in first if t not in changed.techniques]
     new = [t for t in changed if t not in first.techniques]
     return all(t not in chosen.techniques for t in gone) and all(
@@ -616,7 +622,7 @@ def _rows(technique_candidates: Iterable[TechniqueCandidate]) -> list[ChoiceRow]
 
 
 def _entries(plan: Plan, context: JobContext) -> list[Any]:
-    """As a recipe writes them, without the layout that several ranks have by themselves."""
+    """Entries of a plan in recipe form, without the default layout of several ranks."""
     alone = context.world.size > 1
     return [entry_of(t) for t in plan if not (alone and t.name() == "ddp" and entry_of(t) == "ddp")]
 
@@ -642,7 +648,7 @@ def _path(subject: ExperimentSubject, settings: AutoPlan, folder: Path) -> Path:
 
 
 def _about_job(context: JobContext) -> dict[str, Any]:
-    """What another program must share to use a choice, as it is after a way through JSON."""
+    """The facts that another job must share to use a choice, normalised through JSON."""
     model = asdict(context.model)
     for key in ("attention", "head_reason"):  # of one instance, which another program builds anew
         del model[key]

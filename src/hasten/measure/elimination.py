@@ -1,10 +1,10 @@
-"""Which of several workers is the fastest: they take turns, and who is surely behind leaves.
+"""Finds the fastest of several workers: they take turns, and slower ones leave.
 
-The best of many short measurements is in part process variance. Here all do the same steps in each
-pass: what slows a pass, or makes it long, does so for all of them, and what counts is the
-difference within a pass. Whoever is behind the leader beyond doubt leaves, and the others have the
-more rounds for it
-(racing: Maron and Moore 1994, "Hoeffding Races").
+The best of many short measurements is in part process variance. Here all workers do the
+same steps in each pass. An event that slows or lengthens a pass affects all of them,
+and only the difference within a pass counts. Workers significantly behind the leader
+leave, and the others have more rounds (racing: Maron and Moore 1994, "Hoeffding
+Races").
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ def eliminate(
     cores: int,
     rounds: int = MOST_ROUNDS,
 ) -> dict[Name, tuple[float, ...]]:
-    """The variants take turns until one is left, or time is up.
+    """Runs the variants in turns until one remains, or time is up.
 
     Args:
-        variants: warmed up; those that leave are closed, and removed.
-        values: what is known of each beforehand, the logarithm of its rate over some reference's.
+        variants: warmed-up variants; those that leave are closed and removed.
+        values: prior value of each: the logarithm of its rate relative to a reference.
         passes: the steps of each pass of a round.
-        draw: draws the order.
-        cores: of the machine.
-        rounds: at most.
+        draw: random generator for the order.
+        cores: cores of the machine.
+        rounds: maximum number of rounds.
 
     Returns:
-        By variant such a logarithm for each pass that it was in, on the level of those values. A
-        round in which somebody fails, or the deadline comes, is the last one, and doesn't count.
+        By variant, such a logarithm for each of its passes, on the level of ``values``. If
+        a variant fails or the deadline passes, that round is the last one and doesn't
+        count.
     """
     log_rates: dict[Name, list[float]] = {name: [] for name in variants}
     load = LoadMeter(cores)
@@ -70,9 +71,7 @@ def eliminate(
 
 
 def surely_slower(logs: Logs[Name]) -> list[Name]:
-    """Of variants that were in the same passes those that are slower than the first beyond
-    doubt.
-    """
+    """The variants that are significantly slower than the first, by their common passes."""
     first, *others = leading(logs)
     count = len(logs[first])
     if count < FEWEST:
@@ -82,10 +81,11 @@ def surely_slower(logs: Logs[Name]) -> list[Name]:
 
 
 def ordered(logs: Logs[Name], expected: Callable[[Name], float]) -> list[Name]:
-    """As `leading`, but of the first's equals that one leads of which most was expected beforehand.
+    """Sorts like `leading`, but the first's equals are led by the one expected to be best.
 
-    The first among equals is the luckiest. Equal is who isn't slower by more than a standard error
-    (the rule of Breiman et al. 1984, "Classification and Regression Trees", for the size of trees).
+    The first among equals is the luckiest one. A variant is equal if it isn't slower by
+    more than one standard error. This is the rule of Breiman et al. 1984, "Classification
+    and Regression Trees", for the size of trees.
     """
     ranking = leading(logs)
     rounds = len(logs[ranking[0]]) if ranking else 0
@@ -98,9 +98,10 @@ def ordered(logs: Logs[Name], expected: Callable[[Name], float]) -> list[Name]:
 
 
 def leading(logs: Logs[Name]) -> list[Name]:
-    """The variants, best first: who was in more passes, then by the passes that all of these share.
+    """The variants, best first: by the number of passes, then by their common passes.
 
-    A pass's own speed is taken out: it is that of the machine at that time.
+    The mean speed of each pass is subtracted, because it depends on the machine at that
+    time.
     """
     places: dict[Name, tuple[int, float]] = {}
     for name, series in logs.items():
@@ -113,6 +114,6 @@ def leading(logs: Logs[Name]) -> list[Name]:
 
 
 def _slower(first: Sequence[float], other: Sequence[float], far: float) -> bool:
-    """Whether the other is behind by more than so many standard errors."""
+    """Returns True if ``other`` is behind ``first`` by more than ``far`` standard errors."""
     gaps = [a - b for a, b in zip(first, other, strict=True)]
     return statistics.fmean(gaps) > far * statistics.stdev(gaps) / math.sqrt(len(gaps))

@@ -1,14 +1,16 @@
-"""A profile of a run: its ledger, its operators and a trace, from steps that aren't kept.
+"""A profile of a run: its ledger, its operators and a trace, from discarded steps.
 
-    1. warm-up steps, which compile, allocate and read ahead
-    2. measured steps under the seams' clock alone: times, stability, MFU, data stall
-    3. memory by owner, in one pass of its own
-    4. one step under torch.profiler: operators and trace; the profiler slows what it watches, so of
-       this step only the operators' shares are used
-    5. several ranks: the measured examples again, on all ranks without communication, then on one
-       rank alone while the others sleep
+    1. Warm-up steps, which compile, allocate and read ahead.
+    2. Measured steps, with only the clock of the session: times, stability, MFU, data
+       stall.
+    3. Memory by owner, in a separate pass.
+    4. One step under torch.profiler: operators and trace. The profiler slows the step,
+       so only the operators' shares are used.
+    5. With several ranks: the measured examples again, on all ranks without
+       communication. Then the same on one rank alone while the others sleep.
 
-The weights move, in 5 apart on each rank: the session is spent afterwards.
+The weights change, and in 5 each rank changes its own copy. The session can't be used
+afterwards.
 """
 
 from __future__ import annotations
@@ -211,7 +213,7 @@ Storages = dict[int, int]  # address -> bytes
 
 
 def memory_of(session: Session) -> dict[str, int | None]:
-    """Bytes of each owner on this rank; None where nobody can tell. All ranks call it together."""
+    """Bytes of each owner on this rank, None if unknown; all ranks call it together."""
     setup = session.setup
     peak = host.memory_peak(setup.job.device)  # before the pass below
     weights = storages([*session.module.parameters(), *session.module.buffers()])
@@ -268,7 +270,7 @@ def _one_pass(session: Session, micro_batch: MicroBatch, weights: Storages) -> d
         owners = [*session.module.parameters(), *setup.precision.parameters()]
         gradients = storages([p.grad for p in owners if p.grad is not None])
     finally:
-        session.engine.discard()
+        session.engine.zero_grad()
         setup.clock = clock
     owner_bytes = {
         "gradients": sum(_without(gradients, weights).values()),
@@ -296,7 +298,7 @@ class SavedTensors:
 
 
 class WidestTensor(TorchDispatchMode):
-    """The largest result of any operator whose rows are as long as the vocabulary, in bytes."""
+    """Bytes of the largest operator result that has rows of the vocabulary's length."""
 
     def __init__(self, vocabulary: int, weights: Storages) -> None:
         super().__init__()
@@ -374,10 +376,10 @@ def ledger_of(session: Session, warmup: int = WARMUP) -> dict[str, Any]:
 
 
 def utilisation(session: Session, warmup: int = WARMUP) -> float | None:
-    """Share of the device's time that was used: of all usable cores, or as a GPU's driver says.
+    """Share of the device's time in use: of all usable cores, or by the GPU's driver.
 
-    On a processor it is that of this process with all its threads, and one that waits awake counts
-    as busy, which is why fast code and much waiting may have the same figure.
+    On a processor it counts this process with all its threads. A thread in a busy wait
+    counts as busy. Fast code and much waiting may therefore have the same figure.
     """
     clock = session.setup.clock
     if not isinstance(clock, HostClock):
@@ -471,9 +473,7 @@ def _figures(measured: Sequence[StepMetrics]) -> dict[str, Any]:
 
 
 def communication_of(measured: Sequence[StepMetrics]) -> dict[str, float] | None:
-    """Means over the steps of what this rank's communication took; None where the layout can't
-    tell.
-    """
+    """Mean communication of this rank per step; None if the layout doesn't measure it."""
     timed_steps = [m for m in measured if m.exposed_comm_seconds is not None]
     if not timed_steps:
         return None
@@ -576,11 +576,13 @@ def efficiency(
     alone: tuple[int, float],
     steps: int,
 ) -> dict[str, Any]:
-    """Two answers to "how much of the ranks' speed arrives", from (tokens, seconds) of each way.
+    """Two efficiencies of the ranks' communication, from (tokens, seconds) of each run.
 
-    Against one rank: its tokens per second with the machine to itself x the number of ranks, so
-    cores and memory that ranks share count as a loss. Against no communication: all ranks at once,
-    the slowest rank's time, so uneven ranks count in both and only exchange is the difference.
+    Relative to one rank: its tokens per second alone on the machine x the number of ranks.
+    Cores and memory that ranks share therefore count as a loss.
+
+    Relative to no communication: all ranks at once, by the slowest rank's time. Uneven
+    ranks count in both runs, and only communication is the difference.
     """
     ranks, slowest = len(without_comm), max(spent for _, spent in without_comm)
     one = alone[0] / alone[1]
@@ -605,7 +607,7 @@ def _again(session: Session, before: Progress, steps: int) -> tuple[int, float]:
 
 
 def _gather(payload: Any) -> list[Any]:
-    """What every rank has, in the order of ranks."""
+    """The values of all ranks, in the order of ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return [payload]
     gathered: list[Any] = [None] * dist.get_world_size()

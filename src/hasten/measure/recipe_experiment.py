@@ -1,12 +1,14 @@
-"""An experiment on a recipe: its variants, where its record lies, and the report of it.
+"""An experiment on a recipe: its variants, the files of its record, and its report.
 
-    output/experiments/KEY/
-      record.jsonl   every finished turn; a second start goes on from it, or answers at once
-      recipe.yaml    the recipe as the variants' processes read it        variant-N.log   their own
-      words
+The folder output/experiments/KEY has these files:
 
-KEY stands for everything that decides the numbers: recipe, data, plans, design, hardware, versions,
-hasten's own sources. Whatever of these changes makes another experiment.
+- record.jsonl: Every finished turn. A second start continues it, or is done at once.
+- recipe.yaml: The recipe that the variants' processes read.
+- variant-N.log: The output of each variant.
+
+KEY is the hash of everything that decides the numbers: recipe, data, plans, design,
+hardware, versions, hasten's own sources. A change in any of these makes another
+experiment.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # decide the speed, and stand 
 
 @dataclass(frozen=True)
 class ExperimentSubject:
-    """A recipe whose data is ready, and what is known of it.
+    """A recipe with prepared data, and its context.
 
-    ``job`` serves its training in a worker: of this package by its name, or ``module:function``.
+    ``job`` is the worker's training job: a name of this package, or ``module:function``.
     """
 
     recipe: Recipe
@@ -57,8 +59,10 @@ class ExperimentSubject:
 
 
 def environment(plan: Plan, context: JobContext, transport: Mapping[str, str]) -> Mapping[str, str]:
-    """What a variant's process starts with, as a training does: what the techniques wish, then the
-    recipe's settings of the transport."""
+    """Environment variables of a variant's process, the same as those of a training.
+
+    The techniques set theirs first, then the recipe's transport settings.
+    """
     variables: dict[str, str] = {}
     for technique in plan:
         variables |= technique.environment(context)

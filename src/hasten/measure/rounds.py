@@ -1,15 +1,14 @@
-"""From an experiment's record to its variants: which rounds count, which are missing, what each
-showed.
+"""Reads variants from an experiment's record: valid rounds, missing rounds, results.
 
-A **cohort** is a set of variants in fresh processes that take turns. A round is known by its cohort
-and its number, and is complete when every variant of the cohort that hadn't failed has had its
-turn. It counts unless others took more of the machine than the design allows. Where too few were
-calm, those with the least background load make up the number: chosen by the load, never by the
-speed.
+A **cohort** is a set of variants in fresh processes that take turns. A round is
+identified by its cohort and its number. It is complete when every variant of the cohort
+has had its turn, except for those that failed. A round counts unless other programs
+used more of the machine than the design allows. If too few rounds were calm, those with
+the least background load are added. They are selected by the load, never by the speed.
 
-The steps of a round are unlike each other: one has long records, the next has short ones. All
-variants take the same ones, so what a variant's turn is worth is found step by step beside the
-others, see ``rates``.
+The steps of a round differ: one has long examples, the next has short ones. All
+variants take the same steps. A variant's turn is therefore compared step by step with
+the others, see ``rates``.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ Key = tuple[int, int]  # cohort, round
 
 
 class Rounds:
-    """What a record says of the rounds.
+    """The rounds in a record.
 
     Args:
-        events: of one record.
+        events: the events of one record.
         base: the baseline's name.
-        design: as it was asked for; ``rounds`` events change the number of rounds.
+        design: the requested design; ``rounds`` events change the number of rounds.
     """
 
     def __init__(self, events: Sequence[Event], base: str, design: Design) -> None:
@@ -69,7 +68,7 @@ class Rounds:
         return max(float(turn["background_load"]) for turn in self.turns[key].values())
 
     def rate(self, key: Key, variant: str) -> float:
-        """What a variant's turn in a round is worth, in tokens per second."""
+        """Speed of a variant's turn in a round, in tokens per second."""
         if key not in self._rates:
             self._rates[key] = rates(self.turns[key])
         return self._rates[key][variant]
@@ -84,7 +83,7 @@ class Rounds:
         )
 
     def complete(self, variant: str) -> list[Key]:
-        """A variant's rounds in which nobody's turn is missing, in their order."""
+        """A variant's complete rounds, in order: no variant's turn is missing in them."""
         return [key for key, turns in self.turns.items() if variant in turns and self._whole(key)]
 
     def counting(self, variant: str) -> list[Key]:
@@ -112,7 +111,7 @@ class Rounds:
         return max(0, *(len(self.complete(n)) - self.wanted for n in names or {self.base}), 0)
 
     def seconds(self) -> float | None:
-        """What a round of all variants takes, by the median turn of each; None without any."""
+        """Seconds of a round of all variants, by the median turn of each; None without turns."""
         durations: dict[str, list[float]] = {}
         for turns in self.turns.values():
             for name, turn in turns.items():
@@ -137,9 +136,7 @@ class Rounds:
         )
 
     def _companion(self) -> str | None:
-        """The variant in whose cohorts the baseline's own rounds are counted: the first
-        measured.
-        """
+        """The first measured variant: in its cohorts, the baseline's own rounds are counted."""
         names = [n for members in self.members.values() for n in members if n != self.base]
         return next((n for n in names if self.complete(n)), None)
 
@@ -159,7 +156,7 @@ def variants_of(
 
 
 def _named_by_what_they_add(variants: list[Variant]) -> list[Variant]:
-    """The same variants; a row of a cumulative that stands for dropped ones, too, is named so."""
+    """The same variants; cumulative rows list the dropped ones they include in their name."""
     rungs = [variant for variant in variants if variant.kind in ("cumulative", "all")]
     above = variants[0]
     for variant in rungs:
@@ -210,7 +207,10 @@ def _joules(turns: Sequence[Event]) -> float | None:
 
 
 def _warmup(pieces: Sequence[Event]) -> dict[str, float | None]:
-    """Of the variant's first cohort; it comes in pieces where other variants needed more steps."""
+    """Warm-up of the variant's first cohort: steps, seconds, compile seconds.
+
+    It has several events if other variants needed more steps.
+    """
     first = [e for e in pieces if e["cohort"] == pieces[0]["cohort"]]
     if not first:
         return {}
@@ -254,18 +254,18 @@ def _tokens(events: Sequence[Event]) -> int:
 
 
 def rates(turns: Mapping[str, Event]) -> dict[str, float]:
-    """What the turns of one round are worth, by variant, in tokens per second of a middling step.
+    """Speed of each variant in one round, in tokens per second of a middling step.
 
-    One pass of median polish (Tukey, Exploratory Data Analysis, 1977, chapter 11) over the
-    logarithms of the steps' rates: each step's own level is the median over the variants, a
-    variant's distance from it the median over the steps. Between two variants this is the median of
-    the ratios of like steps, so one step that was disturbed does not count, and how unlike the
-    steps are does not either. A variant that took other tokens in some step has the median of its
-    own steps.
+    This is one pass of median polish over the logarithms of the steps' rates (Tukey,
+    Exploratory Data Analysis, 1977, chapter 11). A step's level is the median over the
+    variants. A variant's distance from it is the median over the steps. Between two
+    variants this is the median of the ratios of equal steps. One disturbed step therefore
+    doesn't count, nor does the difference between steps. A variant with other token counts
+    in some step has the median of its own steps.
 
-    A turn of ranks that train apart has seconds of its own: most of its steps cost nothing on the
-    communication and one costs much, which a median would not see. Its distance is that of the
-    whole turn.
+    A turn of ranks with local steps has its own total seconds. Most of its steps have no
+    communication cost and one has a high cost, which a median would ignore. Its distance is
+    therefore that of the full turn.
     """
     step_rates = {
         name: [_step_rate(step) for step in turn["steps"]] for name, turn in turns.items()

@@ -1,10 +1,11 @@
-"""Which measured ratios are beyond doubt: p-values, process variance, losses that aren't worse.
+"""Tests measured ratios: p-values, process variance, non-inferiority of losses.
 
-An interval judges one ratio. An experiment has many variants, and of twenty that do nothing one has
-a 95 % interval without 1 in it. So each variant's ratio is tested against the noise floor, and the
-p-values of all variants go through Holm's correction (1979, "A simple sequentially rejective
-multiple test procedure"), which bounds the chance of even one false word and needs no independence:
-the variants share their baseline, so they have none.
+An interval judges one ratio. An experiment has many variants, and of twenty without an
+effect, one has a 95 % interval that excludes 1. Each variant's ratio is therefore
+tested against the noise floor. Holm's correction is applied to the p-values of all
+variants (1979, "A simple sequentially rejective multiple test procedure"). It bounds
+the chance of even one false verdict. It requires no independence, which the variants
+don't have because they share their baseline.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ def p_beyond(
 def holm(p_values: Sequence[float]) -> list[float]:
     """The p-values after Holm's step-down correction, in their own order.
 
-    The smallest of m is multiplied by m, the next by m - 1 and so on; none ends up below a smaller
-    one, or above 1. Each may then be compared with the doubt the whole experiment may have.
+    The smallest of m is multiplied by m, the next by m - 1 and so on. No result is below
+    that of a smaller p-value, or above 1. Each result may be compared with the error
+    probability of the whole experiment.
     """
     for p in p_values:
         if not 0 <= p <= 1:
@@ -84,12 +86,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def noise_floor(again: Sequence[float], process_variance: ProcessVariance | None = None) -> float:
-    """The share that nobody should act on, from ratios of the baseline to a second copy of itself.
+    """The share below which a change has no meaning, from ratios of two equal baselines.
 
-    Twice the error of their mean, at least `LEAST_FLOOR`. Two copies that differ beyond doubt are
-    a bias and no noise: then the floor reaches to what was found, too, for a variant can be
-    favoured as the copy was. By what processes of one program differ anyway is in every interval
-    already.
+    It is twice the error of their mean, at least `LEAST_FLOOR`. If two copies differ
+    significantly, this is a bias instead of noise. The floor then includes that difference,
+    because a variant can be favoured as the copy was. The normal difference between
+    processes of one program is already in every interval.
     """
     mean, error = _mean_and_error(again)
     if len(again) < 2:
@@ -103,13 +105,15 @@ def noise_floor(again: Sequence[float], process_variance: ProcessVariance | None
 
 @dataclass(frozen=True)
 class EffectVerdict:
-    """What is said of one ratio among those that were measured together.
+    """The verdict on one ratio among those that were measured together.
 
     Args:
         word: helped, no effect, hurt or undecided.
-        text: the word, with a reason behind a colon where the interval alone would say another.
-        p_value: after the correction for their number; None for a ratio without common rounds.
-        rivals: p-values that the correction still counts when it comes to this one.
+        text: the word. If the interval alone suggests another word, the reason follows
+            after a colon.
+        p_value: the value after the correction for their number; None for a ratio without
+            common rounds.
+        rivals: number of p-values that the correction counts at the position of this one.
     """
 
     word: Effect
@@ -133,13 +137,14 @@ def judge_effects(
     floor: float = LEAST_FLOOR,
     process_variance: ProcessVariance | None = None,
 ) -> dict[str, EffectVerdict]:
-    """The words for ratios that were measured together: the rule of reports and of ``plan: auto``.
+    """Verdicts for ratios that were measured together, for reports and ``plan: auto``.
 
     Args:
-        effects: by name the interval (`ratio_of_rounds`) and the ratio of each round; without
-            rounds, since two variants never ran side by side, the interval decides alone.
-        floor: the change that nobody should act on.
-        process_variance: how far processes of the experiment lie apart.
+        effects: by name, the interval (`ratio_of_rounds`) and the ratio of each round. The
+            rounds are missing if two variants never ran side by side; then the interval
+            decides alone.
+        floor: the change below which a difference has no meaning.
+        process_variance: variance between processes of the experiment.
     """
     rounds = {name: ratios for name, (_, ratios) in effects.items() if ratios}
     raw = {name: p_beyond(ratios, floor, process_variance) for name, ratios in rounds.items()}
@@ -154,7 +159,7 @@ def judge_effects(
 
 
 def _with_reason(word: Effect, ratio: Interval, floor: float, p: float | None) -> str:
-    """The word, with the reason where the interval alone would say another."""
+    """The word, with the reason if the interval alone suggests another word."""
     if word != "undecided" or (ratio.high >= 1 - LEAST_FLOOR and ratio.low <= 1 + LEAST_FLOOR):
         return word
     if ratio.low <= 1 + floor and ratio.high >= 1 - floor:
@@ -170,21 +175,25 @@ def rounds_needed(
     variants: int = 1,
     process_variance: ProcessVariance | None = None,
 ) -> int | str | None:
-    """How many more rounds turn "undecided" into a word, as a median.
+    """Median number of further rounds that turn "undecided" into a verdict.
 
-    Supposes that the ratio is what was measured and that rounds go on to vary as they did. The
-    word comes with the first round whose interval leaves the edges out, and rounds scatter: that
-    is sooner than where the expected interval does so, by `EARLY`.
+    The assumption is that the true ratio is the measured one, and that rounds continue to
+    vary equally. The verdict comes in the first round with an interval that excludes the
+    edges. Because rounds scatter, this is earlier by `EARLY` than for the expected
+    interval.
 
     Args:
-        ratio: by rounds alone, not widened by processes.
-        floor: of the noise; one above `LEAST_FLOOR` came from noise and shrinks with its root.
-        variants: how many p-values Holm's correction still counts when it comes to this one.
-        process_variance: of processes, which no further round makes smaller.
+        ratio: from rounds alone, without the process variance.
+        floor: the noise floor. A floor above `LEAST_FLOOR` came from noise and shrinks with
+            the square root of the rounds.
+        variants: number of p-values that Holm's correction counts at the position of this
+            one.
+        process_variance: variance between processes, which no further round reduces.
 
     Returns:
-        None for a single round, which says nothing of how rounds vary. Beyond `MOST_ROUNDS` the
-        text "more than 200": a true ratio at the very edge of the floor is never told from it.
+        None for a single round, because it has no measure of its variation. Beyond
+        `MOST_ROUNDS`, the text "more than 200": a true ratio at the edge of the floor is
+        never distinguished from it.
     """
     if ratio.rounds < 2 or not (ratio.low > 0 and math.isfinite(ratio.high)):
         return None
@@ -245,11 +254,10 @@ Row = list[float]  # a variant's mean log ratio in each build
 
 
 def process_variance_of(variants: Sequence[Variant]) -> ProcessVariance | None:
-    """Of all variants of an experiment together; None where no variant has rounds beside the
-    baseline's.
+    """Process variance of all variants; None if none shares rounds with the baseline.
 
-    Variants of one group had the same processes of the baseline beside them, those of another
-    others.
+    Variants of one group share the same processes of the baseline. Those of another group
+    have other processes.
     """
     groups: dict[tuple[float, ...], list[Row]] = {}
     for variant in variants[1:]:
@@ -331,10 +339,11 @@ MOST_SEEDS = 1000  # beyond which "more seeds" is no advice
 
 @dataclass(frozen=True)
 class NonInferiority:
-    """``ratio`` is the geometric mean of with / without, ``upper`` its one-sided upper end.
+    """The result of a test that a loss isn't worse.
 
-    ``more`` is how many further pairs would tell if they scattered like these; None: no number
-    would, or none is needed.
+    The field ``ratio`` is the geometric mean of with / without, ``upper`` its one-sided
+    upper end. The field ``more`` is the number of further pairs for a decision, if they
+    scatter like these. It is None if no number decides, or none is needed.
     """
 
     verdict: Word

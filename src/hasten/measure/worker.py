@@ -1,21 +1,22 @@
-"""The program of a worker: it builds one job, then it answers requests about it.
+"""The program of a worker: builds one job, then answers requests about it.
 
     python -m hasten.measure.worker SPEC REQUESTS REPLIES
 
-SPEC is JSON: ``job``, a name of `JOBS` or ``module:function`` of such a function; its
-``arguments``; ``clock``, a file that says how long the worker was stopped. REQUESTS and REPLIES are
-file descriptors of pipes that carry one JSON object per line. The first reply says that the job is
-built; then a reply follows each request ``{"op": ...}``, until the requests end.
-``{"failed": why}`` is the last reply of a worker.
+SPEC is JSON with three keys. The key ``job`` is a name of `JOBS`, or
+``module:function`` of such a function. The key ``arguments`` has its arguments. The key
+``clock`` is a file with the seconds for which the worker was stopped. REQUESTS and
+REPLIES are file descriptors of pipes with one JSON object per line. The first reply
+reports that the job is built. Then a reply follows each request ``{"op": ...}``, until
+the requests end. ``{"failed": why}`` is the last reply of a worker.
 
-Started with a rank's variables a worker meets the other ranks, and all are given the same requests.
-A failure is reported before the group of ranks is left, since leaving it may wait for others that
-wait for this rank.
+If a rank's variables are set, a worker connects to the other ranks, and all receive the
+same requests. A failure is reported before the rank leaves its process group. Leaving
+may block on other ranks that wait for this one.
 
     python -m hasten.measure.worker --fork-server CONTROL [RECIPE]
 
-imports everything that a worker needs, once, and forks a worker for each request
-(`hasten.measure.workers`). Nothing but imports may run in it: neither threads nor open devices
+This form imports everything that a worker needs, once, and forks a worker for each
+request (`hasten.measure.workers`). It may only import: neither threads nor open devices
 survive a fork (fork(2), pthread_atfork(3)).
 """
 
@@ -65,7 +66,7 @@ started = time.perf_counter()
 
 
 class WorkerJob(Protocol):
-    """What a worker was started for."""
+    """The job of a worker."""
 
     def ready(self) -> Reply:
         """The first reply: what building it took."""
@@ -164,15 +165,17 @@ def own_folder(within: Path) -> Iterator[Path]:
 def recipe_job(
     arguments: Mapping[str, Any], serve: Serve, more: Iterable[type[Technique]] = ()
 ) -> int:
-    """Serve the training of ``recipe`` (a path) under ``plan``, with ``changes`` of its keys.
+    """Serves the training of ``recipe`` (a path) under ``plan``, with changed keys.
 
-    Changes hold for weights, order and optimizer. The data and its split stay those of the recipe,
-    so that losses of different changes are of the same examples.
+    The key ``changes`` has the changes of the recipe's keys.
+
+    Changes apply to weights, order and optimizer. The data and its split stay those of the
+    recipe. Losses of different changes are therefore from the same examples.
 
     Args:
         arguments: see above.
         serve: see `main`.
-        more: techniques beside the catalogue's.
+        more: techniques in addition to the catalogue's.
     """
     from hasten.recipe.schema import load_recipe
 
@@ -184,7 +187,7 @@ def recipe_job(
 
 
 class RecipeJob:
-    """A training in pieces; what its plan writes goes to ``place``.
+    """A training in pieces; what its plan writes goes to ``folder``.
 
     Requests: ``steps`` with ``count`` (and ``from_start``: they begin with the first example of the
     data), ``evaluate``, ``finish``.
@@ -310,9 +313,10 @@ def loop_job(arguments: Mapping[str, Any], serve: Serve) -> int:
 
 
 class LoopJob:
-    """A step function of the user's own.
+    """The job of a user's step function.
 
-    Requests: ``steps`` with ``count``, whose items are called tokens; ``finish``: peak memory.
+    Requests: ``steps`` with ``count``, with its items called tokens; ``finish``: peak
+    memory.
     """
 
     def __init__(self, target: str, settings: Mapping[str, Any]) -> None:
@@ -406,10 +410,10 @@ def quality_job(arguments: Mapping[str, Any], serve: Serve) -> int:
 class QualityJob:
     """Checks of plans on the recipe's job (`hasten.measure.quality`).
 
-    Requests, each with a ``plan``: ``reference``, ``gradient``, ``leak``, ``update``, ``losses``,
-    ``train``. A check that can't be made is answered with ``{"refused": why}``. Among several ranks
-    only what all of them find out alike is refused; after any other error nobody knows where the
-    other ranks are, and the worker ends.
+    Requests, each with a ``plan``: ``reference``, ``gradient``, ``leak``, ``update``,
+    ``losses``, ``train``. If a check isn't possible, the answer is ``{"refused": why}``.
+    With several ranks, only errors that all ranks find alike are refused. After any other
+    error the state of the other ranks is unknown, and the worker ends.
     """
 
     def __init__(self, context: CheckContext, alone: bool = True) -> None:
@@ -499,12 +503,13 @@ JOBS: dict[str, Callable[[Mapping[str, Any], Serve], int]] = {
 
 
 def fork_server(control: int) -> None:
-    """Fork a worker for each request, pass on signals, and report how each worker ended.
+    """Forks a worker per request, passes on signals, and reports how each worker ended.
 
-    A request is ``{"worker": number, "spec": ..., "descriptors": count}``, followed by that many
-    descriptors (requests, replies, log), or ``{"worker": number, "signal": number}``. Signals come
-    through the server because it alone knows that a process's number still belongs to the worker:
-    it has not reaped it yet. The server ends when the other end of ``control`` is closed.
+    A request is ``{"worker": number, "spec": ..., "descriptors": count}``, followed by that
+    many descriptors (requests, replies, log). A request for a signal is
+    ``{"worker": number, "signal": number}``. Signals go through the server, because the
+    process number is only valid until the server reaps the worker. The server ends when the
+    other end of ``control`` is closed.
     """
     import multiprocessing
     from multiprocessing import connection, reduction
@@ -564,9 +569,10 @@ def _forked(server: int, channel: Any, spec: Mapping[str, Any], descriptors: lis
 
 
 def _import_all(recipe: Path) -> None:
-    """What a worker imports, the model's own module with it.
+    """Imports everything that a worker needs, the model's own module included.
 
-    On one thread: OpenMP's threads are not in a fork, which would wait for them for ever (libgomp).
+    It uses one thread: OpenMP's threads don't exist in a fork, which would wait for them
+    for ever (libgomp).
     """
     import torch
 

@@ -1,20 +1,24 @@
-"""Workers: processes that build a job and answer requests, stopped between two requests.
+"""Workers: processes that build a job and answer requests.
+
+A worker is stopped between two requests:
 
     with WorkerPool(folder) as pool:
-        worker = pool.start(WorkerSpec("recipe", {"recipe": path, "plan": []}), "baseline")
+        worker = pool.start(WorkerSpec("recipe", {"recipe": path, "plan": []}),
+        "baseline")
         worker.ready(timeout=600)
         worker.request("steps", timeout=60, count=4)
 
-A worker (`hasten.measure.worker`) is one process for each rank of its job. Requests go to all of
-them as JSON lines; the request is done when each has replied. Then the whole process group is
-stopped (SIGSTOP) until the next request (SIGCONT): threads that wait actively, and data loaders
-that read ahead, would otherwise take cores from the worker whose turn it is. Ranks are stopped
-together, so that none waits for a stopped one.
+A worker (`hasten.measure.worker`) is one process for each rank of its job. Requests go
+to all of them as JSON lines; a request is done when each rank has replied. Then the
+whole process group is stopped (SIGSTOP) until the next request (SIGCONT). Otherwise
+threads in a busy wait, and data loaders that read ahead, would take cores from the
+active worker. Ranks are stopped together, so none waits for a stopped one.
 
-Imports take seconds of a core for each process. A pool may therefore keep fork servers: processes
-that have imported everything, and fork a worker in milliseconds. What libraries read while they are
-loaded (allocator, OpenMP) can't change any more, so there is one server for each set of environment
-variables. Jobs of several ranks, or on accelerators, are never forked.
+Imports take seconds of a core for each process. A pool may therefore keep fork servers.
+These are processes that have imported everything, and fork a worker in milliseconds.
+Settings that libraries read while they are loaded (allocator, OpenMP) can't change
+afterwards. Therefore each set of environment variables has a server of its own. Jobs of
+several ranks, or on accelerators, are never forked.
 """
 
 from __future__ import annotations
@@ -65,7 +69,7 @@ Reply = dict[str, Any]
 
 
 class WorkerError(RuntimeError):
-    """A worker died, didn't reply in time, or reported an error; the message says why."""
+    """A worker died, timed out, or reported an error; the message has the reason."""
 
     @property
     def out_of_memory(self) -> bool:
@@ -74,15 +78,17 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker does.
+    """The job and the process settings of a worker.
 
     Args:
-        job: a name of `hasten.measure.worker.JOBS`, or ``module:function`` of such a function.
-        arguments: of the job; plain values.
-        environ: environment variables of its processes, beside this process's own.
-        ranks: processes.
-        slices: whether it may be stopped within a request; nothing that it waits for goes on
-            meanwhile.
+        job: a name of `hasten.measure.worker.JOBS`, or ``module:function`` of such a
+            function.
+        arguments: arguments of the job; plain values.
+        environ: environment variables of its processes, in addition to those of this
+            process.
+        ranks: number of processes.
+        slices: True if it may be stopped within a request. Set False if it waits for work
+            that continues while it is stopped.
     """
 
     job: str
@@ -98,14 +104,15 @@ class WorkerSpec:
 
 
 class WorkerPool:
-    """Starts workers, and ends those that are left when it is closed.
+    """Starts workers; when closed, it ends those that still run.
 
     Args:
-        folder: for logs, and for the meetings of ranks; made if it isn't there.
-        device: on which jobs run. Workers whose device isn't a CPU are not forked, nor stopped
-            within a request.
-        fork: keep fork servers, where the system has fork.
-        recipe: imported by fork servers: the recipe's own model module.
+        folder: folder for logs, and for the rendezvous of ranks; created if it doesn't
+            exist.
+        device: device of the jobs. If it isn't a CPU, workers are neither forked nor
+            stopped within a request.
+        fork: keep fork servers, if the system has fork.
+        recipe: a recipe with a model module that fork servers import.
     """
 
     def __init__(
@@ -137,7 +144,10 @@ class WorkerPool:
             self._servers.popitem()[1].end()
 
     def start(self, spec: WorkerSpec, name: str) -> Worker:
-        """A worker whose build goes on meanwhile (`Worker.ready`); its log is ``NAME.log``."""
+        """Starts a worker, which builds in the background; its log is ``NAME.log``.
+
+        Use `Worker.ready` to wait for it.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._workers = [worker for worker in self._workers if not worker.closed]
         with contextlib.ExitStack() as stack:
@@ -192,9 +202,9 @@ class Worker:
     """One worker, just started by a `WorkerPool`.
 
     Attributes:
-        name: for messages and its log.
-        can_slice: whether it may be stopped within a request (`run_for`): nothing works for it
-            that goes on meanwhile, as an accelerator or another rank does.
+        name: name in messages and of its log.
+        can_slice: True if it may be stopped within a request (`run_for`). That requires
+            that no accelerator and no other rank continues its work while it is stopped.
     """
 
     def __init__(
@@ -326,7 +336,7 @@ class Worker:
         return bool(ready)
 
     def _failure(self, heard: dict[int, Reply | str]) -> WorkerError:
-        """Of ranks that fail together the one to name: killed ones before those that complain."""
+        """The error of the rank to name if several fail: killed ranks come first."""
         if len(self._members) == 1:
             return WorkerError(str(heard[0]))
         failed = [rank for rank, reply in heard.items() if isinstance(reply, str)]
@@ -568,7 +578,7 @@ def _log_name(name: str, rank: int) -> str:
 
 
 def _understood(line: str) -> Reply | str:
-    """A reply, or the failure that it tells of."""
+    """The reply in a line, or the failure that it reports."""
     try:
         reply: Reply = json.loads(line)
         failed = reply.get("failed")
@@ -579,15 +589,16 @@ def _understood(line: str) -> Reply | str:
 
 
 def merge_replies(replies: Sequence[Reply]) -> Reply:
-    """What the ranks of a worker say together.
+    """Merges the replies of a worker's ranks into one.
 
-    A step is as long as it was on the slowest rank, and its peak memory is that of the rank which
-    needs most. Ranks that train apart count their own tokens times the number of ranks: the mean
-    of these is the truth. They don't wait for each other in each step, so their turn is as long as
-    that of the slowest rank, which is less than the sum of the slowest steps: ``turn_seconds``.
+    A step has the duration of the slowest rank, and the peak memory of the rank that needs
+    most. Ranks with local steps count their own tokens times the number of ranks, so the
+    mean of these counts is correct. They don't wait for each other in each step. Their turn
+    therefore takes as long as the slowest rank's turn, which is less than the sum of the
+    slowest steps: ``turn_seconds``.
 
-    Of a check the reply of the rank counts that is furthest off; what one rank refuses has
-    failed.
+    For a check, the reply of the rank with the largest error counts. If one rank refuses a
+    check, the check has failed.
     """
     first, *others = replies
     if "steps" in first and isinstance(first["steps"], list):

@@ -1,13 +1,19 @@
-"""LoRA on the right modules of every architecture, and a table of what was adapted.
+"""LoRA on the right modules of every architecture, and a table of adapted modules.
 
-The usual q/k/v/o_proj miss most of latent attention without a word: DeepSeek-V3 has only o_proj of
-the four, V2-Lite only q_proj and o_proj; the rest is q_a_proj, q_b_proj, kv_a_proj_with_mqa and
-kv_b_proj. So targets are resolved here to full module names, by where a projection sits and not by
-what it is called, and a target that finds nothing is an error. Two things are never adapted: the
-head, whose weight fused losses read directly, and a router, whose small changes send tokens to
-other experts. Routed experts (one fused tensor for all) are left out unless a target says
-``experts``. A third is never adapted because it gets no gradient in transformers: the indexer of
-DeepSeek-V3.2 and V4, which only chooses keys.
+The usual q/k/v/o_proj miss most of latent attention without a message. DeepSeek-V3 has
+only o_proj of the four, V2-Lite only q_proj and o_proj. The others are q_a_proj,
+q_b_proj, kv_a_proj_with_mqa and kv_b_proj. So this module resolves targets to full
+module names, by the position of a projection and not by its name. A target without any
+match is an error.
+
+Three kinds of modules are never adapted:
+
+- the head, because fused losses read its weight directly
+- a router, because its small changes send tokens to other experts
+- the indexer of DeepSeek-V3.2 and V4, which only chooses keys: it gets no gradient in
+  transformers
+
+Routed experts (one fused tensor for all) are left out unless a target is ``experts``.
 """
 
 from __future__ import annotations
@@ -96,17 +102,25 @@ def add_lora(
     dora: bool = False,
     base: Kind | None = None,
 ) -> PeftModel:
-    """Freeze the model and put low-rank updates beside its targets (LoRA, arXiv 2106.09685).
+    """Freezes the model and adds low-rank updates to its targets (LoRA, arXiv 2106.09685).
 
-    The update of a weight is ``alpha / rank * B @ A``, or ``alpha / sqrt(rank)`` with ``rslora``
-    (arXiv 2312.03732); ``dora`` learns each row's length apart (arXiv 2402.09353); ``base`` keeps
-    frozen linear layers, but head and router, in int8 or nf4 (QLoRA, arXiv 2305.14314). A is drawn
-    from ``seed``, B is zero, so the adapted model starts as the same function. In a
-    half-precision model the adapter is float32. The model is changed in place and returned wrapped.
+    The update of a weight is ``alpha / rank * B @ A``, or ``alpha / sqrt(rank)`` with
+    ``rslora`` (arXiv 2312.03732).
 
-    Raises InputError for impossible numbers, a second adapter, DoRA on a quantised base, and any of
-    dropout, DoRA and ``base`` where LoRA sits on bare tensors: routed experts, and in a model that
-    has those the dense and shared projections too.
+    The option ``dora`` learns each row's length separately
+    (arXiv 2402.09353).
+
+    If ``base`` is set, frozen linear layers, except head and router, are stored in int8 or
+    nf4 (QLoRA, arXiv 2305.14314).
+
+    A is drawn from ``seed`` and B is zero, so the adapted model starts as the same
+    function. In a half-precision model the adapter is float32. The model is changed in
+    place and returned wrapped.
+
+    Raises:
+        InputError: impossible numbers; a second adapter; DoRA on a quantised base. Also
+            dropout, DoRA or ``base`` if LoRA is on bare tensors: routed experts, and in a
+            model with routed experts the dense and shared projections too.
     """
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -146,9 +160,9 @@ def add_lora(
 
 
 def merge(model: PeftModel) -> PreTrainedModel:
-    """The base model with the adapter added into its weights; the adapter is gone afterwards.
+    """Adds the adapter to the base model's weights and removes the adapter.
 
-    Raises InputError for a quantised base, whose few bits could not hold the sum.
+    Raises InputError for a quantised base, because its few bits can't hold the sum.
     """
     if quantised_layers(model):
         raise InputError(
@@ -159,11 +173,11 @@ def merge(model: PeftModel) -> PreTrainedModel:
 
 
 def merged(model: PreTrainedModel, adapter: Path, base: Kind | None = None) -> PreTrainedModel:
-    """``model`` with the saved adapter of a folder added into its full weights.
+    """Returns ``model`` with the saved adapter of a folder added to its full weights.
 
-    ``base`` is what the adapter was trained on: the weights are rounded to it first, so that the
-    result is the model that was trained and not a neighbour. Raises InputError for a folder that
-    isn't an adapter of this model.
+    ``base`` is the format of the weights with which the adapter was trained. The weights
+    are rounded to it first, so the result is exactly the trained model. Raises InputError
+    for a folder that isn't an adapter of this model.
     """
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import SafetensorError, safe_open
@@ -209,7 +223,7 @@ def quantised_layers(model: nn.Module) -> int:
 
 
 def adapted_table(model: nn.Module) -> list[AdaptedRow]:
-    """What was adapted, a row per kind of module and rank, in the model's order; [] if nothing."""
+    """Rows of adapted modules, one per kind and rank, in the model's order; [] if none."""
     from peft.tuners.lora import LoraLayer
 
     groups: dict[tuple[str, int], list[int]] = defaultdict(list)

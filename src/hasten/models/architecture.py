@@ -1,9 +1,10 @@
-"""A language model as the planner sees it: its matrices, read from a Hugging Face config.
+"""Matrices of a language model, read from a Hugging Face config for the planner.
 
-Only sizes are kept. Every matrix product of a layer is one ``Matrix``: how wide it is, how many
-layers have it, which share of the tokens meets it, and how tensor parallelism cuts it. Parameters,
-FLOPs and memory follow from that list, so a new kind of layer is a few lines here and nothing
-elsewhere. Parameter counts equal those of transformers' own models, biases and norms included.
+Only sizes are stored. Every matrix product of a layer is one ``Matrix``. It has its
+width, the number of layers, its share of the tokens, and its split under tensor
+parallelism. Parameters, FLOPs and memory follow from that list. So a new kind of layer
+needs a few lines here and nothing elsewhere. Parameter counts equal those of
+transformers' own models, biases and norms included.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class DistantKeys:
     series: int  # 2: each of them is made of the tokens before it, too
 
     def seen(self, sequence: int) -> float:
-        """Keys that a query sees, averaged over its place."""
+        """Returns the keys per query, averaged over its position."""
         most = min(self.chosen * self.rate or sequence, sequence)
         return (most - most * most / 2 / sequence) / self.rate
 
@@ -245,9 +246,10 @@ class Architecture:
         return self.parameters() - self.expert_parameters() + active
 
     def keys(self, sequence: int) -> float:
-        """Keys that a query sees, averaged over its place and the layers; half, being causal.
+        """Returns the keys per query, averaged over its position and the layers.
 
-        DeepSeek-V3.2's indexer hides keys from a query, but transformers computes them all.
+        Causal attention halves the number. DeepSeek-V3.2's indexer hides keys from a query, but
+        transformers computes them all.
         """
         if self.compressed:
             every = (DistantKeys(1.0, 1, self.compressed.near, 1), *self.compressed.far)
@@ -264,9 +266,10 @@ class Architecture:
         return 2.0 * tokens * self.keys(sequence) * width * self.layers
 
     def operators(self, tokens: float, sequence: int) -> tuple[Operator, ...]:
-        """Products of a forward pass over ``tokens`` in rows of ``sequence``; two-byte operands.
+        """Products of a forward pass: ``tokens`` in rows of ``sequence``, two-byte operands.
 
-        A training step owes three times their FLOPs: the backward pass has two products for one.
+        A training step takes three times their FLOPs: the backward pass has two products for
+        one.
         """
         operators = []
         for m in self.matrices():
@@ -375,7 +378,10 @@ def _read(fields: Mapping[str, Any], name: str) -> Architecture:
 
 
 def _indexer_weights(fields: Mapping[str, Any], name: str) -> int:
-    """Of a layer of DeepSeek-V3.2: queries, one key with its norm, and the heads' weights."""
+    """Counts a DeepSeek-V3.2 layer's indexer weights.
+
+    These are the queries, one key with its norm, and the weights of the heads.
+    """
     heads, width, hidden, rank = (
         _number(fields, key, name)
         for key in ("index_n_heads", "index_head_dim", "hidden_size", "q_lora_rank")

@@ -1,8 +1,9 @@
-"""A model's folder with pickled weights, written anew with safetensors.
+"""Conversion of a model's folder with pickled weights to safetensors.
 
-Older published models (``pytorch_model.bin``) and files of other trainers (``.pt``, ``.pth``) are
-pickles, which can run code in whoever reads them. Each file is read by a process of its own with
-narrow limits (`hasten.models.pickled`) and handed over as safetensors; nothing here unpickles.
+Older published models (``pytorch_model.bin``) and files of other trainers (``.pt``,
+``.pth``) are pickles. Reading a pickle can run code. A separate process with narrow
+limits (`hasten.models.pickled`) reads each file and writes it as safetensors. Nothing
+in this module unpickles.
 """
 
 from __future__ import annotations

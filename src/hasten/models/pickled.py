@@ -1,8 +1,9 @@
-"""One pickled file of weights to one safetensors file, in a process that can do little else.
+"""Conversion of one pickled file of weights to safetensors, in a restricted process.
 
-Run as ``python -m hasten.models.pickled FILE OUT`` by `hasten.models.convert`. torch.load with
-``weights_only`` builds tensors and plain containers and refuses all else; should that ever be got
-around, this process has limits of memory, time, file size and files, and nothing of the caller's
+`hasten.models.convert` runs it as ``python -m hasten.models.pickled FILE OUT``.
+torch.load with ``weights_only`` builds tensors and plain containers and refuses
+everything else. If that protection ever fails, this process still has limits. They
+cover memory, time, file size and open files. It has nothing of the caller's
 environment.
 """
 
@@ -47,7 +48,7 @@ def main(file: Path, out: Path) -> int:
 
 
 def limit(size: int) -> None:
-    """What this process may use from here on, by the size of the file."""
+    """Limits the memory, time and files of this process, by the size of the input file."""
     try:
         import resource
     except ImportError:  # not on Windows

@@ -1,16 +1,21 @@
-"""The DeepSeek family as data: published sizes and small relatives, buildable without a download.
+"""The DeepSeek family as data: published sizes and small relatives, no download.
 
-A preset is a model's ``config.json`` under a name, without weights and without a tokenizer. The
-published ones carry the numbers of the files on the hub; ``-tiny`` and ``-small`` have the same
-architecture at a size that a processor trains in minutes. ``presets.json`` holds them. Importing
-this module costs nothing: transformers comes in when a config is built.
+A preset is a model's ``config.json`` under a name, without weights and without a
+tokenizer. The published ones have the numbers of the files on the hub. Those with
+``-tiny`` and ``-small`` have the same architecture at a size that a processor trains in
+minutes. ``presets.json`` contains them. Importing this module costs nothing:
+transformers is imported when a config is built.
 
-The small relatives keep each architecture's proportions: grouped heads stay grouped, latent
-attention keeps its low ranks and its split of plain and rotary dimensions, a mixture of experts
-keeps groups, shared experts, a dense first layer and as much active as dense width. They are
-trained from scratch, so their positions are plain rotary ones; the published YaRN stretch is a
-later stage of a model's life. Without a tokenizer's word they have the embedded corpus' vocabulary
-and no token ids.
+The small relatives keep each architecture's proportions:
+
+- Grouped heads stay grouped.
+- Latent attention keeps its low ranks and its split of plain and rotary dimensions.
+- A mixture of experts keeps groups, shared experts, a dense first layer, and as much
+  active as dense width.
+
+They are trained from scratch, so their positions are plain rotary ones. The published
+YaRN scaling belongs to a later stage of training. Without a tokenizer they have the
+vocabulary of the embedded corpus and no token ids.
 """
 
 from __future__ import annotations
@@ -79,11 +84,11 @@ def with_vocabulary(
     eos_token_id: int | None,
     pad_token_id: int | None,
 ) -> PreTrainedConfig:
-    """The same config, changed in place, with the vocabulary and token ids of a tokenizer.
+    """Sets the vocabulary and token ids of a tokenizer in the config and returns it.
 
-    None keeps what the config says, except that another vocabulary size also forgets the config's
-    own token ids: they number another tokenizer's tokens. Raises InputError for an id outside the
-    vocabulary.
+    None keeps the config's value, with one exception. Another vocabulary size also clears
+    the config's own token ids, because they refer to another tokenizer's tokens. Raises
+    InputError for an id outside the vocabulary.
     """
     special_tokens = {"bos": bos_token_id, "eos": eos_token_id, "pad": pad_token_id}
     if vocab_size is not None and vocab_size < 1:

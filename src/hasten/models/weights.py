@@ -1,13 +1,18 @@
-"""The stored weights of a model's folder: their files, names, number formats, and what is refused.
+"""Stored weights of a model's folder: files, names, number formats, refused contents.
 
-Trainers leave the names of their wrappers in what they save (``_orig_mod.`` of torch.compile,
-``module.`` of data parallelism, ``base_model.model.`` of PEFT), and folders hold tensors that a
-language model has no place for: layers that predict further tokens ahead and, in folders of old
-releases, rotary frequencies. Weights in block-scaled float8 mean nothing without their scales.
+Trainers leave the names of their wrappers in saved files: ``_orig_mod.`` of
+torch.compile, ``module.`` of data parallelism, ``base_model.model.`` of PEFT. Folders
+also hold tensors that a language model doesn't use. Examples are layers that predict
+further tokens ahead and, in folders of old releases, rotary frequencies. Weights in
+block-scaled float8 mean nothing without their scales.
 
-(1) the files are found whole => (2) their headers are read => (3) names lose what wrappers added;
-each tensor is the model's, known and left out, or refused => (4) transformers takes the tensors
-one by one, and float8 is multiplied by its scales as it is taken. Steps 1 to 3 read no weights.
+(1) All files are located.
+(2) Their headers are read.
+(3) Wrapper prefixes are removed from names. Each tensor belongs to the model, is left
+    out on purpose, or is refused.
+(4) transformers takes the tensors one by one. float8 is multiplied by its scales then.
+
+Steps 1 to 3 read no weights.
 """
 
 from __future__ import annotations
@@ -104,7 +109,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """What a folder's files hold, under the names that transformers knows."""
+    """Contents of a folder's files, under the names that transformers uses."""
 
     tensors: Mapping[str, StoredTensor]
     ahead: tuple[str, ...] = ()  # left out: tensors that predict further tokens ahead
@@ -134,11 +139,12 @@ class StoredWeights:
 
 
 def read_weights(folder: Path, config: PreTrainedConfig) -> StoredWeights:
-    """The folder's weights, from the headers of its files.
+    """Returns the folder's weights, from the headers of its files.
 
     Raises:
-        InputError: no whole files, tensors of an adapter, layers that the config doesn't count, a
-            number format that can't be trained, or two tensors of one name.
+        InputError: no complete files, tensors of an adapter, or layers that the config
+            doesn't count. Also a number format that can't be trained, or two tensors of one
+            name.
     """
     named: dict[str, StoredTensor] = {}
     for tensor in _stored(folder):
@@ -265,7 +271,7 @@ def _ahead(folder: Path, named: Mapping[str, Any], config: PreTrainedConfig) -> 
 
 
 def _with_scales(folder: Path, named: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors with the scales of float8 put beside their weights."""
+    """Returns the tensors, float8 weights together with their scales."""
     scales = {n.removesuffix(_SCALES) + ".weight": t for n, t in named.items() if _SCALES in n}
     tensors = {name: tensor for name, tensor in named.items() if _SCALES not in name}
     block = None

@@ -1,7 +1,8 @@
-"""Why a layout isn't the plan: it can't be, doesn't fit by so much, or another does better.
+"""Reasons why a layout isn't the plan: invalid, too large, or slower than another.
 
-Every sentence has the numbers that it speaks of. ``why_not`` answers for one layout that somebody
-asks about, ``rejected`` for each way to deal out the devices, by its best variant.
+Every sentence contains its numbers. The function ``why_not`` answers for one layout
+that a user names. The function ``rejected`` answers for each division of the devices,
+by its best variant.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ def why_not(cluster_plan: ClusterPlan, layout: PlannedLayout) -> list[str]:
 def impossibilities(
     model: Architecture, cluster: Cluster, job: PlannedJob, layout: PlannedLayout
 ) -> list[str]:
-    """What numbers alone forbid, each with the nearest that would do."""
+    """The constraints that a layout violates, each with the nearest valid value."""
     reasons = []
     if layout.devices != cluster.devices:
         reasons.append(
@@ -298,13 +299,15 @@ def best_of_each_deal(evaluated: EvaluatedLayouts) -> list[int]:
 
 
 def read_layout(words_: Sequence[str], like: PlannedLayout) -> PlannedLayout:
-    """``dp=4 tp=8 micro=2 recompute=full`` as a layout; what isn't said is as in ``like``.
+    """Parses a layout, for example ``dp=4 tp=8 micro=2 recompute=full``.
 
-    Where it has no pipeline, or another schedule, the schedule or the chunks of ``like`` aren't
-    taken over.
+    Values that are missing come from ``like``.
+
+    If it has no pipeline, or another schedule, the schedule and the chunks of ``like``
+    aren't used.
 
     Raises:
-        InputError: by ``Layout``, for values that can't be.
+        InputError: from ``Layout``, for invalid values.
     """
     settings = layout_fields(words_)
     if settings.get("pp", like.pp) == 1:
@@ -328,7 +331,10 @@ WORTH = 500  # of the quickest layouts, those that another machine may prefer
 
 @dataclass(frozen=True)
 class LayoutChange:
-    """Something changed: the rate against that of the plan's best, with its layout and anew."""
+    """A change and its effect on the rate, relative to the plan's best.
+
+    It has the rate of the same layout, and that of the best layout after the change.
+    """
 
     what: str
     same_layout: float  # times the tokens per second; nan where it no longer fits
@@ -348,7 +354,7 @@ class HardwareOption:
 
 
 def sensitivity(cluster_plan: ClusterPlan) -> list[LayoutChange]:
-    """What twice or half of each property of the machine would do to the rate."""
+    """The effect on the rate of doubling or halving each property of the machine."""
     planned_cluster = cluster_plan.cluster
     chip = planned_cluster.device
     twice = {
@@ -370,7 +376,7 @@ def sensitivity(cluster_plan: ClusterPlan) -> list[LayoutChange]:
 
 
 def switches(cluster_plan: ClusterPlan) -> list[LayoutChange]:
-    """What formats and compression that change the mathematics would do to the rate."""
+    """The effect on the rate of formats and compression that change the mathematics."""
     best, chip = cluster_plan.best[0].layout, cluster_plan.cluster.device
     caveat = "other mathematics: have the verification prove it"
     tried = {"fp8 products": replace(best, precision="fp8")} if chip.peak8 else {}
@@ -417,7 +423,9 @@ def devices(cluster_plan: ClusterPlan) -> list[HardwareOption]:
 
 
 def what_if(cluster_plan: ClusterPlan, change: str) -> tuple[Cluster, ClusterPlan]:
-    """The plan anew with one change: ``gpu=a100``, ``nodes=8``, ``network=25``, ``network=2x``.
+    """Plans again with one change.
+
+    Examples: ``gpu=a100``, ``nodes=8``, ``network=25``, ``network=2x``.
 
     Raises:
         InputError: a change that can't be read, or a cluster on which nothing fits.
@@ -484,7 +492,7 @@ def _ratio(
 
 
 def predicted(cluster_plan: ClusterPlan, layout: PlannedLayout) -> PlanCandidate:
-    """What a layout of the user's own would do on the plan's cluster."""
+    """The prediction for a user's layout on the plan's cluster."""
     rows = Layouts.of([layout])
     prediction = predict(
         cluster_plan.model,

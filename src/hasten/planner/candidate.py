@@ -162,9 +162,10 @@ def words(layout: PlannedLayout) -> str:
 
 
 def recipe_lines(layout: PlannedLayout) -> str:
-    """The layout as lines of a recipe that the trainer runs; '' where ``beyond_trainer`` says why.
+    """The layout as recipe lines for the trainer; '' if ``beyond_trainer`` has a reason.
 
-    ZeRO's stages 1 and 2 keep whole weights: FSDP2 that doesn't let them go between passes.
+    ZeRO's stages 1 and 2 keep full weights. That is FSDP2 without freeing them between
+    passes.
     """
     if beyond_trainer(layout):
         return ""
@@ -197,9 +198,10 @@ def recipe_lines(layout: PlannedLayout) -> str:
 
 
 def beyond_trainer(layout: PlannedLayout, lora: bool = False) -> str:
-    """What of the layout hasten's own trainer can't run, in one sentence; empty: it runs it.
+    """The part of the layout that hasten's trainer doesn't support; '' if it supports all.
 
-    ``lora``: adapters are trained, which the files for Megatron-LM don't cover.
+    The result is one sentence. ``lora``: adapters are trained, which the files for
+    Megatron-LM don't support.
     """
     lacks = ["cp"] if layout.cp > 1 else []
     others = [name for name in ("tp", "ep") if getattr(layout, name) > 1]
@@ -264,7 +266,7 @@ WATTS: Mapping[str, int] = {name: watts for watts, names in _WATTS.items() for n
 
 @dataclass(frozen=True)
 class JobCost:
-    """Of a whole job, or of a billion tokens where the job doesn't say how many."""
+    """Cost of a whole job, or of a billion tokens if the job has no number of tokens."""
 
     tokens: float
     seconds: Span
@@ -290,7 +292,7 @@ class JobCost:
 
 
 def spending(plan_candidate: PlanCandidate, job: PlannedJob, price: Price | None = None) -> JobCost:
-    """What the job takes in that layout; neither failures nor evaluations are in it."""
+    """Cost of the job in that layout, without failures and evaluations."""
     tokens = job.tokens or PER_BILLION
     rate = plan_candidate.tokens_per_second_per_device
     seconds = Span(

@@ -1,8 +1,8 @@
-"""A cluster as the planner sees it: devices, nodes, and what their links carry one way.
+"""A cluster for the planner: devices, nodes, and one-way bandwidths of their links.
 
-Bandwidths are bytes per second in one direction of one device's share, as a ring of NCCL uses them;
-a figure that a maker gives for both directions together has to be halved. Latency is that of one
-message between two neighbours, software included.
+Bandwidths are bytes per second in one direction of one device's share, as a ring of
+NCCL uses them. If a vendor's figure is for both directions together, halve it. Latency
+is that of one message between two neighbours, software included.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Cluster:
 
     @classmethod
     def preset(cls, topology: str, nodes: int, per_node: int = 8, device_name: str = "") -> Cluster:
-        """A named topology; the device is the one that its name says, or the one given.
+        """A named topology, with the device in its name or ``device_name``.
 
         Raises:
             InputError: an unknown topology or device.

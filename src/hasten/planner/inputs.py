@@ -1,4 +1,4 @@
-"""What ``hasten plan`` is given, read: cluster, job, price, runs to calibrate or compare with."""
+"""Reads the inputs of ``hasten plan``: cluster, job, price, runs to compare with."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HALF = ("autocast", "bf16_master_weights", "float8")  # techniques that don't mu
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command line asks for; see ``cli.plan``."""
+    """Options of the command line; see ``cli.plan``."""
 
     cluster: str
     gpu: str
@@ -106,7 +106,7 @@ def cluster_of(options: PlanOptions) -> Cluster:
 def job_of(
     options: PlanOptions, recipe: Recipe | None, cluster: Cluster
 ) -> tuple[PlannedJob, list[str]]:
-    """The job, and what of it nobody has said."""
+    """The job, and the values that were assumed because they aren't given."""
     assumed = []
     task = options.task or _task(recipe)
     sequence = options.sequence or (recipe.cutoff_len if recipe else None)
@@ -128,7 +128,7 @@ def job_of(
 
 
 def space_of(options: PlanOptions, cluster: Cluster) -> LayoutSpace:
-    """What may vary."""
+    """The layout choices that the planner may vary."""
     formats, schedules = _listed(options.precision), _listed(options.schedules)
     space = LayoutSpace.everything(cluster) if options.lossy else LayoutSpace()
     return dataclasses.replace(
@@ -205,7 +205,7 @@ def own_run(folder: Path, cluster: Cluster) -> OwnRun:
 
 
 def _ranks(folder: Path, recipe: Mapping[str, Any]) -> int:
-    """Of a run that is over; a launcher's ranks stand in its summary, not in its recipe."""
+    """Number of ranks of a finished run; with a launcher, only the run's summary has it."""
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         return max(1, int(summary["world_size"]))
@@ -268,7 +268,7 @@ UNCALIBRATED = "fitted to published measurements of GPUs; --calibrate RUN fits t
 
 
 def is_run(name: str) -> bool:
-    """Whether a name is the folder of a run rather than of a model."""
+    """Returns True if a name is the folder of a run instead of a model."""
     return (Path(name) / "metrics.jsonl").is_file() and (Path(name) / "recipe.yaml").is_file()
 
 
@@ -278,7 +278,7 @@ def predicted_and_measured(
     calibration: Calibration | None = None,
     stack: str | None = None,
 ) -> str:
-    """The table: each term predicted and measured, and whether it lies in its interval."""
+    """A table of terms: predicted, measured, and if the measurement is in the interval."""
     head, terms = _closing(folder, cluster, calibration, stack)
     shown = aligned(actual.table(terms))
     return f"{head}\n{shown}" + ("" if calibration else f"\n{UNCALIBRATED}")
@@ -311,10 +311,11 @@ def _closing(
 
 
 def machine_of(folder: Path) -> Cluster:
-    """What the run ran on: its GPU by name, or rates that were measured there and kept.
+    """The run's machine: its GPU by name, or rates that were measured there and stored.
 
     Raises:
-        InputError: nobody knows the machine's rates; says how to measure them.
+        InputError: the machine's rates are unknown; the message explains how to measure
+            them.
     """
     summary = _object(folder / "summary.json")
     hardware = summary.get("hardware")
@@ -346,7 +347,7 @@ def machine_of(folder: Path) -> Cluster:
 
 
 def predicted_lines(folder: Path) -> str:
-    """For a run's report: the table, or one line that says what is missing for it."""
+    """Lines for a run's report: the table, or one line with the missing input."""
     try:
         return "\n" + predicted_and_measured(folder, machine_of(folder))
     except InputError as error:

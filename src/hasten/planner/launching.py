@@ -1,4 +1,4 @@
-"""What a launch takes from the plan: Megatron-LM's layout, the recipe, a rehearsal's links."""
+"""Inputs of a launch from the plan: Megatron-LM's layout, recipe, rehearsal's links."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def planned(
 
 
 def scaled_rate(cloud: CloudConfig, gpu: str) -> float | None:
-    """A host's link for the rehearsal, in bit/s; None where the devices aren't known.
+    """A host's link rate for the rehearsal, in bit/s; None if the devices are unknown.
 
-    Slower than the cluster's by as much as a rank here computes slower than its device, so that
-    exchanges take about the share of a step that they take there.
+    It is the cluster's rate, divided by the ratio of the device's compute speed to that of
+    a local rank. Communication then takes about the same share of a step as on the cluster.
     """
     from hasten.planner.cluster import Cluster
 
@@ -138,9 +138,10 @@ TINY = {
 
 
 def recipe_there(recipe: Recipe, checkpoints: str | None, leave_file: str | None) -> str:
-    """Its text: ranks and restarts are the launcher's, and every start goes on where one ended.
+    """The recipe's text for the launch; the launcher controls ranks and restarts.
 
-    Without checkpoints in the plan a lost machine would cost the whole run: dynamic ones join it.
+    Every start continues where the previous one ended. If the plan has no checkpoints, a
+    lost machine would cost the whole run. Dynamic checkpoints are therefore added.
     """
     values = recipe.model_dump(mode="json")
     values |= {"nproc": 1, "min_nproc": None, "max_restarts": 0, "warm_restarts": False}

@@ -1,7 +1,8 @@
-"""Layouts as numbers: which rank holds which part, and every layout that a job could have.
+"""Layouts as numbers: the parts of each rank, and every possible layout of a job.
 
-One is a ``PlannedLayout``, many are columns of ``Layouts``. A layout says nothing of speed. Words
-are coded as their place in the tuples below, so that a hundred thousand layouts are a few arrays.
+One layout is a ``PlannedLayout``; many are columns of ``Layouts``. A layout contains no
+speed. Words are coded as their index in the tuples below, so a hundred thousand layouts
+are a few arrays.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Column = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """What is trained: tokens per sequence, sequences per step, and how many tokens in all."""
+    """A training job: tokens per sequence, sequences per step, and the total of tokens."""
 
     sequence: int
     global_batch: int
@@ -195,7 +196,11 @@ Deal = tuple[int, int, int, int, int]  # dp, tp, pp, ep, cp
 
 @dataclass(frozen=True)
 class LayoutSpace:
-    """What may vary. Formats below 16 bits and compression change the mathematics: ask for them."""
+    """The choices that may vary.
+
+    Formats below 16 bits and compression change the mathematics, and are only included on
+    request.
+    """
 
     zero: tuple[int, ...] = (0, 1, 2, 3)
     schedules: tuple[str, ...] = SIMULATED
@@ -332,7 +337,10 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 
 def _recompute(model: Architecture) -> list[str]:
-    """Megatron Core and DeepSeek recompute norms and activation functions alone beside experts."""
+    """The recomputation modes of a model; ``light`` only for models with experts.
+
+    Megatron Core and DeepSeek recompute only norms and activation functions there.
+    """
     return [word for word in RECOMPUTE if word != "light" or model.moe is not None]
 
 

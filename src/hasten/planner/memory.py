@@ -1,10 +1,11 @@
-"""Bytes that a layout keeps on its fullest rank: state, activations, logits, and the rest.
+"""Bytes of a layout on its fullest rank: state, activations, logits, and the rest.
 
-Weights take 2 bytes, gradients 4 where they are summed in fp32 over micro-batches and 2 where they
-are sharded at once, AdamW 12 with its fp32 master weights (arXiv 1910.02054, section 3). In a
-pipeline three ranks may be the fullest: the first, with the embedding and the most micro-batches in
-flight; the second, with as many layers and more of them with experts; the last, with the head and
-the logits. What a layer keeps is counted by ``layer_bytes``.
+Weights take 2 bytes. Gradients take 4 if they are summed in fp32 over micro-batches,
+and 2 if they are sharded at once. AdamW takes 12 with its fp32 master weights
+(arXiv 1910.02054, section 3). In a pipeline three ranks may be the fullest. The first
+has the embedding and the most micro-batches in flight. The second has as many layers
+and more of them with experts. The last has the head and the logits. The function
+``layer_bytes`` counts the bytes of a layer.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ KEPT_BYTES = np.array([_KEPT_BYTES.get(name, 2.0) for name in PRECISIONS])
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Of one layer and one micro-batch: kept by a plain layer, by one with experts; at work."""
+    """Bytes of one layer and one micro-batch: stored by kind of layer, and working memory."""
 
     plain: Column
     expert: Column
@@ -77,7 +78,7 @@ class _Elements:
 
     @property
     def expanded(self) -> Column:
-        """Elements of queries, keys and values that latent attention makes anew from fewer."""
+        """Elements of queries, keys and values that latent attention recomputes from fewer."""
         more = np.maximum(self.heads - self.latent, 0.0)
         return np.asarray(np.where(self.latent > 0, more, 0.0))
 
@@ -96,7 +97,7 @@ class _Elements:
 
 
 def layer_bytes(model: ModelNumbers, layouts: Layouts) -> LayerBytes:
-    """What one layer keeps for one micro-batch, and what it needs while it is at work."""
+    """Bytes that one layer stores for one micro-batch, and its working memory."""
     T = tokens(model, layouts)
     size = KEPT_BYTES[layouts.precision.astype(int)]
     scores = 5 * T * model.sequence * model.heads / layouts.tp * (1 - layouts.flash)
@@ -119,9 +120,9 @@ def layer_bytes(model: ModelNumbers, layouts: Layouts) -> LayerBytes:
 
 
 def _elements(model: ModelNumbers, layouts: Layouts, expert: bool) -> _Elements:
-    """Of a layer with a plain MLP, or of one with experts; nothing of its MLP where there is none.
+    """Elements of a layer with a plain MLP, or with experts; 0 if there is no such layer.
 
-    A slot's width is that of the layers that have it, so no average is taken.
+    The width of a slot is that of the layers that have it, so no average is used.
     """
     tp = layouts.tp
     split = np.where(layouts.sequence_parallel > 0, tp, 1)
@@ -216,7 +217,7 @@ def first_rank(model: ModelNumbers, layouts: Layouts) -> tuple[Column, Column]:
 def memory(
     model: ModelNumbers, layouts: Layouts, micro_batches: Value, c: MemoryConstants, lora: Value
 ) -> MemoryColumns:
-    """What stays on the fullest rank at its worst moment."""
+    """Bytes on the fullest rank at its maximum."""
     one = layer_bytes(model, layouts)
     ranks = _ranks(model, layouts, micro_batches, one)
     rank_columns = [_held(rank, one, model, layouts, c, lora) for rank in ranks]
@@ -230,7 +231,7 @@ def memory(
 
 
 def in_flight(layouts: Layouts, micro_batches: Value, rank: Value = 0) -> Column:
-    """Micro-batches whose activations that rank keeps, in units of all its layers."""
+    """Micro-batches with stored activations on that rank, in units of all its layers."""
     pp, v, code = layouts.pp, layouts.virtual, layouts.schedule
     most = pp - rank + 0 * v
     most = np.where(code == INTERLEAVED, (2 * (pp - rank - 1) + (v - 1) * pp + 1) / v, most)
@@ -285,7 +286,7 @@ def _held(
     c: MemoryConstants,
     lora: Value,
 ) -> MemoryColumns:
-    """What that rank keeps."""
+    """Bytes stored on that rank."""
     body, experts = rank_parameters(model, layouts, rank.layers, rank.ends)
     shards = layouts.dp * layouts.cp
     spread = np.maximum(shards * layouts.tp / layouts.ep, 1.0)

@@ -1,10 +1,11 @@
-"""Fits constants to measurements, also a user's own few, and compares a run with its prediction.
+"""Fits constants to measurements, even a few own ones; compares runs with predictions.
 
-Levenberg-Marquardt on theta = ln(constant): the residuals are ln(measured / predicted) over their
-noise, and (theta - prior) over its spread (maximum a posteriori). After each step the rows are
-weighted anew by Cauchy's function, so that a broken row pulls less the further off it is. Every
-software stack has one more unknown, shrunk towards nothing. No random number is drawn and the
-order of rows is kept: the same rows give the same bits.
+The method is Levenberg-Marquardt on theta = ln(constant). The residuals are ln(measured
+/ predicted) over their noise, and (theta - prior) over its spread (maximum a
+posteriori). After each step the rows are weighted again by Cauchy's function. An
+outlier therefore has less influence the larger its error is. Every software stack has
+one more unknown, regularised towards zero. No random number is drawn and the order of
+rows is fixed: the same rows give the same bits.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def fit(
         return replace(start, **{f.name: v for f, v in zip(chosen, values, strict=True)})
 
     def residuals(at: Column) -> Column:
-        """Of one point, or a row for each column of points."""
+        """The residuals of one point, or a row for each column of points."""
         return np.asarray(target - predicted(constants(at)) - (one_hot @ at[len(chosen) :]).T)
 
     def cost(at: Column, errors: Column) -> float:
@@ -164,13 +165,13 @@ class MachineFactors:
 def calibrate_machine(
     runs: Sequence[OwnRun], calibration: Calibration | None = None, *, link_measured: bool = False
 ) -> Calibration:
-    """The calibration of the machine that these runs ran on; predict with ``stack=OWN_STACK``.
+    """The calibration of the machine of these runs; predict with ``stack=OWN_STACK``.
 
-    ``link_measured``: the cluster's links are what a collective was seen to reach, not what
-    they are called.
+    ``link_measured``: the cluster's links are measured rates of a collective, not nominal
+    rates.
 
     Raises:
-        InputError: no runs, or one whose seconds aren't above 0.
+        InputError: no runs, or one with seconds that aren't above 0.
     """
     if not runs:
         raise InputError("no run to calibrate from: run twenty steps of the job first")
@@ -233,7 +234,7 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class CalibratedTerm:
-    """One term: predicted, measured, and whether the measurement lies in the interval."""
+    """One term: predicted, measured, and a flag for a measurement inside the interval."""
 
     name: str
     unit: str

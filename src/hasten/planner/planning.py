@@ -1,12 +1,14 @@
-"""The plan: which layouts a job has on a cluster, what each costs, and which are worth having.
+"""The plan: a job's possible layouts on a cluster, their costs, and the best of them.
 
-  1. every layout within the rules (``layout``), on all nodes and on fewer
-  2. all predicted at once (``predict``)
-  3. the best few with their pipelines simulated (``simulate``)
-  4. of those that fit, the ones that nothing beats in time, memory and device hours together
+  1. Every layout within the rules (``layout``), on all nodes and on fewer.
+  2. All predicted at once (``predict``).
+  3. The best few, with their pipelines simulated (``simulate``).
+  4. The layouts that fit and that no other beats in time, memory and device hours
+     together.
 
-Answers are for people who are about to rent machines: ``ClusterPlan`` holds the best layouts with
-their intervals, and enough of the rest to say why each of them isn't among the best (``advice``).
+The answers are for users before they rent machines. The class ``ClusterPlan`` has the
+best layouts with their intervals. For all others it has enough data to explain why they
+aren't among the best (``advice``).
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def nothing_fits(
 def suggested_fixes(
     model: Architecture, cluster: Cluster, job: PlannedJob, fits: Fits
 ) -> list[str]:
-    """What would fit: more nodes, the next larger device, a LoRA, shorter sequences."""
+    """Changes that make the job fit: more nodes, larger device, LoRA, shorter sequences."""
     fixes = []
     for times in (2, 4, 8, 16, 32, 64):
         nodes = cluster.nodes * times
@@ -137,7 +139,7 @@ class EvaluatedLayouts:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """What was found; ``best`` by time on all nodes, ``pareto`` also on fewer."""
+    """The planner's result; ``best`` by time on all nodes, ``pareto`` also on fewer."""
 
     model: Architecture
     cluster: Cluster
@@ -171,16 +173,18 @@ def plan(
 
     Args:
         model: an architecture, a config's fields or file, or a preset's name.
-        cluster: a ``Cluster``, or a ``CloudConfig`` whose devices ``device`` names.
-        job: tokens per sequence, sequences per step, tokens in all.
-        space: what may vary; formats and compression that change the mathematics only if named.
-        top: how many layouts ``best`` holds, each dealing out the devices in its own way.
-        fewer_nodes: whether halves of the cluster are looked at too, which are slower and cheaper.
-        calibration: fitted constants; those of the package if left out.
-        stack: the software whose measurements are to be believed (``Calibration.stacks``).
+        cluster: a ``Cluster``, or a ``CloudConfig`` with devices that ``device`` names.
+        job: tokens per sequence, sequences per step, total tokens.
+        space: choices that may vary; formats and compression that change the mathematics
+            only if named.
+        top: number of layouts in ``best``, each with another division of the devices.
+        fewer_nodes: also evaluate halves of the cluster, which are slower and cheaper.
+        calibration: fitted constants; default: those of the package.
+        stack: the software stack with the measurements to use (``Calibration.stacks``).
 
     Raises:
-        InputError: unknown names, or no layout that fits: the sentence says what would.
+        InputError: unknown names, or no layout that fits; the message names changes that
+            help.
     """
     architecture = model if isinstance(model, Architecture) else Architecture.from_config(model)
     machines = Cluster.of(cluster, device) if isinstance(cluster, CloudConfig) else cluster
@@ -253,9 +257,10 @@ def distinct(
 
 
 def pareto(candidates: list[PlanCandidate]) -> list[PlanCandidate]:
-    """Those that no other beats in time, memory and device hours, small differences ignored.
+    """Candidates that no other beats in time, memory and device hours.
 
-    What takes twice the device hours of the cheapest is left out, however little memory it needs.
+    Small differences are ignored. A candidate with more than twice the device hours of the
+    cheapest is left out, even if it needs little memory.
     """
     front: list[PlanCandidate] = []
     least = min((c.step_seconds.middle * c.devices for c in candidates), default=0.0)
@@ -320,7 +325,7 @@ def _fewer(cluster: Cluster) -> list[Cluster]:
 
 
 def _tried(space: LayoutSpace | None, calibration: Calibration | None) -> Any:
-    """Whether a model fits somewhere else: for the sentence of a job that fits nowhere here."""
+    """A function that tests if a model fits under other conditions, for an error's advice."""
 
     def fits(model: Architecture, cluster: Cluster, job: PlannedJob) -> bool:
         try:

@@ -1,12 +1,13 @@
-"""What layouts would cost: seconds of a step, tokens per second and memory, with their intervals.
+"""Predicted cost of layouts: seconds of a step, tokens per second, memory, intervals.
 
-  1. a micro-batch through all layers: products, attention, the rest (``seconds``)
-  2. what ranks tell each other, and how much of it nothing hides (``seconds``)
-  3. the slowest stage sets the pace of a pipeline; its closed form gives the bubble
-  4. once per step: the optimizer on its shard, the fixed part
-  5. the software's factor, and the interval that held-out errors of such predictions had
+  1. A micro-batch through all layers: products, attention, the rest (``seconds``).
+  2. Communication between ranks, and the part of it that isn't hidden (``seconds``).
+  3. The slowest stage sets the pace of a pipeline; its closed form gives the bubble.
+  4. Once per step: the optimizer on its shard, the fixed part.
+  5. The software's factor, and the interval of held-out errors of such predictions.
 
-All of it is arithmetic on columns: one layout or a hundred thousand cost the same few calls.
+All of it is arithmetic on columns: one layout or a hundred thousand need the same few
+calls.
 """
 
 from __future__ import annotations
@@ -265,7 +266,7 @@ def _peak(machine_numbers: MachineNumbers, layouts: Layouts) -> Column:
 def _reasons(
     model: ModelNumbers, machine_numbers: MachineNumbers, layouts: Layouts, global_batch: Value
 ) -> NDArray[np.int64]:
-    """Bits of ``REASONS`` beside memory."""
+    """Bits of ``REASONS``, memory excluded."""
     eight = timed.low_bits(layouts) > 0
     four = layouts.precision == NVFP4
     lacks = (eight & ~four & (machine_numbers.peak8 <= 0)) | (four & (machine_numbers.peak4 <= 0))

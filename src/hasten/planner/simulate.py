@@ -1,10 +1,11 @@
-"""Pipeline schedules as explicit orders, and a simulator that makes a timetable of an order.
+"""Pipeline schedules as explicit orders, and a simulator that makes their timetable.
 
-A schedule says in which order each rank works: F forward, B the whole backward pass of a
-micro-batch through a stage, I its half that makes the gradient of the input (the only half that
-the stage before waits for), W the half that makes the gradient of the weights. The simulator knows
-nothing of schedules: it starts each piece of work as soon as its rank is free and what it needs is
-there. So stages may differ in length, which closed forms don't allow (``idle_seconds``).
+A schedule gives the order of work of each rank. F is the forward pass and B the full
+backward pass of a micro-batch through a stage. I is its half that computes the gradient
+of the input, the only half that the previous stage waits for. W is the half that
+computes the gradient of the weights. The simulator is independent of schedules: it
+starts each piece of work as soon as its rank and its inputs are available. Stages may
+therefore differ in length, which closed forms don't allow (``idle_seconds``).
 """
 
 from __future__ import annotations
@@ -147,11 +148,14 @@ def _needs(op: Op, last: int) -> list[Op]:
 def idle_seconds(
     schedule: str, stages: int, forward: float, inputs: float, weights: float, virtual: int = 1
 ) -> float:
-    """A rank's idle time in a step where all stages are alike: the papers' closed forms.
+    """A rank's idle time in a step with equal stages: the papers' closed forms.
 
-    GPipe and 1F1B (P-1)(F+B), a v-th of it interleaved (arXiv 2104.04473); ZB1P (P-1)(F+B-2W)
-    (ZB-H1 of arXiv 2401.10241); DualPipe (P/2-1)(F&B+B-3W) (arXiv 2412.19437, table 2), here with
-    F&B = F+B: nothing is gained by doing both at a time. Seconds are those of a whole rank.
+    - GPipe and 1F1B: (P-1)(F+B). Interleaved: 1/v of it (arXiv 2104.04473).
+    - ZB1P: (P-1)(F+B-2W) (ZB-H1 of arXiv 2401.10241).
+    - DualPipe: (P/2-1)(F&B+B-3W) (arXiv 2412.19437, table 2). Here F&B = F+B: doing both at
+      a time gains nothing.
+
+    Seconds are those of a whole rank.
     """
     backward = inputs + weights
     if schedule == "dualpipe":
@@ -183,9 +187,10 @@ def _interleaved(P: int, M: int, v: int) -> Orders:
 
 
 def _zb1p(P: int, M: int) -> Orders:
-    """1F1B whose rank r puts off the weights' gradients by r micro-batches.
+    """1F1B with the weights' gradients of rank r delayed by r micro-batches.
 
-    So all ranks keep P micro-batches, and each has weights' work left to fill the end with.
+    All ranks therefore keep P micro-batches, and each has weights' work left to fill the
+    end.
     """
     rank_orders = []
     for r in range(P):
@@ -317,8 +322,8 @@ def resimulated(model: Architecture, candidate: PlanCandidate, lora: bool = Fals
 def pipeline_seconds(layout: PlannedLayout, count: int, seconds: StageSeconds) -> float:
     """Seconds of a step's pipeline.
 
-    Once full, a pipeline does the same over and over: of many micro-batches two shorter steps are
-    played, and their difference tells what each further one costs.
+    A full pipeline repeats the same work. With many micro-batches, two shorter steps are
+    simulated, and their difference is the cost of each further micro-batch.
     """
 
     def played(micro_batches: int) -> float:
@@ -333,10 +338,11 @@ def pipeline_seconds(layout: PlannedLayout, count: int, seconds: StageSeconds) -
 
 
 def micro_batch(model: Architecture, candidate: PlanCandidate, lora: bool) -> PlannedMicroBatch:
-    """One micro-batch's seconds out of those of a step.
+    """One micro-batch's seconds, calculated from those of a step.
 
-    Products and attention have passes of 1:2 and 1:2.5 forward to backward, half of the backward
-    products are weights' gradients (none of frozen weights), recomputation precedes backward.
+    Forward to backward, products have the ratio 1:2 and attention 1:2.5. Half of the
+    backward products are weights' gradients (none for frozen weights). Recomputation
+    precedes backward.
     """
     layout, count = candidate.layout, candidate.micro_batches
     part = {name: value * layout.pp / count for name, value in candidate.step_parts.items()}
@@ -404,9 +410,10 @@ MOST_CELLS = 3000  # more boxes than that are slow to show and can't be told apa
 def draw_schedule(
     schedule: str, stages: int, micro_batches: int, virtual: int, seconds: StageSeconds
 ) -> str:
-    """A schedule drawn with its stages' own lengths.
+    """Draws a schedule with the lengths of its stages.
 
-    Of many micro-batches only so many are drawn that all phases are seen; the title says so.
+    With many micro-batches, only enough are drawn to show all phases, and the title states
+    this.
     """
     fits = MOST_CELLS // (3 * stages * virtual)
     few = max(2 * stages, fits // stages * stages)

@@ -27,7 +27,7 @@ BAR = 28  # characters of a waterfall's longest bar
 
 
 def heading(cluster_plan: ClusterPlan, seconds: float, assumed: Sequence[str]) -> str:
-    """What was asked, and how it was looked for."""
+    """Heading of the report: the request, the search, and the assumptions."""
     cluster = cluster_plan.cluster
     lines = [
         asked(cluster_plan),
@@ -129,7 +129,7 @@ def spent(cost: JobCost, one: PlanCandidate) -> str:
 def front(
     candidates: Sequence[PlanCandidate], job: PlannedJob, price: Price | None, width: int = WIDTH
 ) -> str:
-    """What nothing beats in time, memory and device hours at once."""
+    """Table of candidates that no other beats in time, memory and device hours at once."""
     head = ("nodes", "layout", "step s", "memory P90 GB", "time", "GPU hours")
     rows = _rows(candidates, head, job, price)
     return "\nnothing beats these in time, memory and GPU hours together\n" + fitted(rows, width)
@@ -143,9 +143,10 @@ def rejections(nearest: Sequence[RejectedLayout], counted: Sequence[str]) -> str
 
 
 def changes_table(changes: Sequence[LayoutChange], width: int = WIDTH) -> str:
-    """What would change the rate of 1, and whether another layout would then be better.
+    """Table of changes: their effect on a rate of 1, and the best layout after each.
 
-    Ratios of two predictions, in which what both get wrong cancels: they have no interval.
+    The values are ratios of two predictions, in which common errors cancel: they have no
+    interval.
     """
     rows = [["what would change it (ratios of predictions)", "rate of 1", "of the best then", ""]]
     for change in changes:
@@ -208,7 +209,7 @@ def shapes_text(shapes: Sequence[Shape], model: Architecture) -> str:
 
 
 def basis(cluster_plan: ClusterPlan) -> str:
-    """What the intervals are made of."""
+    """The source of the intervals."""
     source = provenance(cluster_plan)
     if source.get("own_runs"):
         return f"fitted to {source['own_runs']} runs of your own"

@@ -80,9 +80,9 @@ from hasten.techniques.routing import RealTokens
 
 
 def mixed_layouts(ranks: int) -> list[Technique]:
-    """Layouts of so many ranks that no single technique has; none of two or three ranks.
+    """Layouts of these ranks that no single technique has; none for two or three ranks.
 
-    Whether a model can be cut so is for their unsupported_reasons to say.
+    Their unsupported_reasons decide if a model can be split this way.
     """
     shares = [n for n in range(1, ranks + 1) if ranks % n == 0]
     layouts: list[Technique] = []
@@ -101,7 +101,7 @@ SPARES = "hasten.cli.standby_rank"
 
 
 def supervision_of(recipe: Recipe) -> Supervision:
-    """What the supervisor of the recipe's ranks may do."""
+    """The actions that the supervisor of the recipe's ranks may take."""
     return Supervision(
         recipe.max_restarts,
         RankTimeouts(recipe.hang_seconds, recipe.start_seconds),
@@ -121,7 +121,7 @@ OF_ORIGIN = ("transformers_version", "_name_or_path", "architectures", "dtype", 
 
 
 def words_of(recipe: Recipe) -> dict[str, Any]:
-    """As far as the recipe alone says it, before any data is read."""
+    """The recipe's settings that decide the training, before any data is read."""
     lora = {key for key in Recipe.model_fields if key.startswith("lora_")}
     keys = {*WORDS, *(lora if recipe.finetuning_type == "lora" else ())}
     settings = recipe.model_dump(mode="json", include=keys)
@@ -196,7 +196,7 @@ DEFAULT_BATCH = 32  # examples of a step where the recipe says nothing
 
 
 def context_of(recipe: Recipe, data: PreparedData | None = None) -> JobContext:
-    """What is known of machine, model and examples before anything is built."""
+    """The facts about machine, model and examples before anything is built."""
     start_context = facts.seen_at_start()
     device = start_context.device if recipe.device == "auto" else recipe.device
     if device.startswith("cuda") and not start_context.hardware.accelerators:
@@ -257,12 +257,13 @@ def plan_of(
     tell: Callable[[str], None] = lambda text: None,
     more: Iterable[type[Technique]] = (),
 ) -> Plan:
-    """The recipe's techniques, without those that can't work here if the recipe says skip.
+    """The recipe's techniques; with ``on_obstacle: skip``, unsupported ones are left out.
 
-    ``more`` are techniques beside the catalogue's.
+    ``more`` are techniques in addition to the catalogue's.
 
     Raises:
-        InputError: an unknown technique or setting, two for one slot, an obstacle.
+        InputError: an unknown technique or setting, two for one slot, an unsupported
+            technique.
     """
     plan = requested_plan(recipe, more)
     if context.world.size > 1 and Slot.LAYOUT not in plan:
@@ -418,10 +419,11 @@ def prepare_run(
     ranks: int = 1,
     exit_stack: ExitStack | None = None,
 ) -> PreparedJob:
-    """Everything that can be wrong with a recipe, found out before anything is trained.
+    """Prepares a run and checks the whole recipe before anything is trained.
 
-    ``ranks``: so many are about to be started, where this process is none of them. ``exit_stack``:
-    takes the run's folder, before anything is written there; None: for a look, without a run.
+    If this process isn't a rank itself, ``ranks`` is the number of ranks that start later.
+    The stack ``exit_stack`` locks the run's folder before anything is written there. If it is
+    None, there is only a check, without a run.
     """
     output = Path(recipe.output)
     # The cheap part first: names, slots, architecture.

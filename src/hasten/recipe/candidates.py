@@ -1,9 +1,10 @@
-"""The techniques from which ``plan: auto`` chooses on a job, and the plan that a forecast gives.
+"""Candidate techniques for ``plan: auto`` on a job, and the predicted initial plan.
 
-What is known before anything was measured: what stands in a technique's way, how many slots,
-operations and bytes it saves by its own forecast, what its kernels were measured to gain on this
-machine, and how much memory the plan will need. The first plan has what usually helps;
-whatever else may help is tried beside it.
+The inputs are known before any measurement. They are the reasons why a technique isn't
+supported, and the positions, operations and bytes that it predicts to save. Further
+inputs are the measured gains of its kernels on this machine, and the memory that the
+plan needs. The initial plan has the techniques that usually help. All others that may
+help are compared with it.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ class TechniqueCandidate:
 def candidates(
     recipe: Recipe, context: JobContext, fidelity: str, more: Iterable[type[Technique]] = ()
 ) -> list[TechniqueCandidate]:
-    """Every technique that may serve speed on this job, in the order of the slots.
+    """Every technique that may make this job faster, in the order of the slots.
 
     Args:
-        recipe: its plan is kept whatever is chosen; those slots are taken.
+        recipe: techniques of its plan stay in every choice; their slots are taken.
         context: the job and the machine.
-        fidelity: how far techniques may move the mathematics: exact, rounding or lossy.
-        more: techniques beside the catalogue's.
+        fidelity: permitted change of the mathematics: exact, rounding or lossy.
+        more: techniques in addition to the catalogue's.
     """
     kinds = [kind for kind in (*catalogue(), *more) if kind.auto != "no"]
     technique_candidates = [_judged(kind(), recipe, context, fidelity) for kind in kinds]
@@ -89,7 +90,7 @@ def first_plan(
 
 
 def first_plan_sentence(recipe: Recipe, context: JobContext) -> str:
-    """What ``plan: auto`` begins with on this job, in words that all commands share."""
+    """The initial plan of ``plan: auto`` on this job, in the wording of all commands."""
     technique_candidates = candidates(recipe, context, (recipe.auto_plan or AutoPlan()).fidelity)
     why = next(c.why for c in technique_candidates if isinstance(c.technique, Packed))
     return (
@@ -114,9 +115,9 @@ def with_document_attention(
 
 
 def expected_gain(technique: Technique, context: JobContext) -> float:
-    """What it gains, as a logarithm: measured on this machine, or forecast from its terms.
+    """The technique's gain as a logarithm: measured on this machine, or predicted.
 
-    It orders techniques; the speed of a job it isn't.
+    It orders techniques. It doesn't predict the speed of a job.
     """
     if (gain := technique.gain(context)) is not None:
         return math.log(gain.ratio)
@@ -146,7 +147,7 @@ def fitted_to_memory(
 
 
 def fits_in_memory(plan: Plan, recipe: Recipe, context: JobContext, positions: int) -> bool:
-    """Whether the predicted memory of the fullest rank is there."""
+    """Returns True if the predicted memory of the fullest rank is available."""
     return needs_of(size_of(recipe, context), context, plan, positions).total <= room_of(context)
 
 

@@ -1,13 +1,13 @@
-"""First contact with a GPU: kernels are tried before they are trusted, and ranks their devices.
+"""First use of a GPU: tests kernels before use, and the devices of ranks.
 
-    verdicts kept for this GPU, driver and versions? -- yes --> refuse what failed then
+    verdicts stored for this GPU, driver and versions? -- yes --> refuse failed ones
                        | no
-    a child process tries each kernel (parts/kernels/registry.py), small, against float64
+    a child process compares each kernel with float64, small (parts/kernels/registry.py)
                        |
-    a kernel that is wrong, fails, hangs or takes its process along is refused: something else
-    runs in its place, and one sentence says which, why and what that costs
+    a kernel that is wrong, fails, hangs or kills its process is refused: another kernel
+    runs instead, and one sentence reports the kernel, the reason and the cost
 
-Nothing of it runs on a processor.
+None of this runs on a processor.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ Tell = Callable[[str], None]
 
 
 def check_kernels(context: JobContext, tell: Tell, *, again: bool = False) -> dict[str, Verdict]:
-    """Tries this rank's GPU's kernels that have no verdict yet, and refuses what doesn't work.
+    """Tests this rank's GPU kernels without a verdict, and refuses those that don't work.
 
-    Ranks of a machine take turns, and all but the first of each kind of GPU find its verdicts.
+    Ranks of a machine take turns. The first rank of each kind of GPU tests; the others read
+    its verdicts.
 
     Args:
-        tell: gets a sentence for each kernel that is refused, and before any is tried.
-        again: try once more what was refused before.
+        ``tell``: receives a sentence for each refused kernel, and one before the tests.
+        again: test refused kernels again.
     """
     if not context.on_gpu or not (kernels := kernels_on(context.device)):
         return {}
@@ -131,7 +132,7 @@ def check_ranks(world: World, device: str) -> None:
 
 
 def _fault(torch_device: torch.device) -> str:
-    """What is wrong with a rank's device; empty where nothing is."""
+    """The error of a rank's device; empty without an error."""
     if (
         torch_device.type != "cpu"
         and torch_device.index != torch.accelerator.current_device_index()

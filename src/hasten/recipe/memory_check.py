@@ -1,7 +1,7 @@
-"""Memory before a run: what its fullest rank will need, and what would help where it is too much.
+"""Checks memory before a run: the fullest rank's need, and fixes if it is too high.
 
-Techniques say in their forecasts how many bytes they add or save, so that no technique is known
-here but those that are offered as help. What isn't known (a loader of the user's own) isn't judged.
+Techniques predict the bytes that they add or save. This module therefore names only the
+techniques that it suggests as fixes. Unknown sizes (a user's own loader) aren't judged.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ ADAPTERS = {
 
 
 class MemoryRanOutError(StoppedError):
-    """Memory ran out in training; the message says what would help."""
+    """Memory ran out in training; the message suggests fixes."""
 
 
 def settle_memory(recipe: Recipe, setup: Setup, tell: Callable[[str], None]) -> str:
@@ -100,13 +100,13 @@ def settle_memory(recipe: Recipe, setup: Setup, tell: Callable[[str], None]) -> 
 
 
 def memory_words(recipe: Recipe, setup: Setup, resident: int = 0) -> tuple[str, str]:
-    """What the fullest rank will need of what there is, in words, and what would help.
+    """Two texts: the fullest rank's memory need compared with the capacity, and fixes.
 
     Args:
-        resident: bytes that this process has already, where it is the one that trains.
+        resident: bytes that this process already uses, if it is the one that trains.
 
     Raises:
-        InputError: weights, gradients and optimizer alone don't fit; with what would.
+        InputError: weights, gradients and optimizer alone don't fit; the message has fixes.
     """
     context, room = setup.context, room_of(setup.context)
     size, positions, adapter = (
@@ -134,7 +134,7 @@ def memory_words(recipe: Recipe, setup: Setup, resident: int = 0) -> tuple[str, 
 
 
 def _adapter(recipe: Recipe) -> tuple[Technique, ...]:
-    """The recipe's LoRA, which isn't in the plan, for what it says of memory."""
+    """The recipe's LoRA, for its memory forecast; the plan doesn't contain it."""
     return (LoRA(base=recipe.lora_base),) if recipe.finetuning_type == "lora" else ()
 
 
@@ -159,8 +159,11 @@ def size_of(recipe: Recipe, context: JobContext) -> ModelSize:
 
 
 def keeps_scores(config: Any, on_gpu: bool) -> bool:
-    """Whether attention's scores are kept: without SDPA, or by its plain form on a processor, which
-    it takes where values have another width than keys."""
+    """Returns True if attention stores its scores.
+
+    That is the case without SDPA. It is also the case with SDPA's plain form on a
+    processor, which is used if values have another width than keys.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -175,7 +178,7 @@ def keeps_scores(config: Any, on_gpu: bool) -> bool:
 def needs_of(
     size: ModelSize, context: JobContext, plan: Plan, positions: int, single: bool = False
 ) -> BytesNeeded:
-    """What the fullest rank needs under a plan, with micro-batches of so many positions.
+    """Bytes that the fullest rank needs with a plan, for micro-batches of ``positions``.
 
     Args:
         single: a step is one micro-batch, so its gradients come after its activations.
@@ -237,7 +240,7 @@ def _logits(
 
 
 def one_pass(setup: Setup) -> bool:
-    """Whether each of this rank's first steps is a single micro-batch."""
+    """Returns True if each of this rank's first steps is a single micro-batch."""
     return setup.sampler is not None and all(
         sum(len(setup.split_micro_batches(examples)) for examples in pieces if examples) <= 1
         for pieces in _first_steps(setup)

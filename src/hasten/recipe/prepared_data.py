@@ -1,9 +1,9 @@
-"""The data of a recipe: read, split, tokenised once into the run's folder, mapped ever after.
+"""Data of a recipe: read, split, tokenised once into the run's folder, then mapped.
 
-Reading spools the examples to disk, so memory doesn't grow with their number; one process prepares
-at a time, and others wait for it. What was prepared is noted in ``data/index.json`` under a key of
-everything that decides it, so that other processes of the run (ranks, variants of an experiment)
-and later runs open it at once.
+Reading spools the examples to disk, so memory doesn't grow with their number. One
+process prepares at a time, and others wait for it. The result is recorded in
+``data/index.json`` under a key of everything that decides it. Other processes of the
+run (ranks, variants of an experiment) and later runs therefore open it at once.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class Conversations:
 def read_source(
     recipe: Recipe, tell: Tell, gathered: Callable[[], ConversationSink] = list
 ) -> Conversations:
-    """Everything that the recipe's words on data mean; tells what was found.
+    """Reads all data that the recipe names; reports its files and formats.
 
-    ``gathered`` makes what the examples of a file are put into: lists, or spools on disk.
+    ``gathered`` makes the container for the examples of a file: lists, or spools on disk.
 
     Raises:
         InputError: a missing or unusable file, too many rejected examples.
@@ -195,11 +195,14 @@ MOST_FILES = 100_000
 
 
 def stamps(names: Iterable[str], output: Path) -> list[list[Any]]:
-    """Name, size and time of each file, and of each in a folder; the names of what isn't there.
+    """Name, size and time of each file, also of those in folders.
 
-    Folders count with those in them, four levels deep, since data sets and tokenizers may keep
-    their files there. Hidden folders and folders of runs (they have a recipe.yaml) don't, nor does
-    ``output``: what a run writes beside its own data must not make it prepare that data anew.
+    Missing files have only a name.
+
+    Folders are read four levels deep, because data sets and tokenizers may keep files
+    there. Hidden folders, folders of runs (with a recipe.yaml) and ``output`` are skipped.
+    Otherwise the files that a run writes next to its own data would cause the data to be
+    prepared again.
     """
     file_stamps: list[list[Any]] = []
     waiting = [(Path(name), 0) for name in names]
@@ -219,7 +222,7 @@ def stamps(names: Iterable[str], output: Path) -> list[list[Any]]:
 
 
 def _stamps_apart(folder: Path, depth: int, output: Path) -> bool:
-    """Whether a folder within a folder has nothing to do with the data."""
+    """Returns True if a nested folder is unrelated to the data."""
     if depth > DEEPEST or folder.name.startswith("."):
         return True
     return folder.resolve().is_relative_to(output) or (folder / "recipe.yaml").exists()
@@ -246,7 +249,7 @@ _FATE = {
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What a recipe trains and is judged on."""
+    """The data on which a recipe trains and is evaluated."""
 
     tokenizer: PreTrainedTokenizerBase
     train: StoredRecords
@@ -276,7 +279,7 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class PreparedDataIndex:
-    """What ``data/index.json`` says: where the prepared data lies and where it came from."""
+    """The content of ``data/index.json``: location and source of the prepared data."""
 
     key: str
     tokenizer: str
@@ -453,9 +456,9 @@ def _texts(conversations: Sequence[Conversation]) -> Iterable[str]:
 
 
 def _key(recipe: Recipe) -> str:
-    """Of the recipe's words on data, the files' sizes and times, and the versions that read them.
+    """Hash of the recipe's data settings, files' sizes and times, and library versions.
 
-    Contents are not read: a file that changed has another size or time, as for make.
+    Contents aren't read: a changed file has another size or time, as for make.
     """
     # Whatever of the recipe's words may be a file, and of a listed data set the list and the file.
     paths = [source.path for source in recipe.datasets]
@@ -497,7 +500,7 @@ class Overlap:
 
     @property
     def advice(self) -> str:
-        """One sentence for the user; empty where there is nothing to say."""
+        """One sentence for the user; empty without overlap."""
         if not self.count:
             return ""
         verb = "stands" if self.count == 1 else "stand"
@@ -509,7 +512,7 @@ class Overlap:
 
 
 def overlap(data: PreparedData) -> Overlap:
-    """Count the eval examples whose tokens are those of a training example."""
+    """Counts the eval examples with the same tokens as a training example."""
     eval_data, train = data.eval_data, data.train
     if isinstance(eval_data, tuple) or not len(eval_data):
         return Overlap(0, 0)

@@ -1,4 +1,4 @@
-"""What an hour of the machine costs: a recipe's ``price``, written there or in its own file."""
+"""Price of an hour of the machine: a recipe's ``price``, inline or in a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hasten.recipe.yaml_reader import first_complaint, read_yaml_file
 
 
 class Price(BaseModel):
-    """What a device costs, in the user's own currency."""
+    """The price of a device, in the user's currency."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -1,4 +1,4 @@
-"""What the trained model writes: greedy answers to the prompts of eval examples."""
+"""Samples of the trained model: greedy answers to the prompts of eval examples."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A recipe is one flat YAML file: what to train, on what, how long, and with which techniques.
+"""A recipe is one flat YAML file: model, data, length of the training, techniques.
 
-Every key is a field below and documented where it stands. A key that isn't known is an error with
-the nearest known one: a mistyped key that is silently dropped costs a day of somebody's training.
+Every key is a field below, with its documentation. An unknown key is an error that
+names the nearest known key. A mistyped key that is silently dropped costs a day of
+training.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from hasten.recipe.yaml_reader import (
 
 
 class DataSource(BaseModel):
-    """A source of examples with more to say than where it lies."""
+    """A source of examples with more settings than its path."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -51,7 +52,7 @@ FIDELITIES = ("exact", "rounding", "lossy")
 
 
 class AutoPlan(BaseModel):
-    """What ``plan: auto`` may choose from."""
+    """The choices that ``plan: auto`` may use."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -262,7 +263,7 @@ class Recipe(BaseModel):
     @field_validator("price", mode="before")
     @classmethod
     def _priced(cls, value: Any) -> Any:
-        """Of a file, what it holds: the resolved recipe needs the file no more."""
+        """Replaces a price file by its content; the resolved recipe needs no file."""
         return price_of(value)
 
     @field_validator("transport", mode="before")
@@ -273,7 +274,7 @@ class Recipe(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _checkpoints(cls, values: Any) -> Any:
-        """Keys that say how to save, and which layout, become part of the plan."""
+        """Moves the keys for checkpoints and layout into the plan."""
         shorthand_keys = ("checkpoint_every", "checkpoint_dir", "layout")
         if not isinstance(values, dict) or all(values.get(key) is None for key in shorthand_keys):
             return values
@@ -448,7 +449,7 @@ TOOLS = {
 
 
 def foreign_words(key: str) -> str:
-    """What to write instead of another trainer's key, as the rest of a sentence; empty: unknown."""
+    """Replacement of another trainer's key, as the rest of a sentence; empty: unknown."""
     return _foreign_table().get(key, "")
 
 

@@ -1,7 +1,8 @@
-"""Keys of a recipe that stand for techniques: of checkpoints, ``layout``, ``deepspeed``.
+"""Recipe keys as short forms of techniques: checkpoints, layout, deepspeed.
 
-They are folded into the plan when a recipe is read, so that the resolved recipe, a plan's hash and
-an experiment know of one place only. ``catalogue`` hands the techniques to those that name none.
+They are moved into the plan when a recipe is read. The resolved recipe, a plan's hash
+and an experiment therefore use only the plan. The function ``catalogue`` returns the
+techniques for callers that name none.
 """
 
 from __future__ import annotations
@@ -88,10 +89,10 @@ AXES = ("dp", "shard", "tp", "pp", "ep")
 
 
 def with_layout_key(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]:
-    """The recipe's values with ``layout``, and the keys of checkpoints, moved into ``plan``.
+    """The recipe's values with layout and checkpoint keys moved into ``plan``.
 
     Raises:
-        ValueError: no layout has that name, or no axis; or as ``with_checkpoint_keys`` says.
+        ValueError: an unknown layout or axis; or an error of ``with_checkpoint_keys``.
     """
     layout = values.get("layout")
     folded = with_checkpoint_keys(values, plan if layout is None else [*plan, _entry(layout)])
@@ -147,7 +148,7 @@ NAMES = {
 
 
 def with_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]:
-    """The recipe's values with the file's in their place, and its techniques in ``plan``.
+    """The recipe's values replaced by the file's, with its techniques in ``plan``.
 
     Raises:
         ValueError: the file can't be used, a key has no counterpart, or the two contradict.
@@ -206,7 +207,7 @@ def meaning_of(
 
 
 def techniques_of(mapped_config: MappedConfig, values: Mapping[str, Any]) -> list[Any]:
-    """The plan's entries that do what the file asks for, on the ranks and device there are."""
+    """The plan's entries for the settings of the file, on the available ranks and device."""
     entries: list[Any] = []
     if mapped_config.micro_batch is not None:
         entries.append({ACCUMULATE: {SIZE: mapped_config.micro_batch}})

@@ -1,8 +1,9 @@
-"""A first recipe for somebody's model and data, every choice with its reason beside it.
+"""Suggests a first recipe for a model and data, with a reason for every choice.
 
-A sample of the data is read and tokenised, the model's shape and the machine are looked at, and the
-choices follow from what was seen: the cut from the lengths, LoRA or all weights from the memory.
-Techniques are chosen when the training starts (``plan: auto``).
+A sample of the data is read and tokenised, and the model's shape and the machine are
+checked. The choices follow from these facts: the cut from the lengths, LoRA or all
+weights from the memory. Techniques are selected when the training starts
+(``plan: auto``).
 """
 
 from __future__ import annotations

@@ -20,12 +20,13 @@ from hasten.recipe.suggest import entry_of
 
 
 def write_back(path: Path, changes: Mapping[str, Any], target: Path | None = None) -> str:
-    """Change keys of a recipe's file, and tell the difference as a unified diff; empty: none.
+    """Changes keys in a recipe's file; returns a unified diff, empty without changes.
 
     Args:
         path: the recipe.
-        changes: new values of keys; of a plan, entries that are there already keep their comments.
-        target: where the changed recipe goes; the recipe itself, if left out.
+        changes: new values of keys; in a plan, entries that already exist keep their
+            comments.
+        target: path of the changed recipe; default: the recipe itself.
 
     Raises:
         InputError: the file can't be read, changed or written.

@@ -79,7 +79,7 @@ def read_yaml(text: str, origin: str) -> Any:
 
 
 def read_yaml_file(path: Path, what: str) -> Any:
-    """What a file of YAML holds; ``what`` says in messages which file was wanted.
+    """The content of a YAML file; ``what`` is the name of the file's role in messages.
 
     Raises:
         InputError: no such file, one that is too large, or not YAML.
@@ -142,10 +142,10 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 def read_duration(text: str) -> float:
-    """``90s``, ``20m``, ``1.5h``, ``1h30m`` or a number of seconds.
+    """Parses ``90s``, ``20m``, ``1.5h``, ``1h30m`` or a number of seconds.
 
     Raises:
-        InputError: it says something else.
+        InputError: any other text.
     """
     pieces = re.findall(r"([0-9.]+)\s*([a-z]*)\s*", text.strip().lower())
     compact = "".join(text.lower().split())

@@ -1,8 +1,8 @@
-"""The report as a dictionary: measured variants, and what verification, ledger and prices found.
+"""Builds the report as a dictionary: variants, verification, ledger and prices.
 
-Verdicts and ratios come from ``judgement``, promises from ``claims``; here they are laid out under
-the keys that docs/report-schema.md describes. `experiment_report` adds the cost, the claims of a
-published plan, and the bundle.
+Verdicts and ratios come from ``judgement``, claims from ``claims``. This module
+arranges them under the keys that docs/report-schema.md describes. `experiment_report`
+adds the cost, the claims of a published plan, and the bundle.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""A bundle: the folder of an experiment, to be done again elsewhere or later and compared.
+"""A bundle: the folder of an experiment, to repeat it elsewhere or later and compare.
 
-    bundle.json   recipe, plans, design, the raw rounds, versions, machine, stamps of the data
-    report.json   the report, for people; nothing of it is needed to repeat the experiment
+- bundle.json: Recipe, plans, design, the raw rounds, versions, machine, stamps of the
+  data.
+- report.json: The report for readers. It isn't needed to repeat the experiment.
 
-The data stays where it is: a **stamp** (size and SHA-256) says which files it was. A bundle may
-come from a stranger, so ``bundle.json`` is read up to a limit, and every value of it is checked.
+The data isn't copied: a **stamp** (size and SHA-256) identifies its files. A bundle may
+be from an untrusted source. Therefore ``bundle.json`` is read up to a limit, and every
+value is checked.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class BundledMeasurement:
 
 @dataclass(frozen=True)
 class Bundle:
-    """What is needed to do an experiment again and to compare."""
+    """The data for repeating an experiment and comparing the results."""
 
     recipe: Mapping[str, Any]
     plans: Mapping[str, Sequence[Any]]
@@ -222,7 +224,7 @@ WORDS: Mapping[Effect, Word] = {
 
 @dataclass(frozen=True)
 class ArmChange:
-    """What became of one variant: its ratio to the baseline before and now, and now over before."""
+    """The change of one variant: ratio to the baseline before, now, and now over before."""
 
     name: str
     verdict: Word

@@ -1,8 +1,8 @@
-"""A model's card: README.md in its folder, from what its run wrote down and nothing else.
+"""Model card: README.md in the model's folder, written only from the run's own files.
 
-The front matter is that of Hugging Face's hub (huggingface.co/docs/hub/model-cards). What nobody
-but the author can say (licence, use, limits) is left open in so many words. A card that somebody
-has written or changed stays: only what carries our mark is written anew.
+The front matter is that of Hugging Face's hub (huggingface.co/docs/hub/model-cards).
+Facts that only the author has (licence, use, limits) are marked as open. A card that a
+person wrote or changed stays: only a file with hasten's mark is written again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What was promised of each technique, or of a published plan, beside what was measured here.
+"""Claims for each technique or published plan, next to the measured results.
 
-A claim belongs to one technique, so it is judged by two variants that differ by this technique
-alone, one of which has its effect against the other: its interval and its word decide.
+A claim belongs to one technique. It is judged by two variants that differ only by this
+technique, if one of them has its effect relative to the other. The interval and the
+verdict of that effect decide.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ def pair_of(technique: str, variants: Sequence[Variant]) -> tuple[Variant, Varia
 
 
 def without_quality(word: str) -> str:
-    """The verdict on a claim of a variant whose model is worse: no claim is held by that."""
+    """The verdict on a claim if the variant's model is worse: "held" becomes "fell short"."""
     return "fell short: the model is worse" if word == "held" else word
 
 
 def _checked(
     metric: str, claimed: float, name: str, without: Variant, with_: Variant
 ) -> tuple[str, str]:
-    """What two variants show of a claim, and the verdict on it."""
+    """The measured value of a claim from two variants, and the verdict on it."""
     ratio, effect = with_["effect"] or NOT_MEASURED, verdict_word(with_["verdict"])
     if without["against"] == with_["name"]:  # the variant leaves out what the other has
         low, high = (without["effect"][end] for end in ("high", "low"))
@@ -105,11 +106,11 @@ QUALITY = "quality"  # a claim of any measure of it: here it is the eval loss
 
 
 def preset_claims(preset: Mapping[str, Any], report: Mapping[str, Any]) -> list[Row]:
-    """Rows for the report's ``claims``: switches without a technique, the whole, what isn't fit.
+    """Rows for the report's ``claims``: switches, the full plan, and unsuitable claims.
 
-    A claim that a technique carries itself stands in the report already, beside the two variants
-    that differ by it alone; one that only the published plan makes is checked on the variant that
-    has the technique and no other, against the baseline.
+    If a technique carries a claim itself, the report already has it, next to the two
+    variants that differ only by the technique. A claim of the published plan alone is
+    checked on the variant with only that technique, relative to the baseline.
     """
     source = preset["source"]
     reported = {(_base(c["technique"]), c["metric"]) for c in report["claims"]}
@@ -153,7 +154,7 @@ def _base(technique: str) -> str:
 def _alone(
     switch: Mapping[str, Any], claim: Mapping[str, Any], report: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """What the variant of one technique showed against the baseline, as far as there is one."""
+    """Result of one technique's variant relative to the baseline, if there is one."""
     if "missing" in switch:
         return "not measured", f"{UNKNOWN}: {switch['missing']}"
     name = switch["technique"]
@@ -195,7 +196,7 @@ PER_RUN = ("samples_per_second", "cost")  # figures of one job on one machine, c
 def _absolute(
     claim: Mapping[str, Any], final: Variant, report: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """A claim on a share: the baseline's, the variant's, and whether it reaches what was said."""
+    """Result for a claim on a share: the baseline's, the variant's, and the verdict."""
     metric = claim["metric"]
     shares = [_share(metric, variant) for variant in (report["variants"][0], final)]
     alone = ((report.get("design") or {}).get("ranks") or 1) < 2
@@ -264,7 +265,7 @@ SECONDS = ("epoch_seconds", "total_seconds")  # of the same examples: tokens per
 def _against_baseline(
     claim: Mapping[str, Any], variant: Variant, report: Mapping[str, Any], names: Iterable[str] = ()
 ) -> tuple[str, str]:
-    """What a variant showed of a claim against the baseline, and the verdict on it."""
+    """A variant's result for a claim relative to the baseline, and the verdict on it."""
     if claim["metric"] in SECONDS:
         return _seconds(claim, variant, report, names)
     ratio, effect = variant["ratio"], on_the_whole(variant, report)

@@ -53,7 +53,7 @@ svg .grid, svg .origin { stroke: var(--rule); } svg .bar { fill: var(--accent); 
 def write_page(
     path: Path, title: str, statistics: DataStatistics, ways: Sequence[BatchLayout], advice: str
 ) -> None:
-    """Write the page, whole or not at all; a page that stands there is replaced."""
+    """Writes the page atomically; an existing page is replaced."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, page(title, statistics, ways, advice))

@@ -1,9 +1,9 @@
-"""All judgements of a report: ratios over common rounds, the noise, what gained, what did not pay.
+"""All judgements of a report: ratios over common rounds, noise, gains, and losses.
 
-A ratio is taken only between rounds that ran in the same turn. Variants of one experiment may have
-been measured in groups, because memory holds only so many at once; then each carries the baseline's
-values of its own rounds (``Variant.beside``), and two variants of different groups never ran side
-by side.
+A ratio is only calculated between rounds that ran in the same turn. Memory may force an
+experiment to measure its variants in groups. Each variant then has the baseline's
+values of its own rounds (``Variant.beside``). Two variants of different groups never
+ran side by side.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ def ratio_between(
 
 
 def floor_of(variants: Sequence[Variant]) -> float:
-    """The share that nobody should act on in this experiment."""
+    """The noise floor of this experiment: smaller changes have no meaning."""
     ratios = _again(variants)
     return noise_floor(ratios, variants[0].process_variance) if ratios else LEAST_FLOOR
 
 
 def noise_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
-    """What a second copy of the baseline showed; None where there was none."""
+    """Results of a second copy of the baseline; None without a copy."""
     ratios = _again(variants)
     if not ratios:
         return None
@@ -113,9 +113,10 @@ def noise_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
 
 
 def _losses_apart(variants: Sequence[Variant]) -> str:
-    """A sentence on two copies of one program that computed other losses; empty where none did.
+    """A sentence if two copies of one program computed different losses; else empty.
 
-    Sums whose order isn't fixed differ in the last bit; a router's near tie makes more of it.
+    Sums without a fixed order differ in the last bit, and a router's near tie increases
+    this difference.
     """
     copy = next((variant for variant in variants if variant.kind == "again"), None)
     if copy is None:
@@ -192,7 +193,7 @@ def _again(variants: Sequence[Variant]) -> list[float]:
 
 
 def _side_by_side(variants: Sequence[Variant]) -> bool:
-    """Whether round i of all these variants ran in the same turn."""
+    """Returns True if round i of all these variants ran in the same turn."""
     return all(variant.beside == variants[0].beside for variant in variants)
 
 
@@ -239,10 +240,11 @@ Plans = Mapping[str, Sequence[str]]  # each variant's techniques as texts, by th
 
 @dataclass(frozen=True)
 class Judgement:
-    """What is said of one variant.
+    """The judgement of one variant.
 
-    ``verdict`` is about ``effect``, its speed over that of the variant ``against``; ``p_value`` is
-    the one after the correction. ``quality`` is about its model against the baseline's.
+    The field ``verdict`` is about ``effect``, its speed over that of the variant
+    ``against``. The field ``p_value`` is the value after the correction. The field
+    ``quality`` compares its model with the baseline's.
     """
 
     verdict: str
@@ -353,9 +355,7 @@ def cumulative_of(variants: Sequence[Row]) -> list[Row]:
 
 
 def quality(final: Variant, base: Variant, verification: Verification = ()) -> dict[str, Any]:
-    """Whether the model is as good: by the verification, and by the eval loss after equal
-    tokens.
-    """
+    """The model's quality, judged by the verification and the eval loss at equal tokens."""
     assessment = _eval_data(final, base)
     guilty = guilty_of(map(str, final.plan), verification)
     if not guilty:
@@ -391,7 +391,7 @@ def _has_result(variant: Variant) -> bool:
 
 
 def _state(variant: Variant, base: Variant) -> str:
-    """What is said of a variant without an effect."""
+    """The state of a variant without an effect."""
     if variant.failed is not None:
         return f"failed: {variant.failed}"
     if variant is base:
@@ -423,7 +423,7 @@ def _effect_text(
 def _quality_of(
     variant: Variant, base: Variant, verification: Verification, techniques: Iterable[str]
 ) -> str | None:
-    """Whether a variant's model is as good as the baseline's, with the reason where it is worse."""
+    """Quality of a variant's model relative to the baseline's; a reason if it is worse."""
     if variant is base or variant.kind == "again" or not _has_result(variant):
         return None
     guilty = guilty_of(techniques, verification)
@@ -436,7 +436,7 @@ def _quality_of(
 
 
 def _eval_data(final: Variant, base: Variant) -> dict[str, Any]:
-    """Whether the eval loss after equal tokens is within the margin of the baseline's."""
+    """Compares the eval loss after equal tokens with the baseline's, within the margin."""
     ours, theirs = last_loss(final), last_loss(base)
     owed = "; ".join(f"{t}: {t.fidelity.value}" for t in final.plan) or "nothing is owed"
     if ours is None or theirs is None or not 0 < theirs < math.inf:  # NaN included
@@ -463,7 +463,10 @@ _SENSIBLE = (1e-50, 1e50)  # tokens per second; beyond, logarithms and their squ
 
 @dataclass(frozen=True)
 class SwitchGain:
-    """One technique with its gain alone, and beside all the others (all over all without it)."""
+    """One technique: its gain alone, and its gain when added to all the others.
+
+    The second is the speed of all techniques over that of all without this one.
+    """
 
     technique: str
     alone: Row | None
@@ -490,11 +493,10 @@ def paired_speed(one: Row, other: Row, base: Row) -> Interval | None:
 
 
 def measured_variant(row: Row, base: Row) -> Variant:
-    """A variant of a report with what verdicts need of it; without rounds where they can't be
-    paired.
+    """Converts a report's variant for verdicts; without rounds if they can't be paired.
 
-    A variant without `beside`, whose ratio isn't that of its rounds over the baseline's, has run in
-    other turns.
+    If a variant has no `beside`, and its ratio isn't that of its rounds over the
+    baseline's, it ran in other turns.
     """
     usable = all(map(_sensible, (*row["rounds"], *row["beside"]))) and _in_turn(row, base)
     process_variance = row["process_variance"]
@@ -548,11 +550,10 @@ def switches(variants: Sequence[Row]) -> list[SwitchGain]:
 
 
 def fastest_of_equal_quality(report: Mapping[str, Any]) -> Row | None:
-    """The fastest variant whose model isn't worse; None where nothing was measured.
+    """The fastest variant with a model that isn't worse; None without measurements.
 
-    The baseline is one of these variants. Of a cumulative, last rows that aren't likely to gain
-    anything
-    are left off: the simpler plan wins, as with ``plan: auto``.
+    The baseline is one of these variants. In a cumulative design, last rows without a
+    likely gain are left out. The simpler plan wins, as with ``plan: auto``.
     """
     variants: Sequence[Row] = report["variants"]
     base = variants[0]
@@ -574,7 +575,10 @@ def fastest_of_equal_quality(report: Mapping[str, Any]) -> Row | None:
 
 
 def _is_idle_row(variant: Row, above: Row) -> bool:
-    """Whether a row isn't likely to be faster than the one above; one round doesn't tell."""
+    """Returns True if a row isn't likely to be faster than the one above.
+
+    One round is too few for this decision.
+    """
     effect: Mapping[str, float | None] = variant.get("effect") or NOT_MEASURED
     median, low, high = effect["median"], effect["low"], effect["high"]
     if variant.get("against") != above["name"] or median is None or low is None or high is None:
@@ -584,16 +588,16 @@ def _is_idle_row(variant: Row, above: Row) -> bool:
 
 
 def compared(variants: Sequence[Row]) -> list[Row]:
-    """The variants whose own speed says whether something pays."""
+    """The variants with a speed that counts for the decision about techniques."""
     return [a for a in variants[1:] if a["kind"] not in ("again", "leave-one-out")]
 
 
 def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What did not pay, one entry per variant or switch.
+    """Variants and switches that don't pay, one entry each.
 
     Returns:
-        ``name``, ``why``, and ``word``: hurt, no effect, undecided, or worse (the model, which
-        wasn't so yet in the variant that it is compared with).
+        ``name``, ``why``, and ``word``: hurt, no effect, undecided, or worse. The last
+            means that the model is worse, and wasn't in the variant of the comparison.
     """
     variants, floor, entries = report["variants"], report["noise"]["floor"], []
     quality_of = {variant["name"]: variant["quality"] for variant in variants}
@@ -657,8 +661,9 @@ def amount(value: object) -> str:
 
 
 def _in_turn(variant: Row, base: Row) -> bool:
-    """Whether the variant's ratio is that of its rounds over the baseline's, as far as it is
-    known.
+    """Returns True if the variant's ratio is that of its rounds over the baseline's.
+
+    It is also True if the ratio is unknown.
     """
     pairs = zip(variant["rounds"], base["rounds"], strict=False)
     ratios = [a / b for a, b in pairs if _sensible(a) and _sensible(b)]
@@ -690,9 +695,10 @@ def effect_words(variant: Row, usual: str | None = None) -> str:
 
 
 def variants_that_hurt(variants: Sequence[Row]) -> set[str]:
-    """Names of the variants to be shown in red: slower than what they belong beside.
+    """Names of the variants in red: slower than the variant of their comparison.
 
-    Not those that leave a technique out: there it is good news for the technique.
+    Variants that leave a technique out are excluded: there, slower is good news for the
+    technique.
     """
     return {
         a["name"]

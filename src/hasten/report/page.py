@@ -1,12 +1,13 @@
-"""The report: one measured job as report.json, as a page that stands alone, and as a small table.
+"""The report: one measured job as report.json, as a standalone page, and as a table.
 
 The input is plain data, described key by key in docs/report-schema.md.
 
-1. schema.py makes it JSON and checks it against its shapes.
-2. judgement.py derives what several variants say, formatting.py says numbers, svg.py draws them.
+1. The module schema.py makes it JSON and checks it against its shapes.
+2. The module judgement.py derives the verdicts, formatting.py formats numbers, svg.py
+   draws them.
 3. The page is rendered from report.html.jinja and page/*.jinja, the table as Markdown.
-4. Both files are rendered before either is written, and each appears by a rename, so that no
-   reader ever sees half a report.
+4. Both files are rendered before either is written, and each appears by a rename. No
+   reader can therefore open an incomplete report.
 """
 
 from __future__ import annotations
@@ -171,7 +172,10 @@ def _environment() -> Environment:
 
 
 def _shortened(read: dict[str, Any], limits: PageLimits) -> dict[str, Any]:
-    """The report with long texts and lists cut; `cut` says of what. Numbers stay as they are."""
+    """The report with long texts and lists cut; `cut` lists the cuts.
+
+    Numbers don't change.
+    """
     counts: list[str] = []
     variants = read["variants"]
     if len(variants) > limits.entries:  # the baseline and the result stay
@@ -280,10 +284,9 @@ class ReportTable:
 
 
 def table_of(report: Mapping[str, Any]) -> ReportTable:
-    """What each variant did: its own effect first, then the ratio to the baseline, then its
-    quality.
+    """Table of the variants: own effect, then ratio to the baseline, then quality.
 
-    Where every effect is against the baseline anyway, there is no second column of it.
+    If every effect is relative to the baseline, there is no second column for it.
     """
     variants, base = report["variants"], report["variants"][0]["name"]
     cumulative = bool(cumulative_of(variants))
@@ -332,7 +335,7 @@ def machine(hardware: Mapping[str, Any]) -> str:
 
 
 def proofs(variants: Sequence[Row]) -> list[dict[str, Any]]:
-    """What each technique did, variants that say the same in one row, techniques in their order."""
+    """Effects of each technique, in order; variants with equal evidence share a row."""
     uses = [(variant["name"], row) for variant in variants for row in variant["effective"]]
     users = Counter(row["technique"] for _, row in uses)
     names_by_proof: dict[tuple[str, bool | None, str], list[str]] = {}
@@ -392,7 +395,7 @@ def steadiness(variants: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def has_cost(cost: Mapping[str, Any]) -> bool:
-    """Whether anything of money or energy is known."""
+    """Returns True if any money or energy value is known."""
     parts = (cost["experiment"], cost["payback"], cost["energy"])
     return cost["per_million_tokens"] is not None or any(map(any_known, parts))
 
@@ -404,7 +407,7 @@ def priced(prices: Mapping[str, Any] | None, variant: Row) -> float | None:
 
 
 def unmeasured(report: Mapping[str, Any]) -> list[str]:
-    """What was dropped, what failed, and which sections of the page have nothing to show."""
+    """Lists dropped variants, failed variants, and sections of the page without content."""
     variants = report["variants"]
     sentences = list(report["design"]["dropped"])
     sentences += [
@@ -465,8 +468,8 @@ def load_of_others(variants: Sequence[Row]) -> str | None:
 def render_markdown(report: Mapping[str, Any]) -> str:
     """The variants as a Markdown table with notes below.
 
-    A verdict with a reason stands in full below the table, and so does MFU. Raises InputError where
-    `report` departs from docs/report-schema.md.
+    The full text of a verdict with a reason is below the table, and so is MFU. Raises
+    InputError if `report` departs from docs/report-schema.md.
     """
     read = read_report(report)
     table = table_of(read)

@@ -127,7 +127,7 @@ def _ranks(profile: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[s
 def _communication(
     ranks: Sequence[Mapping[str, Any]],
 ) -> list[tuple[str, list[str], list[list[str]]]]:
-    """What each rank's communication took in a step."""
+    """Table of each rank's communication in a step."""
     names = ("comm_seconds", "exposed_comm_seconds", "hidden_communication_seconds")
     rows = [
         [

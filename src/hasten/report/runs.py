@@ -1,15 +1,19 @@
-"""Finished runs, whoever trained them: what their files say, and several beside each other.
+"""Reads finished runs of hasten and other trainers, and compares several of them.
 
-Three kinds of files are read: the folder of ``hasten train`` (``summary.json``, ``metrics.jsonl``,
-``recipe.yaml``), the report of an experiment (``report.json``: its baseline and its result are two
-runs), and ``trainer_state.json`` of Hugging Face's Trainer or TRL.
+Three kinds of files are read:
 
-Of the latter, tokens are known where TRL logged ``num_tokens`` (a sum of the attention mask). The
-Trainer's own ``num_input_tokens_seen`` may count padding, and the file doesn't say whether it does:
-it isn't taken for tokens. Speed in tokens needs both, tokens and time.
+- the folder of ``hasten train`` (``summary.json``, ``metrics.jsonl``, ``recipe.yaml``)
+- the report of an experiment (``report.json``: its baseline and its result are two
+  runs)
+- ``trainer_state.json`` of Hugging Face's Trainer or TRL.
 
-The files are other people's: every value is checked for being a finite number, a file has a limit,
-and what isn't there stays None.
+In the last, tokens are known if TRL logged ``num_tokens`` (a sum of the attention
+mask). The Trainer's own ``num_input_tokens_seen`` may count padding, and the file
+doesn't show if it does. It is therefore not used for tokens. Speed in tokens needs
+both, tokens and time.
+
+The files may be from other people. Every number is checked to be finite, a file has a
+size limit, and missing values stay None.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ class Point:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of one run; None: its files don't say."""
+    """The facts about one run; None: its files don't contain them."""
 
     name: str
     kind: str
@@ -394,9 +398,9 @@ def _loss_at(curve: Sequence[Point], where: float | None, unit: str) -> float | 
 
 
 def _differing(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
-    """Keys of which two known recipes say different things, with every run's value.
+    """Keys with different values in two known recipes, with every run's value.
 
-    A report's variant trains under its own techniques, not the recipe's plan.
+    A report's variant trains with its own techniques, not the recipe's plan.
     """
     values = [None if run.recipe is None else {**run.recipe, "plan": _plan(run)} for run in runs]
     recipes = [recipe for recipe in values if recipe is not None]
@@ -446,7 +450,10 @@ def _warnings(runs: Sequence[RunFacts]) -> list[str]:  # noqa: C901  # a clause 
 
 
 def _said(mappings: Sequence[Mapping[str, Any]], key: str) -> set[str]:
-    """What is said of a key, by those that say it: a training's summary names no device, say."""
+    """The values of a key, from the entries that have it.
+
+    For example, a training's summary contains no device.
+    """
     return {str(one[key]) for one in mappings if key in one}
 
 
@@ -471,7 +478,7 @@ SHOWN = 3  # studies, the newest first; trials of each, the best first; decision
 
 
 def studies_of(run: Path) -> dict[str, dict[str, Any]]:
-    """Finished studies by their folder, the newest first; one that can't be read says so."""
+    """Finished studies by folder, newest first; unreadable ones have an error instead."""
     studies: dict[str, dict[str, Any]] = {}
     paths = [(p.stat().st_mtime, p) for p in (run / "studies").glob("*/study.json")]
     for _, path in sorted(paths, reverse=True):

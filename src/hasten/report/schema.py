@@ -1,8 +1,13 @@
-"""The report's shapes, key by key as docs/report-schema.md says them, and the reader that checks.
+"""The report's shapes, key by key as in docs/report-schema.md, and a checking reader.
 
-float is a number or null, bool a truth value or null, object a number, text, truth value or null,
-dict any object; [x] is a list of x and [x, y] a pair; a key that ends with ? may be missing or
-null. A key is new where it is optional, so that reports written before it was there still read.
+- float: A number or null.
+- bool: A truth value or null.
+- object: A number, text, truth value or null.
+- dict: Any object.
+- [x]: A list of x; [x, y] is a pair.
+
+A key that ends with ? may be missing or null. New keys are optional, so older reports
+can still be read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The report's drawings: from numbers to accessible inline SVG, and which variants each drawing
-shows.
+"""Draws the report's charts as accessible inline SVG; selects each chart's variants.
 
-Every drawing takes its width in CSS pixels, so that the page can hold a wide and a narrow one and
-text keeps its size on a telephone. A value that wasn't measured (None, NaN, infinite) leaves a gap,
-never a zero.
+Every drawing takes its width in CSS pixels. The page can therefore contain a wide and a
+narrow one, and text keeps its size on a phone. A value that wasn't measured (None, NaN,
+infinite) leaves a gap, never a zero.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ Words = Callable[[float], str]  # data to the label of a tick
 
 
 class Frame:
-    """Where the rows of a chart stand: label, mark and text side by side, or the mark below."""
+    """Positions of the rows of a chart: label, mark and text side by side, or mark below."""
 
     def __init__(self, width: int, rows: int, mark: int) -> None:
         self.narrow = width < NARROW
@@ -107,10 +106,11 @@ def thin(points: Sequence[Sequence[float | None]], most: int) -> list[Point]:
 
 
 def visible(text: str) -> str:
-    """The text with everything made visible that could corrupt or disguise a page.
+    """The text with all characters visible that could corrupt or disguise a page.
 
-    Control characters other than newline and tab, lone surrogates, and the invisible marks that
-    reorder text (Unicode's Cc, Cs and Cf) become their code in brackets.
+    They become their code in brackets. They are control characters other than newline and
+    tab, lone surrogates, and the invisible marks that reorder text (Unicode's Cc, Cs and
+    Cf).
     """
 
     def shown(character: str) -> str:
@@ -148,7 +148,7 @@ def path(points: Sequence[Point], tone: str, dots: bool) -> list[str]:
 def rect(
     css: str, left_x: float, top: float, width: float, height: float, tooltip: str = ""
 ) -> str:
-    """A box; what is `said` of it appears under the mouse."""
+    """A box; what is `tooltip` of it appears under the mouse."""
     box = f'x="{px(left_x)}" y="{px(top)}" width="{px(width)}" height="{px(height)}"'
     inner = f"><title>{_safe(tooltip)}</title></rect>" if tooltip else "/>"
     return f'<rect class="{css}" {box} rx="2"{inner}'
@@ -248,9 +248,9 @@ def bar_chart(
     formatter: Words,
     floor: float | None = None,
 ) -> str:
-    """Horizontal bars from `origin` with error bars, over an axis whose ticks `words` names.
+    """Horizontal bars from `origin` with error bars; `formatter` formats the axis ticks.
 
-    A band marks what lies within `floor` of the origin: changes that are noise.
+    A band marks the range within `floor` of the origin: such changes are noise.
     """
     frame = Frame(width, len(bars), mark=14)
     ends = [x for bar in bars for x in (origin, bar.value, bar.low, bar.high, bar.start)]
@@ -318,7 +318,7 @@ def strip_chart(title: str, strips: Sequence[Strip], width: int, levels: bool = 
 
 
 def line_chart(title: str, curves: Sequence[Curve], size: tuple[int, int], formatter: Words) -> str:
-    """Curves over two linear axes; `size` is (width, height), `words` names the ticks of x.
+    """Curves over two linear axes; `size` is (width, height), `formatter` names the ticks of x.
 
     Earlier curves lie on top. A long curve is drawn as the means of equal stretches (`thin`).
     """
@@ -360,7 +360,7 @@ def _bar(bar: Bar, x: Scale, origin: float, y: float) -> list[str]:
 
 
 def _tick_names(ticks: Sequence[float]) -> list[str]:
-    """Numbers with as many decimals as tell them apart; the very large and small in short."""
+    """Formats numbers with enough decimals to be distinct; extreme values in short form."""
     places = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-6))
     plain = places <= 8 and max(map(abs, ticks)) < 1e9
     return [f"{value:.{places}f}" if plain else f"{value:.3g}" for value in ticks]
@@ -474,7 +474,7 @@ def _waterfall(cumulative: Sequence[Row], report: Mapping[str, Any]) -> list[Bar
 
 
 def _pairs(gains: Sequence[SwitchGain], report: Mapping[str, Any]) -> list[Bar]:
-    """Two rows per technique: a full bar for it alone, a hollow one beside all the others."""
+    """Two rows per technique: a full bar for it alone, a hollow one with all others."""
     bars = []
     for switch in gains:
         if switch.alone:
@@ -514,7 +514,7 @@ def _rounds(variants: Sequence[Row]) -> Draw:
 
 
 def _loads(variants: Sequence[Row]) -> dict[str, Draw]:
-    """What others took of the machine in each round, for the variants that say so."""
+    """Charts of the load by other programs in each round, for variants with this value."""
     strips = []
     for variant in (
         variant for variant in variants if any(v is not None for v in variant["foreign_load"])

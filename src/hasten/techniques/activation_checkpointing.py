@@ -52,7 +52,7 @@ class ActivationCheckpointing(Technique):
         if (
             not isinstance(recompute, BlockRecompute)
             or self.offload
-            or not session.setup.layout.whole
+            or not session.setup.layout.replicated
         ):
             return ()
         sizes, positions = _measured(session, recompute), changing.largest_micro_batch(session)

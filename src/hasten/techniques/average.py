@@ -87,7 +87,7 @@ def _losses(session: Session, mean: WeightAveragePart) -> tuple[float | None, fl
     with evaluation_mode(session.loss_module):
         last_loss = eval_loss(session)
         with mean.swapped(precision.parameters()):
-            precision.publish()
+            precision.update_model_weights()
             average_loss = eval_loss(session)
-    precision.publish()
+    precision.update_model_weights()
     return last_loss, average_loss

@@ -106,7 +106,7 @@ class GradientAccumulation(Technique):
     def live_settings(self, session: Session) -> tuple[LiveSetting, ...]:
         """Smaller micro-batches; larger ones than were asked for may not fit."""
         fixed_cut = session.setup.split_micro_batches
-        if not isinstance(fixed_cut, FixedCut) or not session.setup.layout.whole:
+        if not isinstance(fixed_cut, FixedCut) or not session.setup.layout.replicated:
             return ()
         longest = session.setup.context.examples.longest
         by_tokens = self.micro_batch_tokens > 0
@@ -276,7 +276,7 @@ class AdaptiveCut:
                 if single or not is_out_of_memory(error):
                     raise
             # Here the error is gone, and with it the frames that held the failed pass's tensors.
-            engine.discard()
+            engine.zero_grad()
             release_memory()
             micro_batches = batch.micro_batches
             load = _largest([m for m in micro_batches if len(m.examples) > 1])

@@ -13,7 +13,7 @@ import torch
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.state import restore, state_of, told
+from hasten.core.state import gather_objects, restore, state_of
 from hasten.core.technique import EffectCheck, Fidelity, Technique, setting
 from hasten.errors import InputError
 from hasten.parts.checkpoint import SmartCheckpointer
@@ -137,7 +137,7 @@ class SessionCheckpoints:
             self.keeper.close()
 
     def _open(self, session: Session) -> None:
-        if isinstance(session.optimizer, CompactAdamW) and not self._setup.layout.whole:
+        if isinstance(session.optimizer, CompactAdamW) and not self._setup.layout.replicated:
             raise InputError(
                 "checkpoints: compact_adamw keeps moments in blocks of its own, which can't be "
                 "brought together from ranks that hold parts; take another optimizer, or leave "
@@ -147,7 +147,8 @@ class SessionCheckpoints:
         # Tied weights count once; one that is dealt out over ranks has no memory of its own.
         weights = {t.data_ptr() or id(t): t.nbytes for t in tensors}
         local_bytes = sum(weights.values()) + moments_to_come(session.optimizer)
-        expected = sum(told(session, local_bytes))  # the first rank writes those of all stages
+        # the first rank writes those of all stages
+        expected = sum(gather_objects(session, local_bytes))
         with _as_advice():
             self.keeper.open(expected)
 

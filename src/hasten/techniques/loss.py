@@ -79,7 +79,7 @@ class LabelledTokenLoss(Technique):
     def live_settings(self, session: Session) -> tuple[LiveSetting, ...]:
         """Chunks of fewer rows, and of twice as many where their logits fit twice over."""
         loss = session.loss_module
-        if not isinstance(loss, LabelOnlyLoss) or not session.setup.layout.whole:
+        if not isinstance(loss, LabelOnlyLoss) or not session.setup.layout.replicated:
             return ()
         rows, width = loss.chunk, 4 * max(session.setup.context.model.vocabulary, 1)
         values = [v for v in (rows // 4, rows // 2) if v >= 64]

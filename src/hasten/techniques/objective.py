@@ -43,7 +43,7 @@ class MultiTokenPrediction(Technique):
 
     def apply(self, setup: Setup) -> None:
         def add(loss_module: nn.Module) -> None:
-            if not setup.layout.whole:
+            if not setup.layout.replicated:
                 raise InputError(
                     "multi_token_prediction runs where every rank holds the whole model, and the "
                     "plan's layout deals it out; take ddp as the layout, or leave one of them out"

@@ -299,21 +299,21 @@ class AutocastRegion:
         region: AbstractContextManager[Any] = torch.autocast(self._device_type, self._dtype)
         return region
 
-    def own(self, optimizer: Optimizer) -> None:
-        self._plain.own(optimizer)
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
+        self._plain.attach_optimizer(optimizer)
 
     def before_backward(self, reduces: bool) -> None:
         if self.layers is not None and self._keep_weights:
             self.layers.keep_weights(True)
 
-    def collect(self) -> None:
+    def accumulate_gradients(self) -> None:
         return None
 
     def parameters(self) -> list[Tensor]:
         self._passes_are_over()
         return self._plain.parameters()
 
-    def publish(self) -> None:
+    def update_model_weights(self) -> None:
         self._passes_are_over()
 
     def _passes_are_over(self) -> None:

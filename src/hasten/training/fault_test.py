@@ -101,7 +101,7 @@ class SelfTest:
 
     Args:
         recipe: of the user.
-        place: a folder of the test's own.
+        folder: a folder of the test's own.
         draw: decides the moments of the kills and the bit that is flipped.
     """
 

@@ -108,7 +108,7 @@ class _SessionPasses:
         other = [t.name() for t in setup.plan if t.slot in OTHER_MATHEMATICS]
         if other:
             raise _NothingToCompareError(f"{', '.join(other)} has no plain counterpart")
-        if not setup.layout.whole:
+        if not setup.layout.replicated:
             raise _NothingToCompareError("weights are dealt out over ranks")
         if not all(p.is_floating_point() for p in session.model.parameters()):
             raise _NothingToCompareError("weights are stored in another form")

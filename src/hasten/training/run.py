@@ -277,7 +277,7 @@ def _train(
     with counting, advising(helps), watch_notices(session, recipe), keeping as watch:
         outcome = fit(session, watch)
     heartbeat.beat(session.progress.step, over=True)
-    used = energy.found() if energy is not None else {}
+    used = energy.totals() if energy is not None else {}
     proofs = {t.name(): asdict(t.check_effect(session)) for t in plan}
     session.finish()
     samples, unsaved = save_all(session, prepared.data, run.output, run.formats)

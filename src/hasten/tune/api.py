@@ -1,4 +1,7 @@
-"""One tuning: trials, then the best beside the start, then the winner; files: `study_folder`."""
+"""Runs one tuning: trials, final comparison with the start, winner.
+
+The files are in `study_folder`.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,15 @@ def tune(
     audience: Audience | None = None,
     prove: Prove | None = None,
 ) -> StudyResult:
-    """Search for the best settings of a recipe within a budget of time.
+    """Searches for the best settings of a recipe within a time budget.
 
     Args:
         job: a recipe or its path.
-        budget: 90s, 8m, 1h30m or seconds: for trials and final comparison together.
-        options: how.
-        audience: is told how it goes on.
-        prove: finds what the verification has against a plan with lossy techniques.
+        budget: 90s, 8m, 1h30m or seconds, for trials and final comparison together.
+        options: settings of the tuning.
+        audience: receives the progress.
+        prove: runs the verification and returns its objections to a plan with lossy
+            techniques.
 
     Raises:
         InputError: the budget is too short, the job fails, or every trial does.
@@ -69,7 +73,7 @@ def _as_chosen(recipe: Recipe, audience: Audience) -> Recipe:
 
 
 class _Tuning:
-    """A tuning while it goes on."""
+    """A running tuning."""
 
     def __init__(
         self,
@@ -199,7 +203,10 @@ class _Tuning:
         return None
 
     def _best_variant(self, study: Study, rows: Sequence[dict[str, Any]]) -> int | None:
-        """By speed beyond doubt; for memory, the least of those that are fit and need less."""
+        """Index of the best variant: by significant speed, or for memory, by the least memory.
+
+        For memory, only usable variants that need less than the start count.
+        """
         if study.objective != "memory":
             return winner_of(rows)
         base = rows[0]["peak_memory_bytes"] or study.memory

@@ -1,12 +1,15 @@
-"""Where points are measured: each in a process of its own, taking turns with one that stays alive.
+"""Measures points: each in its own process, in turns with a reference process.
 
-At first that one is the start's. A point's process is started, warmed up, and then takes turns with
-it (`hasten.measure.schedule`); what counts is the ratio within a pass, so a machine that slows down
-slows both. A point that is far better, and needs no more memory, takes the start's place: the next
-ones don't wait for slow turns any more, and are compared with what they have to beat. First the
-start is measured against a second copy of itself: what differs between them is noise. A round that
-others disturbed is done once more. Where the process that stays fails beside a point, or is cut
-off, it is started anew for the next one. At the end the best few take turns among themselves.
+The reference stays alive; the first one is the start. A point's process is started,
+warmed up, and then takes turns with the reference (`hasten.measure.schedule`). The
+ratio within a pass counts, so a machine that slows down slows both.
+
+A point that is far better, and needs no more memory, becomes the reference. Later
+points then don't wait for slow turns, and are compared with the point to beat. First
+the start is compared with a second copy of itself: the difference between them is
+noise. A round that other programs disturbed is repeated once. If the reference fails
+during a comparison, or is cut off, it is started again for the next one. At the end the
+best few take turns among themselves.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ State = Literal["ok", "out of memory", "failed", "pruned"]  # pruned: of trainin
 
 @dataclass(frozen=True)
 class Measurement:
-    """What came of a point: logarithms of its rate over the start's, by round, and its peak."""
+    """Results of a point: logarithms of its rate over the start's, by round, and its peak."""
 
     state: State
     logs: tuple[float, ...] = ()
@@ -67,8 +70,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class PairedRound:
-    """A point's part of a round: its rate over the other's as a logarithm, its rate and peak, and
-    the share of the machine that others took."""
+    """A point's result in a round.
+
+    It has the logarithm of its rate over the other's, its rate and peak, and the share of
+    the machine that other programs used.
+    """
 
     log: float
     rate: float
@@ -77,16 +83,18 @@ class PairedRound:
 
 
 class ReferencePair:
-    """The process that stays, and whoever is measured beside it.
+    """The reference process, and the point that is compared with it.
 
     Args:
         start: starts the worker of a point.
-        first: the point to which all are compared.
-        cores: of the machine, for the share that others take.
-        steps: of a round; several times as many where they are short, fewer where they are long.
-        seed: of the order of turns.
-        clock: tells the time, in seconds; deadlines are by it.
-        together: steps that no turn parts, since ranks may exchange once in so many.
+        first: the point with which all are compared.
+        cores: cores of the machine, for the load by other programs.
+        steps: steps of a round; several times as many if they are short, fewer if they are
+            long.
+        seed: seed of the order of turns.
+        clock: returns the time, in seconds; deadlines refer to it.
+        together: number of steps that a turn never splits, because ranks may communicate
+            only once in so many steps.
     """
 
     def __init__(
@@ -175,10 +183,10 @@ class ReferencePair:
         rounds: int = ROUNDS,
         enough: float = math.inf,
     ) -> Measurement:
-        """One trial; a calm round that leaves it far below ``best``, or far above all, ends it.
+        """Runs one trial; a calm round far below ``best`` or far above all ends it early.
 
         Raises:
-            InputError: the start's process failed beside an earlier point, and now by itself.
+            InputError: the start's process failed during an earlier comparison, and now alone.
             OutOfTimeError: the deadline came before the first round was over.
         """
         self._deadline = deadline
@@ -227,12 +235,13 @@ class ReferencePair:
     def side_by_side(
         self, values: Mapping[Point, float], deadline: float, rounds: int = MOST_ROUNDS
     ) -> dict[Point, tuple[float, ...]]:
-        """The points' processes, all alive at once, take turns until one is left or time is up.
+        """Runs the points' processes in turns, all alive, until one remains or time is up.
 
-        The process that stays ends. See `eliminate`; ``values`` are what trials say of each.
+        The reference process ends. See `eliminate`; ``values`` are the results of the trials.
 
         Returns:
-            None of a point that failed to start, and of nobody where the time wasn't enough.
+            Passes by point. Points that failed to start are missing; if time was too short, all
+            are.
         """
         self.close()
         self._deadline = deadline
@@ -265,7 +274,10 @@ class ReferencePair:
         _checked(Turn(variant.warm))
 
     def _length(self, variant: ArmProcess) -> int:
-        """Steps of a round, after a warm-up: of long ones fewer, since more rounds say more."""
+        """Steps of a round, after a warm-up; fewer if they are long.
+
+        More rounds give more information than longer rounds.
+        """
         one = statistics.median(float(step["step_seconds"]) for step in variant.warm[-2:])
         times = min(max(math.ceil(SHORT / (self._steps * one)), 1), MOST_TIMES)
         fewest = max(FEWEST_STEPS, self._together, round(LONG / one))
@@ -280,9 +292,10 @@ class ReferencePair:
     def _takes_over(
         self, variant: ArmProcess, point: Point, paired_rounds: list[PairedRound]
     ) -> bool:
-        """Let a variant stay in the place of the one that stayed, where it is far better.
+        """Makes a far better variant the new reference.
 
-        One with a larger peak doesn't: there would be less for those that are measured beside it.
+        A variant with a larger peak doesn't become the reference. It would leave less memory
+        for those that are compared with it.
         """
         memory = _peak(variant, paired_rounds)
         larger = memory is not None and self.memory is not None and memory > self.memory

@@ -132,12 +132,13 @@ def _importance(trials: list[dict[str, Any]], space: Space) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class LearningOptions:
-    """How to study.
+    """Options of a study.
 
     Args:
-        only: learning_rate, warmup, batch: those that are tuned; all, if left out.
-        trials: trainings at most, the pairs not counted; None: as many as the budget holds.
-        fresh: train anew, whatever an earlier start has left.
+        only: learning_rate, warmup, batch: the values to tune; default: all.
+        trials: maximum number of trainings, without the pairs; None: as many as the budget
+            holds.
+        fresh: train again, even if results of an earlier start are stored.
 
     Raises:
         InputError: an unknown name in ``only``, or no trial.
@@ -167,16 +168,17 @@ def learn(
     *,
     audience: Audience | None = None,
 ) -> StudyResult:
-    """Search for a lower eval loss at the same tokens within a budget of time.
+    """Searches for a lower eval loss at the same tokens within a time budget.
 
     Args:
-        recipe: a recipe or its path; it says how long each training is.
-        budget: 30m, 2h or seconds: for trainings and pairs together.
-        options: how.
-        audience: is told how it goes on.
+        recipe: a recipe or its path; it decides the length of each training.
+        budget: 30m, 2h or seconds, for trainings and pairs together.
+        options: settings of the study.
+        audience: receives the progress.
 
     Raises:
-        InputError: the budget is too short, nothing is held out, or the job fails as it is.
+        InputError: the budget is too short, there is no eval data, or the unchanged job
+            fails.
     """
     began = time.monotonic()
     options, audience = options or LearningOptions(), audience or SilentProgress()
@@ -186,7 +188,7 @@ def learn(
 
 
 class _Study:
-    """A study while it goes on."""
+    """A running study."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ class RecipeWorkers:
     """The workers of a recipe's plans, for a study.
 
     Args:
-        given: the recipe and what is known of it.
+        subject: the recipe and what is known of it.
     """
 
     def __init__(self, subject: ExperimentSubject) -> None:

@@ -1,4 +1,4 @@
-"""What a study leaves: its JSON, a line for people, and a page with history and importance."""
+"""Outputs of a study: JSON, one line for users, a page with history and importance."""
 
 from __future__ import annotations
 
@@ -107,9 +107,7 @@ def final_rows(variants: Sequence[Variant]) -> dict[str, Any]:
 
 
 def is_fit(row: Mapping[str, Any]) -> bool:
-    """Whether a variant could be taken if it is better: it ran, its model isn't worse, as
-    proven.
-    """
+    """Returns True if a variant is usable: it ran, and its model is verified as not worse."""
     bad = verdict_word(row["verdict"]) == "failed" or verdict_word(row.get("quality")) == "worse"
     return not bad and row.get("refused") is None
 
@@ -123,7 +121,7 @@ def says_of(row: Mapping[str, Any]) -> str:
 
 
 def winner_of(rows: Sequence[dict[str, Any]]) -> int | None:
-    """The place of the variant with the largest ratio among those that are better beyond doubt."""
+    """Index of the variant with the largest ratio among the significantly better ones."""
     better = [
         i
         for i, row in enumerate(rows)

@@ -1,18 +1,20 @@
-"""Proposers choose the next point: hasten's own order, one of Optuna's samplers, or a bandit.
+"""Proposers choose the next point: hasten's own order, an Optuna sampler, or a bandit.
 
-A proposer never proposes a point twice, nor one that the space refuses. `auto` is hasten's own:
+A proposer never proposes a point twice, nor one that the space refuses. `auto` is
+hasten's own:
 
-  1. the first trials follow the forecast: the best point that it expects within memory
-  2. every result corrects the model (`surrogate.PlanGaussianProcess`); of the points around the
-     best one, the one with the largest expected gain is next. Memory is predicted in the same way,
-     from measured peaks, and a point that is likely to exceed it isn't tried
-  3. each trial that ran out of memory all the same makes the next ones more careful
+  1. The first trials follow the forecast: the best point that it expects within memory.
+  2. Every result corrects the model (`surrogate.PlanGaussianProcess`). Of the points
+     around the best one, the one with the largest expected gain is next. Memory is
+     predicted in the same way, from measured peaks. A point that is likely to exceed it
+     isn't tried.
+  3. Each trial that ran out of memory makes the next ones more careful.
 
-Why this one isn't Optuna's Gaussian process: that process has no forecast as its mean and no
-constraint on a predicted peak. On the recorded grid, whose forecast says little, it needs 5 trials
-until within 3 % of the best, and this one 8. Where half of a space is out of memory it gets there
-in a quarter of the studies of 40 trials, and this one in all, after 6: docs/measurements.md,
-"Trials until the best settings".
+Optuna's Gaussian process isn't used for `auto`. It has no forecast as its mean and no
+constraint on a predicted peak. On the recorded grid, with a weak forecast, it needs 5
+trials until within 3 % of the best, and `auto` needs 8. If half of a space is out of
+memory, it succeeds in a quarter of the studies of 40 trials. There `auto` succeeds in
+all, after 6 trials (docs/measurements.md, "Trials until the best settings").
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ WORSE = 0.1  # below all results: a trial without one, as a logarithm
 class TriedPoint:
     """The result of a point: the logarithm of its value over the start's, more is better.
 
-    ``rounds`` are the logarithms of which the value is the median; ``curve`` is what a training
-    had at each look, by which it may be given up (``pruned``).
+    The field ``rounds`` has the logarithms; the value is their median. The field ``curve``
+    has the values of a training at each evaluation, which may stop it (``pruned``).
     """
 
     point: Point
@@ -67,15 +69,15 @@ class TriedPoint:
 
 @dataclass(frozen=True)
 class PriorKnowledge:
-    """What is known of a job before anything is measured.
+    """Predictions for a job before any measurement.
 
     Args:
         gain: expected logarithm of the value over the start's.
         memory: expected peak in bytes; None if unknown.
-        limit: of that peak; None: there is none worth minding.
+        limit: limit of that peak; None: no relevant limit.
         noise: standard deviation of one measurement, as a logarithm.
-        effort: time that a point's trial takes beside measuring, over the least there is; it may
-            change from trial to trial.
+        effort: time of a point's trial except measuring, over the minimum; it may change
+            from trial to trial.
     """
 
     gain: Callable[[Point], float] = lambda point: 0.0
@@ -149,11 +151,12 @@ class ForecastProposer(Proposer):
         return point
 
     def _about(self) -> list[Point]:
-        """What is left around the best point, as long as something is to be expected there.
+        """The untried points around the best point, while one of them promises a gain.
 
-        Of a dozen choices each is vaguely known, so that the sum of many promises most where least
-        is known; a dozen trials learn more of what is close to the best one (a trust region:
-        Eriksson et al. 2019, arXiv:1910.01739).
+        Otherwise it returns all untried points. With a dozen choices, each is uncertain, and
+        the sum of many promises most at the most uncertain points. A dozen trials learn more
+        from points close to the best one (a trust region: Eriksson et al. 2019,
+        arXiv:1910.01739).
         """
         better = [t.point for t in self.told.values() if t.value is not None and t.value > 0]
         if not better:
@@ -332,17 +335,18 @@ PATIENCE = 8  # suggestions that were tried before until one is drawn at random
 class OptunaProposer(Proposer):
     """One of Optuna's samplers (Akiba et al. 2019), and its pruner for trainings.
 
-    Every dimension is suggested, whether it matters or not, since the multivariate samplers need
-    the same parameters in every trial. Numbers in rising order are integers, all others categories
-    (CMA-ES has none: there all are integers). A point without a result is told as worse than all
-    others; one that comes twice is told as before.
+    Every dimension is suggested, even if it has no effect, because the multivariate
+    samplers need the same parameters in every trial. Numbers in rising order are integers,
+    all others categories. CMA-ES has no categories: there all are integers. A point without
+    a result is reported as worse than all others. A repeated point is reported with its
+    earlier result.
 
     Args:
         name: tpe, gp, genetic or cmaes.
-        space: what may be chosen.
-        seed: of the sampler.
-        startup: trials drawn at random first, of tpe.
-        pruner: which trainings are given up.
+        space: the choices.
+        seed: seed of the sampler.
+        startup: number of random trials at the start, for tpe.
+        pruner: the pruner that stops trainings.
     """
 
     def __init__(
@@ -420,7 +424,7 @@ class OptunaProposer(Proposer):
         )
 
     def hopeless(self, point: Point, look: int, value: float) -> bool:
-        """Whether the training of a proposed point is to be given up after this look."""
+        """Returns True if the training of a proposed point should stop after this evaluation."""
         trial = self._open[point]
         trial.report(value, look)
         return trial.should_prune()

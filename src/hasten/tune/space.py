@@ -1,8 +1,9 @@
-"""A space is what a tuner may choose: dimensions with a few values each, and what isn't allowed.
+"""A tuner's space: dimensions with a few values each, and the combinations it refuses.
 
-A point is a tuple of indices, one per dimension. A dimension may matter only under another's value
-(the bucket of a graph only where graphs are compiled): elsewhere its index is 0, so that equal
-settings are equal points and none is measured twice. ``refuse`` says why a point can't be.
+A point is a tuple of indices, one per dimension. A dimension may only apply under
+another's value, for example the bucket of a graph if graphs are compiled. Otherwise its
+index is 0. Equal settings are therefore equal points, and none is measured twice.
+``refuse`` returns the reason why a point is invalid.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ class Dimension:
     """One decision.
 
     Args:
-        name: in messages and records.
-        values: what may be chosen; the first stands where the dimension doesn't matter.
-        ordered: neighbours in ``values`` are alike (a size, a rate).
-        needs: name and value of the dimension under which this one matters.
+        name: name in messages and records.
+        values: the choices; the first is used if the dimension doesn't apply.
+        ordered: neighbours in ``values`` are similar (a size, a rate).
+        needs: name and value of the dimension under which this one applies.
     """
 
     name: str
@@ -106,7 +107,7 @@ class Space:
         return self.canonical(tuple(indices))
 
     def changes(self, point: Point) -> dict[str, Any]:
-        """What differs from the start, by name: value."""
+        """The differences from the start, as name: value."""
         first, settings = self.settings(self.start), self.settings(point)
         return {n: v for n, v in settings.items() if n not in first or first[n] != v}
 
@@ -177,7 +178,7 @@ Bounds = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class PlanSpace:
-    """A space whose points are plans."""
+    """A space of plans: each point is a plan."""
 
     space: Space
     kinds: Mapping[str, Technique]  # by name, as they are without a knob turned
@@ -188,7 +189,8 @@ class PlanSpace:
     def gain(self, point: Point) -> float:
         """The expected logarithm of the speed over that of the start, before any measurement.
 
-        Of a technique's settings its own are expected to be the best: somebody has chosen them.
+        A technique's default settings are expected to be its best, because its authors chose
+        them.
         """
         turned = sum(
             bool(getattr(self.kinds[name.rpartition(".")[0]], name.rpartition(".")[2]) != value)
@@ -203,10 +205,10 @@ class PlanSpace:
         return math.fsum(t.forecast(self.context).resident_bytes for t in self.plan(point))
 
     def without(self, point: Point, names: Collection[str]) -> tuple[Point, list[str]]:
-        """The point without these techniques, as far as it is one without them; whom it lost.
+        """The point without these techniques, if possible, and the names that were removed.
 
-        What the search started from stays: it is the user's. So does one without which the others
-        can't work here.
+        Techniques of the start stay, because the user chose them. A technique that the others
+        require stays, too.
         """
         start_techniques, lost = set(self.plan(self.space.start)), list[str]()
         for technique in self.plan(point):
@@ -235,16 +237,16 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
     only: Collection[str] = (),
     more: Sequence[Technique] = (),
 ) -> PlanSpace:
-    """Every decision about speed that the catalogue offers on this job.
+    """Every decision about speed that the catalogue offers for this job.
 
     Args:
         catalogue: all techniques.
         base: the recipe's plan, where the search starts.
-        context: of machine, model and records.
-        bounds: of ``technique.knob`` ranges, narrower than the technique's own.
-        lossy: let techniques of other mathematics take part.
-        only: slots or techniques by name that are tuned; all others stay as they are.
-        more: instances that are choices of their own beside those of the catalogue.
+        context: facts about machine, model and examples.
+        bounds: ranges of ``technique.knob``, narrower than the technique's own.
+        lossy: include techniques that change the mathematics.
+        only: names of slots or techniques to tune; all others stay unchanged.
+        more: instances that are additional choices to those of the catalogue.
 
     Raises:
         InputError: nothing is left to choose, or ``only`` names nothing.
@@ -303,12 +305,12 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
 
 
 def expected(plan: Plan, context: JobContext) -> float:
-    """How much faster a plan is expected to be than none, as a logarithm.
+    """The expected speed of a plan over no plan, as a logarithm.
 
-    What a technique's kernels were measured to gain on this machine comes first. A forecast is of
-    terms, and each is a part of the step's time; where a technique forecasts no change, half of
-    what was promised of it is taken. It orders the first trials; measurements then say how much of
-    it is true.
+    The measured gain of a technique's kernels on this machine comes first. Otherwise a
+    forecast has terms, and each is a part of the step's time. If a technique predicts no
+    change, half of its claim is used. The result orders the first trials; later,
+    measurements correct it.
     """
     total = 0.0
     for technique in plan:
@@ -335,7 +337,7 @@ def _offered(
     lossy: bool,
     more: Sequence[Technique],
 ) -> dict[str, Technique]:
-    """What may fill a slot, by the name of its choice."""
+    """The techniques that may fill a slot, by the name of the choice."""
     offered: dict[str, Technique] = {}
     for kind in catalogue:
         if kind.slot is not slot:

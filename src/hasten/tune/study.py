@@ -1,10 +1,11 @@
-"""A study: points are proposed and measured until the budget or the points are at an end.
+"""A study: proposes and measures points until the budget or the points are used up.
 
-Everything that is found goes into a record, line by line, so that a study that was killed goes on
-from there: what was tried is told to the proposer again, and nothing is measured twice. The last
-part of the budget is kept: first for a final, in which the best few take turns among themselves,
-since the best of many trials is in part process variance; then for the final comparison, in which
-they are measured again beside the start, in the final's order as far as the time allows.
+Every result is appended to a record, and a killed study resumes from it. Earlier trials
+are reported to the proposer again, and nothing is measured twice. The last part of the
+budget is reserved. The first part of it is for a final, in which the best few take
+turns. It is needed because the best of many trials is in part process variance. The
+second part is for the final comparison, in which they are measured again next to the
+start. That comparison has the final's order, as far as the time allows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LEADERS = 3  # that go into the final comparison
 
 @dataclass
 class Study:
-    """What was found, in the order in which it was tried; ``rows`` are as the record has them."""
+    """Results in the order of the trials; ``rows`` have the form of the record."""
 
     space: Space
     objective: Objective
@@ -78,21 +79,21 @@ GONE = 0.1  # of the budget before the start (data, other measurements), from wh
 
 
 class Search:
-    """A study while it goes on.
+    """A running study.
 
     Args:
-        space: what may be chosen.
-        proposer: who chooses.
-        bench: where it is measured.
-        record: what was found before, and where everything goes.
-        objective: what counts.
-        budget_seconds: for all, the final comparison included.
-        most: trials at most.
-        tell: is told what happens, and which share of the budget is used.
-        found: is called after every trial.
-        began: when the budget began, by the clock; now, if left out.
-        room: bytes that processes of the final may have together.
-        clock: tells the time, in seconds.
+        space: the choices.
+        proposer: makes the proposer of points.
+        bench: measures points.
+        record: earlier results, and the file for new ones.
+        objective: the value to optimise.
+        budget_seconds: time for all, the final comparison included.
+        most: maximum number of trials.
+        ``tell``: receives progress messages, and the used share of the budget.
+        on_trial: called after every trial.
+        began: start of the budget, on the clock; default: now.
+        room: bytes that processes of the final may use together.
+        clock: returns the time, in seconds.
     """
 
     def __init__(
@@ -163,9 +164,9 @@ class Search:
         return study
 
     def _finalists(self, study: Study, proposer: Proposer) -> list[Point]:
-        """The best few as far as memory holds them all, by what all trials say of each.
+        """The best few that memory holds together, judged by all trials.
 
-        A value of its own is in part process variance, of one round most of all.
+        The value of a single point is in part process variance, most of all after one round.
         """
         better = study.leaders(len(study.rows))
         values = dict(zip(better, proposer.believed(better) if better else (), strict=True))
@@ -178,7 +179,7 @@ class Search:
         return points
 
     def _final(self, study: Study, points: list[Point]) -> None:
-        """Who of them is the best; where speed alone counts."""
+        """Finds the best of these points by turns side by side; only for speed."""
         if len(points) < 2:
             return
         self._tell(f"the best {len(points)} side by side")
@@ -202,10 +203,10 @@ class Search:
         return max(DUEL_SHARE * self._budget, DUEL_STARTS * self._bench.start_seconds)
 
     def _kept(self, study: Study) -> float:
-        """Seconds that the next trial leaves for what comes after the trials.
+        """Seconds that the next trial reserves for the steps after the trials.
 
-        As long as nothing is better than the start, nothing is sure to come: then half of the
-        final comparison's part is kept, should the last trial be the first that is better.
+        While nothing is better than the start, later steps may not be needed. Then half of the
+        final comparison's part is reserved, in case the last trial is the first better one.
         """
         least = DUEL_STARTS * self._bench.start_seconds
         if len(study.rows) < LEAST_TRIALS:

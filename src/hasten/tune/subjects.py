@@ -33,20 +33,21 @@ from hasten.tune.study import OBJECTIVES, Objective
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """How to tune.
+    """Options of a tuning.
 
     Args:
-        sampler: who proposes; auto: hasten's own order.
+        sampler: the proposer of points; auto: hasten's own order.
         objective: tokens (tokens per second), or memory.
-        lossy: let techniques of other mathematics take part, behind the verification.
-        only: slots or techniques by name that are tuned.
-        trials: at most; None: as many as the budget holds.
-        seed: of everything that is drawn.
-        steps: of a round.
-        fresh: measure anew, whatever an earlier start has left.
+        lossy: include techniques that change the mathematics, if they pass the
+            verification.
+        only: names of slots or techniques to tune.
+        trials: maximum; None: as many as the budget holds.
+        seed: seed of all random numbers.
+        steps: steps of a round.
+        fresh: measure again, even if results of an earlier start are stored.
 
     Raises:
-        InputError: an unknown sampler or objective, or a number that can't be.
+        InputError: an unknown sampler or objective, or an invalid number.
     """
 
     sampler: Sampler = "auto"
@@ -74,13 +75,13 @@ DUEL = Design(rounds=20, warmup=2, longest_warmup=8, evaluations=0, noise=True, 
 
 
 class RecipeSubject:
-    """A recipe whose data is ready.
+    """A recipe with prepared data.
 
     Args:
-        given: the recipe and what is known of it.
-        options: how.
-        audience: is told how it goes on.
-        prove: finds what the verification has against a plan.
+        subject: the recipe and its context.
+        options: settings of the tuning.
+        audience: receives the progress.
+        prove: runs the verification and returns its objections to a plan.
     """
 
     unit = "tokens/s"
@@ -132,7 +133,7 @@ class RecipeSubject:
         return self._workers.opened(folder, self._plans.plan(likely))
 
     def known(self, noise: float, memory: float | None) -> PriorKnowledge:
-        """Forecasts of the techniques; the memory that is left beside the start's process."""
+        """Predictions of the techniques, and the free memory next to the start's process."""
         hardware = self._given.context.hardware
         free = processes.available_bytes(hardware.memory_limit_bytes)
         free //= self._given.recipe.nproc  # a peak is that of one rank, and ranks share a host
@@ -162,16 +163,18 @@ class RecipeSubject:
         step_seconds: float,
         tell: Callable[[str], None],
     ) -> dict[str, Any]:
-        """The final comparison's rows: the start, again, then the leaders, as `hasten speedup`
-        measures.
+        """Rows of the final comparison, measured as `hasten speedup` does.
 
-        The budget drops the second baseline last, and never the last variant, which is the result.
+        They are the start, the start again, then the leaders.
+
+        The budget drops the second baseline last, and never the last variant, which is the
+        result.
 
         Args:
             leaders: the best points, the first one first.
-            seconds: that there are for it.
-            step_seconds: of a step of the start's.
-            tell: reports progress.
+            seconds: time for the comparison.
+            step_seconds: seconds of a step of the start.
+            ``tell``: reports progress.
         """
         steps = turn_steps(self._options.steps, step_seconds, self.together)
         design = replace(
@@ -207,7 +210,7 @@ class RecipeSubject:
         return {**rows, "variants": every, "design": experiment.design}
 
     def refusal(self, point: Point) -> str | None:
-        """What the verification has against a plan with lossy techniques that the recipe hadn't."""
+        """The verification's objection to a plan with lossy techniques that the recipe lacked."""
         plan = self._plans.plan(point)
         recipe_techniques = set(self._given.plan)
         new = [t for t in plan if t.fidelity is Fidelity.LOSSY and t not in recipe_techniques]
@@ -221,7 +224,10 @@ class RecipeSubject:
             return f"{new[0]} is other mathematics, and can't be proven here: {error}"
 
     def _refused(self, point: Point) -> str | None:
-        """What the plans refuse; on ranks also turns that would hide what an exchange costs."""
+        """The reason why a point is refused.
+
+        With several ranks, turns that would hide the cost of communication are refused, too.
+        """
         reason = self._plans.space.refuse(point)
         if reason is not None or self._given.recipe.nproc == 1:
             return reason

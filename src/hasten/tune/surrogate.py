@@ -1,11 +1,12 @@
-"""What is believed of points that weren't measured.
+"""Predicts the values of points that weren't measured.
 
-The belief is a Gaussian process over the choices made. The logarithm of a point's value is taken to
-be its forecast, plus a contribution of every choice, plus a smaller one of every pair of choices;
-how large these are is itself chosen by the likelihood of what was measured (Duvenaud, Nickisch and
-Rasmussen 2011, "Additive Gaussian Processes"). So two trials that share a choice tell of each
-other, and ten trials can order a few hundred points. How far the forecast itself is right is learnt
-in the same way, by a weight for it.
+The model is a Gaussian process over the choices. The logarithm of a point's value is
+its forecast, plus a contribution of every choice, plus a smaller one of every pair of
+choices. The sizes of these contributions are selected by the likelihood of the
+measurements (Duvenaud, Nickisch and Rasmussen 2011, "Additive Gaussian Processes"). Two
+trials that share a choice therefore inform each other, and ten trials can order a few
+hundred points. The reliability of the forecast is learnt in the same way, by a weight
+for it.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class PlanGaussianProcess:
         values: Sequence[float],
         noises: Sequence[float] | None = None,
     ) -> Posterior:
-        """What is believed of the wanted points after these measurements (see `after`)."""
+        """Predictions for the wanted points after these measurements (see `after`)."""
         return self.after(measured, values, noises)(wanted)
 
     def after(
@@ -82,12 +83,12 @@ class PlanGaussianProcess:
         values: Sequence[float],
         noises: Sequence[float] | None = None,
     ) -> Callable[[Sequence[Point]], Posterior]:
-        """What is believed after these measurements, to be asked of any points.
+        """A function that predicts any points after these measurements.
 
         Args:
-            measured: measured points; one may stand there several times.
-            values: theirs.
-            noises: of each value; the usual noise if left out.
+            measured: measured points; a point may occur several times.
+            values: their values.
+            noises: noise of each value; default: the usual noise.
         """
         if not measured:
             return self._vague

@@ -1,7 +1,8 @@
-"""Whole trainings of a recipe with other hyper-parameters, each in a process of its own.
+"""Full trainings of a recipe with other hyper-parameters, each in its own process.
 
-All have the tokens, the data and the plan of the recipe: another batch has as many more or fewer
-steps, and warm-up is a share of these. Each waits at its looks for its eval loss to be taken.
+All have the tokens, the data and the plan of the recipe. Another batch size has
+correspondingly more or fewer steps, and warm-up is a share of these. Each training
+waits at its evaluation points while its eval loss is measured.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ APART = 0.01  # of the tokens: by so much a training of whole steps may miss the
 
 
 class RecipeTrainings:
-    """A recipe whose data is ready, as trainings with other hyper-parameters.
+    """Trainings of a recipe with prepared data and other hyper-parameters.
 
     Args:
-        given: the recipe and what is known of it.
-        only: what is tuned, see `LearningOptions`.
+        subject: the recipe and its context.
+        only: the values to tune, see `LearningOptions`.
     """
 
     def __init__(self, subject: ExperimentSubject, only: Sequence[str] = ()) -> None:
@@ -127,7 +128,7 @@ class RecipeTrainings:
 
 
 def _as_long(steps: int | None, times: float) -> bool:
-    """Whether whole steps so many times as large make a training of the same tokens."""
+    """Returns True if whole steps, larger by ``times``, have the same total of tokens."""
     if not steps:
         return True  # it ends by tokens or epochs, whatever its steps
     return abs(round(steps / times) * times / steps - 1) <= APART

@@ -1,8 +1,8 @@
-"""A rank among others on a simulated node: messages between hosts are real, those of GPUs are not.
+"""A rank of a simulated node: communication on hosts is real, on GPUs it is simulated.
 
-Every rank is a process. What lies on the host travels by gloo, so that counts, flags and objects
-are the ranks' own. What lies on the device goes to torch's fake process group, which returns at
-once; where its numbers are known, they travel by gloo as well.
+Every rank is a process. Host tensors are sent by gloo, which makes counts, flags and
+objects the ranks' own. Device tensors go to torch's fake process group, which returns
+at once. If their values are known, gloo sends them as well.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _SimulatedFuture(torch.futures.Future[Answer]):
 
 
 class GroupOptions:
-    """What this rank asked of the process group when it met the others."""
+    """The options with which this rank initialised the process group."""
 
     def __init__(self) -> None:
         self.backend = ""
@@ -78,8 +78,11 @@ def simulate_groups() -> GroupOptions:
 
 
 def _answer_for_replicas() -> None:
-    """The fake group's messages bring nothing back, which DistributedDataParallel wants: its mean
-    over ranks is done by a hook, unless a communication method has registered another."""
+    """Registers a hook with the mean over ranks for DistributedDataParallel.
+
+    DistributedDataParallel requires results from communication, and the fake group returns
+    none. The hook isn't registered if a communication method has registered another one.
+    """
     replicas: Any = DistributedDataParallel
     before = replicas._pre_forward
 

@@ -1,8 +1,8 @@
-"""What an operator costs on a GPU, by simulation: kernels launched, bytes moved, FLOPs.
+"""Simulated cost of an operator on a GPU: kernels launched, bytes moved, FLOPs.
 
-Bytes are the least that has to move: every operand read once, every result written once. A cache
-makes it less where operands are small, and a poor kernel makes it more. Launches are one for an
-operator, or what torch's sources have for those that take several.
+Bytes are the minimum: every operand is read once, every result is written once. A cache
+reduces them if operands are small, and a poor kernel increases them. An operator counts
+as one launch, or as many as torch's sources contain for it.
 """
 
 from __future__ import annotations
@@ -63,10 +63,11 @@ PUTS = frozenset({"scatter_add_", "scatter_", "index_add_", "index_copy_", "inde
 
 
 def cost(func: Any, args: Any, kwargs: Any, out: Any, documents: Sequence[int]) -> CallCost:
-    """Of a call and its result.
+    """Cost of one call, from its arguments and its result.
 
     Args:
-        documents: lengths of the documents in a packed row; attention goes by their squares.
+        documents: lengths of the documents in a packed row; attention cost uses their
+            squares.
     """
     name = func._schema.name.split("::")[1]
     inputs = _tensors((args, kwargs))

@@ -51,12 +51,12 @@ def trace_rank(
     count: int,
     directory: Path,
 ) -> dict[str, Any]:
-    """What one step of the recipe takes on this rank, as plain values.
+    """Trace of one step of the recipe on this rank, as plain values.
 
     Args:
         values: the recipe's keys.
-        full_model: trace the whole model and step, in the place of a few layers and passes.
-        directory: a folder where the ranks meet.
+        full_model: trace the full model and step instead of a few layers and passes.
+        directory: a folder through which the ranks connect.
     """
     meeting = GroupOptions()
     if count > 1:

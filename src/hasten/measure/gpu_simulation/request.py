@@ -27,11 +27,12 @@ LAST_WORDS = 300  # characters
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one step of a recipe takes on one rank.
+    """Counts of one step of a recipe on one rank.
 
-    ``counts`` go by quantity (calls, launches, views, bytes, flops, seconds, syncs, copies,
-    pageable), part of the step, and name: of the operator, or the line that waits. ``peak``,
-    ``between_steps`` (bytes of live tensors), ``tokens`` and ``model_flops`` have neither.
+    ``counts`` is indexed by quantity, part of the step, and name. The quantities are calls,
+    launches, views, bytes, flops, seconds, syncs, copies and pageable. The name is the
+    operator, or the line that waits. ``peak``, ``between_steps`` (bytes of live tensors),
+    ``tokens`` and ``model_flops`` have no part and no name.
     """
 
     device: str
@@ -83,7 +84,7 @@ class SimulatedTrace:
 
     @property
     def tokens(self) -> float:
-        """Of a step, all ranks together."""
+        """Tokens of a step, all ranks together."""
         return self.ranks[0].total("tokens")
 
     @property
@@ -93,7 +94,7 @@ class SimulatedTrace:
 
     @property
     def mfu(self) -> float:
-        """Of the datasheet's rate for half formats."""
+        """Model FLOPs utilisation, relative to the datasheet's rate for half formats."""
         flops = self.ranks[0].total("model_flops")
         return flops / self.step_seconds / self.device.peak / len(self.ranks)
 
@@ -113,10 +114,12 @@ def on_paper(recipe: Recipe, device: str) -> SimulatedTrace:
 def traces(
     recipes: Sequence[Recipe], device: str, full_model: bool = False
 ) -> list[SimulatedTrace | InputError]:
-    """The same for several recipes, in one process; what stands in a recipe's way in its place.
+    """The traces of several recipes, made in one process.
+
+    A recipe that can't be traced has an error in its position of the list.
 
     Args:
-        full_model: trace whole models and steps, in the place of a few layers and passes.
+        full_model: trace full models and steps instead of a few layers and passes.
 
     Raises:
         InputError: no such device, or the process ended without an answer.

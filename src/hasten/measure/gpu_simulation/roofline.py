@@ -73,7 +73,7 @@ SINGLE_FLOPS = {
 
 
 class CallCost(NamedTuple):
-    """What a call takes; ``unit`` says whose FLOP/s bound it."""
+    """The cost of a call; ``unit`` is the hardware unit that bounds its FLOP/s."""
 
     launches: int = 0
     bytes: int = 0

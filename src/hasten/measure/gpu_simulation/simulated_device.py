@@ -1,8 +1,8 @@
-"""A process that believes in a CUDA device: the guard, and what `torch.cuda` says about the device.
+"""Simulates a CUDA device in this process: the guard and the answers of `torch.cuda`.
 
-`simulate_devices` comes before torch is imported. It changes torch for the whole process, so it is
-for a process that traces and does nothing else. Tensors on the host are real; tensors on the device
-are fakes with a shape, a format and no memory (`hasten.measure.gpu_simulation.tracer`).
+Call `simulate_devices` before torch is imported. It changes torch for the whole
+process, which must only trace. Tensors on the host are real. Tensors on the device are
+fakes with a shape, a format and no memory (`hasten.measure.gpu_simulation.tracer`).
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _index(device: Any) -> int:
 
 
 def _stream_kind() -> type:
-    """The class that stands for `torch.cuda.Stream`; its work is over at once."""
+    """The class that replaces `torch.cuda.Stream`; its work ends at once."""
     import torch
 
     class SimulatedStream(torch.Stream):
@@ -175,7 +175,7 @@ def _stream_kind() -> type:
 
 
 def _event_kind() -> type:
-    """The class that stands for `torch.cuda.Event`."""
+    """The class that replaces `torch.cuda.Event`."""
     import torch
 
     class SimulatedEvent(torch.Event):

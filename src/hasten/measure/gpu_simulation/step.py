@@ -1,7 +1,8 @@
-"""One step of a session by simulation: a warm-up step, then one that counts.
+"""One simulated step of a session: a warm-up step, then one that counts.
 
-Blocks of a model are alike, and so are the passes of a step. Each count is a + bL + cM + dLM in
-layers L and passes M, so that traces with two numbers of each tell the whole model's.
+Blocks of a model are alike, and so are the passes of a step. Each count is a + bL + cM
++ dLM in layers L and passes M. Therefore traces with two values of each determine the
+counts of the full model.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Traced:
 
 
 class MarkedClock:
-    """A session's clock that tells the tracer where a step is."""
+    """A session's clock that also reports the parts of a step to the tracer."""
 
     def __init__(self, tracer: Tracer, inner: Clock) -> None:
         self._tracer, self._inner = tracer, inner
@@ -97,7 +98,7 @@ def extrapolated(
 
 
 def treats_alike(plan: Plan) -> bool:
-    """Whether a plan does the same to every layer, and not to a share of them."""
+    """Returns True if a plan treats all layers alike, instead of only a share of them."""
     return not any(isinstance(t, ActivationCheckpointing) and t.budget is not None for t in plan)
 
 

@@ -1,4 +1,4 @@
-"""Runs a step's operators on the simulated device, and counts what a GPU would have to do.
+"""Runs a step's operators on the simulated device, and counts the work for a GPU.
 
     with Tracer(device) as tracer:
         ...  # one step, to warm up
@@ -6,9 +6,10 @@
         ...  # the step that counts
     tracer.counts
 
-A tensor on the device is a FakeTensor. Where the host asks it for a number, that is a
-synchronisation: noted with the line of hasten that asked, and answered with 1. Small tensors that
-came from the host keep their numbers on the device, so that counts, flags and sizes stay true.
+A tensor on the device is a FakeTensor. When the host reads a number from it, that is a
+synchronisation. It is recorded with the line of hasten that caused it, and the result
+is 1. Small tensors that came from the host keep their numbers on the device. Counts,
+flags and sizes therefore stay correct.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ class RankMessage(NamedTuple):
 
 
 class Tracer(TorchDispatchMode):
-    """Counts operators; ``clear`` begins anew, with the memory that is taken.
+    """Counts operators; ``clear`` restarts the counts and keeps the memory in use.
 
     Args:
-        device: for seconds.
+        device: the device for which seconds are counted.
         documents: lengths of the documents in a packed micro-batch.
-        others: devices whose seconds are counted, too, each as a quantity of its own.
+        others: further devices; the seconds of each are a quantity of its own.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Tracer(TorchDispatchMode):
         self.peak = self.live
 
     def mark(self, part: str) -> None:
-        """What was counted outside of passes since the last mark was this part of the step."""
+        """Assigns the counts outside passes since the last mark to this part of the step."""
         name = OPTIMIZER if part == OPTIMIZER else BETWEEN
         for (quantity, _, what), count in self._pending.items():
             self.counts[quantity, name, what] += count
@@ -207,7 +208,7 @@ class Tracer(TorchDispatchMode):
     # Counting.
 
     def _note_waiting(self, name: str, args: Any, kwargs: Any, fakes: list[Any]) -> None:
-        """Copies from the host, and operators whose result's size the host has to know."""
+        """Counts copies from the host, and operators with a result size that the host needs."""
         if name in SIZED_BY_NUMBERS and not kwargs.get("output_size"):
             self.synchronised(name)
         elif name in ("index", "index_put", "index_put_", "_index_put_impl_"):
@@ -286,19 +287,19 @@ class Tracer(TorchDispatchMode):
 
 
 def _faked(tensor: Tensor) -> Tensor:
-    """Itself, or a fake beside a tensor of the host."""
+    """The tensor itself, or an empty tensor with the layout of a host tensor."""
     if isinstance(tensor, FakeTensor):
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 def seconds_on(device: SimulatedDevice) -> str:
-    """The quantity that a device's seconds are counted as beside another's."""
+    """Name of the quantity that holds the seconds of an additional device."""
     return f"seconds on {device.name}"
 
 
 def _has_unknown_size(name: str, args: Any) -> bool:
-    """Whether the result's size depends on numbers that a fake hasn't."""
+    """Returns True if the result's size depends on numbers that a fake doesn't have."""
     if name in ("nonzero", "masked_select"):
         return True
     return (
@@ -310,7 +311,7 @@ def _has_unknown_size(name: str, args: Any) -> bool:
 
 
 def _like(x: Tensor, numbers: Tensor) -> Tensor:
-    """A tensor beside ``x`` that is laid out as these numbers are."""
+    """An empty tensor on the device of ``x``, with the layout of ``numbers``."""
     return torch.empty_strided(
         numbers.shape, numbers.stride(), dtype=numbers.dtype, device=x.device
     )
@@ -328,7 +329,7 @@ def _where() -> str:
 
 
 def _desugars(kind: type) -> bool:
-    """Whether a tensor of this class runs other operators in the place of its own."""
+    """Returns True if a tensor of this class runs other operators instead of its own."""
     return kind not in (Tensor, torch.nn.Parameter, FakeTensor) and not issubclass(kind, FakeTensor)
 
 
@@ -358,7 +359,7 @@ def numbers_of(tensor: FakeTensor) -> Tensor | None:
 
 
 def _number(tensor: FakeTensor) -> Any:
-    """What the host is told: the number where it is known, else 1; flags say that all is well."""
+    """The value that the host receives: the known number, else 1; flags report success."""
     numbers = numbers_of(tensor)
     if numbers is not None:
         return numbers.item()
@@ -391,7 +392,7 @@ def _with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _few(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether what is made out of nothing has few numbers; looked at without making it."""
+    """Returns True if a newly created tensor has few numbers; checked on the meta device."""
     size = func(*args, **{**kwargs, "device": torch.device("meta")})
     return isinstance(size, Tensor) and size.numel() <= KEPT_NUMBERS
 
@@ -402,7 +403,7 @@ def _spread(shape: torch.Size, choices: int) -> Tensor:
 
 
 def _forget(func: Any, args: Any) -> None:
-    """What was written to isn't known any more, under none of its views."""
+    """Marks the numbers of written tensors as unknown, in all of their views."""
     written = [a for a, s in zip(args, func._schema.arguments, strict=False) if s.is_write]
     for tensor in tree_leaves(written):
         _forget_one(tensor)

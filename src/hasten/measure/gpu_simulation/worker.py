@@ -1,11 +1,12 @@
-"""The process that traces: requests as JSON on its input, traces as JSON on its output.
+"""The process that traces: JSON requests on its input, JSON traces on its output.
 
     python -m hasten.measure.gpu_simulation.worker < requests.json > traces.json
 
-    {"device": "h100", "recipes": [{...}, ...]}  ->  [{"ranks": [...]} or {"refused": "..."}, ...]
+    {"device": "h100", "recipes": [{...}, ...]}
+        -> [{"ranks": [...]} or {"refused": "..."}, ...]
 
-It imports once, with the simulated devices in place, and forks for every rank of every recipe:
-the ranks of one run side by side, the recipes one after another.
+It imports once, with the simulated devices active, and forks for every rank of every
+recipe. The ranks of one recipe run in parallel, the recipes one after another.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a proof is made on: the user's own model and first examples, as far as memory and time
-allow.
+"""The data of a check: the user's model and first examples, within memory and time.
 
-A proof compares gradients, and a float64 gradient of a large model fits no machine that trains it.
-So a proof may take the first examples of the first step, cut to a length, and the first layers of
-the model. What it took is said with every result.
+A check compares gradients. A float64 gradient of a large model doesn't fit on the
+machine that trains it. A check may therefore use the first examples of the first step,
+cut to a length, and the first layers of the model. Every result lists the part that was
+used.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class CheckContext:
         )
 
     def taken(self, examples: Any) -> dict[str, Any]:
-        """What of the job a proof was made on."""
+        """The part of the job that a check used: examples, tokens, layers."""
         tokens = sum(r.length for r in examples)
         layers, limits = self.context.model.layers, self.limits
         return {"examples": len(examples), "tokens": tokens, "layers": limits.layers or layers}
@@ -94,7 +94,7 @@ class CheckContext:
 def limits_of(
     context: JobContext, memory: float | None = None, work: float | None = None, ranks: int = 1
 ) -> CheckBudget:
-    """What half of the memory and some seconds allow; ranks share a processor's memory.
+    """Limits by half of the memory and some seconds; ranks share a processor's memory.
 
     Raises:
         InputError: not even one layer fits.
@@ -157,9 +157,10 @@ def shortened(model: nn.Module, layers: int | None) -> nn.Module:
 
 
 def still(module: nn.Module) -> None:
-    """Without dropout, whose draws depend on the layout: what is left must agree.
+    """Disables dropout, because its random draws depend on the layout.
 
-    The loss of the model's routers is left out too: it depends on which examples share a pass.
+    The loss of the model's routers is disabled too: it depends on the examples that share a
+    pass.
     """
     for inner in module.modules():
         if isinstance(inner, LanguageModelLoss):
@@ -178,7 +179,7 @@ def trainable(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What of a tensor lies on this rank, where a layout has dealt it out."""
+    """The part of a tensor on this rank, if a layout distributes the tensor."""
     if type(tensor) in (Tensor, nn.Parameter):
         return tensor
     from torch.distributed.tensor import DTensor

@@ -1,19 +1,21 @@
-"""EffectCheck on the first step: techniques compute what the host would, or they are taken away.
+"""Effect check on the first step: removes techniques that change the host's result.
 
-Before the first update each micro-batch of the first optimizer step runs twice, as the host runs it
-and with the techniques, with the same random state and without dropout:
+Before the first update, each micro-batch of the first optimizer step runs twice. It
+runs once as the host runs it, and once with the techniques. Both runs have the same
+random state and no dropout:
 
-    1. float32     autocast off, half-precision weights widened; the loss and the gradient of each
-                   parameter agree: |g - g'| is at most 0.1 % of |g|
-    2. own format  where the run is not in float32: the cosine of each pair of gradients is above
-                   0.99
-    3. removal     if they differ, one technique at a time is taken away until they agree
-    4. noise       a host that differs from itself (another random state, the same batch) sets the
-                   bound by that difference
+    1. float32: Autocast is off and half-precision weights are widened. The loss and the
+       gradient of each parameter must agree: |g - g'| is at most 0.1 % of |g|.
+    2. Own format: If the run is not in float32, the cosine of each pair of gradients
+       must be above 0.99.
+    3. Removal: If they differ, one technique at a time is removed until they agree.
+    4. Noise: If a host differs from itself (another random state, the same batch), that
+       difference sets the bound.
 
-All ranks decide together. Afterwards random state, buffers, gradients and counters are what they
-were. A host's batch without padding, or with one document, is joined by two short documents of
-different length, so that a dropped mask or a leak between documents shows.
+All ranks decide together. Afterwards random state, buffers, gradients and counters are
+restored. If a host's batch has no padding, or only one document, two short documents of
+different length are checked as well. They reveal a dropped mask or a leak between
+documents.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ class Removal:
 
 
 class TechniquePasses(Protocol):
-    """What a host lends for the proof."""
+    """The interface that a host supplies for the check."""
 
     @property
     def model(self) -> nn.Module:
@@ -108,11 +110,11 @@ class _HostFailsError(Exception):
 
 
 class GradientRecord:
-    """Gradients of one pass, whole or as sketches, to compare others with.
+    """Gradients of one pass, complete or as sketches, for comparisons.
 
-    A sketch adds each element, with a random sign, to one of :data:`SKETCH` numbers: a linear map,
-    so that the sketch of a difference is the difference of sketches, and its norm an unbiased
-    estimate (Charikar, Chen and Farach-Colton, 2002).
+    A sketch adds each element, with a random sign, to one of :data:`SKETCH` numbers. This
+    map is linear: the sketch of a difference is the difference of sketches. Its norm is an
+    unbiased estimate (Charikar, Chen and Farach-Colton, 2002).
     """
 
     def __init__(self, gradients: Mapping[str, Tensor | None], sketched: bool) -> None:
@@ -221,9 +223,10 @@ class FirstStepProof:
         )
 
     def check(self, host_batch: Any, *host_objects: Any) -> list[Removal]:
-        """Run a batch of the first step both ways; what was taken away for it.
+        """Runs a batch of the first step both ways; returns the techniques removed for it.
 
-        ``host_objects`` are objects of the host whose counters and buffers are restored afterwards.
+        ``host_objects`` are objects of the host; their counters and buffers are restored
+        afterwards.
         """
         if self._is_over or not self.techniques:
             return []
@@ -356,9 +359,10 @@ class FirstStepProof:
         noise: _Noise,
         other: _Pass,
     ) -> Difference | None:
-        """The gradient whose cosine is lowest, in the run's own format.
+        """The gradient with the lowest cosine, in the run's own format.
 
-        A gradient that the host itself has not within the bound of its own in float32 is rounding.
+        Gradients are skipped as rounding if the host's own gradient exceeds the bound relative
+        to its float32 gradient.
         """
         worst: Difference | None = None
         for name, gradient in other.gradients.items():
@@ -512,7 +516,7 @@ def _plain_values(holder: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count(value: Any, room: int) -> int:
-    """What is left of ``room`` after the elements of a plain value; negative: not to be copied."""
+    """The rest of ``room`` after the elements of a plain value; negative: can't be copied."""
     if isinstance(value, _SCALARS):
         return room - 1
     if isinstance(value, Tensor):
@@ -628,11 +632,12 @@ FLATTENED |= {"seq_idx"}
 
 
 def uneven_documents(batch: Any, pad_id: int = 0) -> dict[str, Any] | None:
-    """Two short documents of different length in the form of ``batch``; None if not needed.
+    """Two short documents of different length in the form of ``batch``, or None.
 
-    The first has masked labels, the shorter one is padded as the host pads. Not needed: the batch
-    has several rows and padding, or several documents in a row. Not possible: it holds more than
-    tokens, labels, a mask, and what tells documents of one row apart.
+    The first has masked labels; the shorter one is padded like the host's. The result is
+    None if they aren't needed or aren't possible. They aren't needed if the batch has
+    several rows and padding, or several documents in a row. They aren't possible if the
+    batch has keys other than tokens, labels, a mask and document boundaries.
     """
     ids, labels = _get(batch, "input_ids"), _get(batch, "labels")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not isinstance(labels, Tensor):
@@ -673,7 +678,7 @@ def uneven_documents(batch: Any, pad_id: int = 0) -> dict[str, Any] | None:
 def _flattened(
     keys: set[str], documents: Sequence[Tensor], labels: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """Two documents in one row, told apart by all that the host's batch has for it."""
+    """Two documents in one row, with all document boundaries that the host's batch has."""
     lengths = [len(document) for document in documents]
     for label in labels:
         label[0] = IGNORED

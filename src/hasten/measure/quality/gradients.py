@@ -1,17 +1,18 @@
-"""Proofs by one step's gradient: against float64, across documents, through two optimizers.
+"""Checks by one step's gradient: against float64, across documents, two optimizers.
 
-The first is what a ROUNDING technique owes.
+A ROUNDING technique requires the first of these checks.
 
-    (1) reference   the bare model in float64, example by example: no packing, padding, accumulation
-    (2) gradient    the plan's whole way through session, feed, cut, engine, precision; one step
-    (3) error       |g - r| / |r| over all tensors, and of the worst tensor
+    (1) Reference: The bare model in float64, one example at a time, without packing,
+    padding or accumulation.
+    (2) Gradient: One step of the plan through session, feed, cut, engine and precision.
+    (3) Error: |g - r| / |r| over all tensors, and of the worst tensor.
 
-A tensor whose gradient is next to nothing (a key's bias: exactly zero in theory) has no relative
-error worth the name. Its error is taken against a thousandth of what a tensor of its size has on
-average.
+For a tensor with a gradient near zero (a key's bias: exactly zero in theory), a
+relative error has no meaning. Its error is relative to a thousandth of the average for
+a tensor of its size.
 
-On several ranks each compares what it has after the exchange; where ranks hold parts, these are
-brought together and the first rank compares.
+With several ranks, each rank compares its gradient after communication. If ranks hold
+parts, these are gathered and the first rank compares.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ class GradientRecorder(torch.optim.SGD):
             for name, p in zip(self.names, self.held, strict=True)
         }
 
-    def whole(self, layout: Layout) -> dict[str, Tensor]:
+    def gather_full(self, layout: Layout) -> dict[str, Tensor]:
         """The gradients in whole tensors, on the first rank at least; all ranks call it.
 
         Raises:
             InputError: the layout can't bring them together.
         """
-        if layout.whole:
+        if layout.replicated:
             return self.seen
         gradients = self.seen
         if isinstance(layout, SplitsState):
@@ -136,7 +137,7 @@ def gradient(
     passes = session.progress.micro_batches / max(session.progress.step, 1)
     report = {"loss": metrics.loss, "micro_batches": passes, "ranks": setup.layout.size}
     gradients = session.optimizer.whole(setup.layout)
-    if not (setup.layout.whole or bench.context.world.is_main):
+    if not (setup.layout.replicated or bench.context.world.is_main):
         return report  # it has brought its part
     expected = torch.load(bench.folder / REFERENCE, mmap=True)
     loss = abs(metrics.loss - expected["loss"]) / max(abs(expected["loss"]), 1e-30)
@@ -210,7 +211,7 @@ def others(examples: Sequence[TokenizedExample]) -> list[TokenizedExample]:
 
 
 def _loss(session: Session, examples: Sequence[TokenizedExample], index: int) -> float:
-    """The loss of one document among its neighbours, whose tokens carry none."""
+    """The loss of one document in a batch; the tokens of the others have no loss."""
     setup = session.setup
     silent = [
         r if i == index else TokenizedExample(r.input_ids, np.zeros_like(r.trained))

@@ -90,7 +90,10 @@ def _between(before: float | None, last: float | None, share: float) -> float | 
 
 
 def _digest(session: Session) -> str:
-    """Of the bytes of every weight here: a loss hides what the steps after it will show."""
+    """Hash of the bytes of every local weight.
+
+    Equal losses can hide a difference that only later steps show.
+    """
     digest = hashlib.sha256()
     for name, parameter in sorted(trainable(session.module), key=lambda pair: pair[0]):
         digest.update(name.encode())

@@ -1,10 +1,10 @@
-"""What each fidelity owes: orders for the proofs, rows of the report, and the bounds that judge.
+"""Checks that each fidelity requires: requests, report rows, and bounds.
 
-Bounds are relative L2 errors of one step's gradient against float64, fixed here, before any run.
-A float32 number has 24 bits and a step of a small model loses two or three digits of them in its
-sums; bf16 has 8 bits, of which products that are summed in float32 keep the relative error near
-2^-8 per layer. Where the bare job itself is less exact than the bound (a deep model), a technique
-may be ``TIMES`` as far off as that.
+Bounds are relative L2 errors of one step's gradient against float64, fixed here before
+any run. A float32 number has 24 bits, and a step of a small model loses two or three
+digits in its sums. bf16 has 8 bits. With products that are summed in float32, the
+relative error stays near 2^-8 per layer. If the bare job itself is less exact than the
+bound (a deep model), a technique may deviate ``TIMES`` as much as the bare job.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def owed(
 
 
 def failures(report: Mapping[str, Any]) -> list[str]:
-    """What of a verification's report says that a plan must not be used as it is."""
+    """The failed rows of a verification report; with any of these, don't use the plan."""
     reasons = [f"{r['what']}: {r['text']}" for r in report["invariance"] if r["verdict"] in FAILED]
     return reasons + [
         f"{r['technique']}: {r['text']}" for r in report["verification"] if r["verdict"] in FAILED
@@ -110,7 +110,7 @@ class Bound:
 
 
 def short(answer: Mapping[str, Any]) -> str:
-    """The one error that says most."""
+    """The most important error of an answer."""
     return f"off by {answer['error']:.1g}"
 
 
@@ -143,10 +143,10 @@ def exact_orders(plan: Plan, steps: int) -> list[CheckRequest]:
 def exact_rows(
     plan: Plan, answers: Sequence[Reply], perform: Perform, steps: int
 ) -> list[VerificationRow]:
-    """One line for each EXACT technique of the plan; ``answers`` are those to `exact_orders`.
+    """One row for each EXACT technique of the plan; ``answers`` are for `exact_orders`.
 
-    A plan whose own losses differ from one run to the next can't show that a technique leaves
-    their bits alone; that is found out only where a difference makes it necessary.
+    If a plan's own losses differ between runs, it can't show that a technique keeps their
+    bits. This is only tested if a difference requires it.
     """
     exact = _exact(plan)
     if not exact:
@@ -336,7 +336,7 @@ def _loss(answer: Reply) -> float | None:
 
 
 def _diverged(answer: Reply) -> bool:
-    """It trained to no finite loss; a process that died for another reason says nothing of it."""
+    """Returns True if the loss isn't finite; a process that died otherwise doesn't count."""
     if "failed" in answer:
         return str(answer["failed"]).startswith("NotFiniteError")
     value = answer.get("eval_loss")
@@ -361,7 +361,7 @@ Found = Mapping[str, Reply]
 
 
 def split_row(ranks: int, replies: Found, bound: Bound) -> Invariance:
-    """Whether the step's examples may be dealt to ranks: both ways agree with float64."""
+    """The row for splitting a step's examples over ranks: both runs must match float64."""
     if ranks == 1:
         return Invariance("split over ranks", "not tested", None, None, ONE_PROCESS)
     what, planned, alone = f"split over {ranks} ranks", replies["planned"], replies["single"]
@@ -382,7 +382,7 @@ def split_row(ranks: int, replies: Found, bound: Bound) -> Invariance:
 def communication_row(
     technique: Technique, ranks: int, replies: Found, bound: Bound
 ) -> VerificationRow:
-    """Whether gradients arrive as they left, but for the rounding of what travels."""
+    """The row for communication: gradients must arrive equal, except for rounding."""
     test = f"gradient of one step on {ranks} ranks against float64, all that isn't lossy beside it"
     if ranks == 1:
         return owed(technique, "gradient of one step against float64", "not tested", ONE_PROCESS)
@@ -433,7 +433,7 @@ LATER = 3
 
 
 class Gradients:
-    """What one step shows: gradients of several layouts, leaks, the optimizer's move."""
+    """Checks of one step: gradients of several layouts, leaks, the optimizer's update."""
 
     def __init__(self, plan: Plan, perform: Perform, ranks: int = 1) -> None:
         self.plan, self._perform, self.ranks = plan, perform, ranks
@@ -455,9 +455,10 @@ class Gradients:
         self.guilty: dict[str, list[str]] = {}  # what failed -> names, where it is known
 
     def make(self, others: Sequence[CheckRequest] = ()) -> list[Reply]:
-        """All proofs of the plan, then those that find out who is to blame.
+        """Runs all checks of the plan, then those that find the cause of a failure.
 
-        ``others`` go with the first, since a process takes seconds to start; their answers.
+        ``others`` run with the first checks, because a process takes seconds to start. The
+        result is their answers.
         """
         orders = self._orders()
         answers = self._perform([*orders.values(), *others])
@@ -541,7 +542,7 @@ class Gradients:
         return [n for n in names if "failed" not in self.found[n] and not self._passes(n, n)]
 
     def _passes(self, name: str, key: str) -> bool:
-        """Whether an answer passes by the rule of ``name``."""
+        """Returns True if an answer passes by the rule of ``name``."""
         answer = self.found[key]
         if "failed" in answer:
             return False
@@ -610,7 +611,7 @@ class Gradients:
         )
 
     def owed(self) -> list[VerificationRow]:
-        """The lines of techniques that owe a gradient."""
+        """The rows of techniques that require a gradient check."""
         rows = [self._rounding(t) for t in self.close if t.fidelity is Fidelity.ROUNDING]
         if self.precision is not None:
             rows.append(self._precision(self.precision))

@@ -1,12 +1,14 @@
-"""Checkpoints in a folder: each appears whole or not at all, one process writes, the newest stay.
+"""Checkpoints in a folder: complete or absent, one writing process, the newest stay.
 
-    .writing-step-00000120-<pid>/   a name that nobody reads
+    .writing-step-00000120-<pid>/   a name that no process reads
         state.safetensors           written once, through both hashes; forced to the disk
+
         manifest.json               sizes and hashes, sealed; forced to the disk
     force the folder -> rename it to step-00000120 -> force the parent
 
-Nothing is pickled, so loading a checkpoint can't run code; nothing is overwritten in place, so a
-kill or a loss of power at any instant leaves the older checkpoints as they were.
+Nothing is pickled, so loading a checkpoint can't run code. Nothing is overwritten in
+place. So a kill or a loss of power at any instant leaves the older checkpoints
+unchanged.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def save(
     base: Mapping[str, Any] | None = None,
     disk: Disk = LOCAL,
 ) -> Path:
-    """Write ``tensors`` and the JSON-ready ``meta`` as the checkpoint of ``step``; its path.
+    """Writes ``tensors`` and JSON-ready ``meta`` as the checkpoint of ``step``; its path.
 
     Args:
         coded: how some of the tensors were made smaller (``delta.encode``).
@@ -61,7 +63,7 @@ def save(
 
     Raises:
         OSError: the disk is full or read-only; no checkpoint was touched.
-        TypeError, ValueError: JSON can't say the meta, or safetensors can't hold a tensor.
+        TypeError, ValueError: JSON can't represent the meta, or safetensors a tensor.
     """
     final = folder / f"step-{step:08d}"
     if not 0 <= step <= LAST_STEP:
@@ -94,7 +96,10 @@ def save(
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a checkpoint of this step is there; a damaged one would block its place forever."""
+    """Returns True if a complete checkpoint of this step exists.
+
+    A damaged one would block its path forever.
+    """
     try:
         verify(path)
     except DamagedCheckpointError as error:
@@ -128,11 +133,11 @@ class FolderInUseError(ValueError):
 
 
 def only_writer(folder: Path) -> HeldLock:
-    """The right to write into a folder, taken at once and held until it is closed.
+    """Takes the only write lock of a folder at once and holds it until it is closed.
 
     Raises:
-        FolderInUseError: somebody else has it.
-        OSError: the folder isn't there or can't be written.
+        FolderInUseError: another process holds it.
+        OSError: the folder doesn't exist or can't be written.
     """
     try:
         return HeldLock(folder / LOCK)
@@ -159,16 +164,17 @@ def prune(
     verified: Known | None = None,
     noted: Callable[[Path, str], None] = lambda path, reason: None,
 ) -> list[Path]:
-    """Delete all but the newest ``keep`` checkpoints that verify; those that are left.
+    """Deletes all but the newest ``keep`` verified checkpoints; returns the others.
 
-    What a killed process left half done goes too, and of checkpoints that were set aside all but
-    as many. A checkpoint that others differ from stays as long as they do; and one that is whole
-    by itself before it, unless ``keep`` is 1, so that damage to one file never costs all of them.
+    Unfinished files of a killed process are deleted too. Of archived checkpoints the same
+    number stays. A checkpoint stays as long as other checkpoints are stored as differences
+    from it. Unless ``keep`` is 1, one self-contained checkpoint before it also stays. So
+    damage to one file never destroys all of them.
 
     Args:
-        verified: what verified before isn't read again while size and time of its files stay; kept
-            up to date here.
-        noted: told each damaged one with the reason.
+        verified: checkpoints that verified before. They aren't read again while size and time
+            of their files stay the same. This mapping is updated.
+        noted: receives each damaged checkpoint with the reason.
 
     Raises:
         ValueError: ``keep`` is below 1.

@@ -1,11 +1,12 @@
-"""Makes checkpoints smaller: byte shuffle and zstd, or the difference to an earlier checkpoint.
+"""Compression of checkpoints: byte shuffle and zstd, or difference to an earlier one.
 
-    shuffle:    all first bytes of a tensor's numbers, then all second bytes, ... -> zstd, level 1
-    difference: the bits in which it differs from the base -> shuffle -> zstd, level 1
+    shuffle:    all first bytes of a tensor's numbers, then all second bytes -> zstd 1
+    difference: the bits that differ from the base -> shuffle -> zstd, level 1
 
-Signs and exponents of trained weights repeat and their mantissas don't, so sorting bytes by their
-place gives zstd something to find (Alted, "Why modern CPUs are starving", 2010; blosc). It is worth
-its time where the disk or the network is slow: ``choose`` measures, and says so.
+Signs and exponents of trained weights repeat and their mantissas don't. So sorting
+bytes by their position makes them compressible for zstd (Alted, "Why modern CPUs are
+starving", 2010; blosc). It is useful if the disk or the network is slow. ``choose``
+measures that and reports the result.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ def encode(tensors: Mapping[str, Tensor], base: Mapping[str, Tensor] | None = No
 
 
 def decode(stored: Tensor, how: Mapping[str, Any], base: Tensor | None) -> Tensor:
-    """The tensor that ``encode`` packed.
+    """Returns the tensor that ``encode`` packed.
 
     Raises:
-        ValueError: the description isn't one, or the bytes aren't what it says.
+        ValueError: the description is invalid, or the bytes don't match it.
     """
     dtype, shape = NAMES[how["dtype"]], [int(n) for n in how["shape"]]
     size = torch.Size(shape).numel() * dtype.itemsize
@@ -94,11 +95,11 @@ class DeltaChoice:
 def choose(
     tensors: Mapping[str, Tensor], base: Mapping[str, Tensor] | None, bytes_per_second: float
 ) -> DeltaChoice:
-    """Whether packing makes a checkpoint reach its place earlier, measured on a sample.
+    """Measures on a sample if packing makes a checkpoint reach its target earlier.
 
     Args:
-        base: an earlier checkpoint's tensors, if differences may be taken.
-        bytes_per_second: how fast plain bytes got there.
+        base: an earlier checkpoint's tensors, if differences are allowed.
+        bytes_per_second: measured speed of plain bytes.
     """
     pieces = _sample(tensors)
     total_bytes = sum(t.numel() * t.element_size() for t in pieces.values())

@@ -72,7 +72,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint isn't what its manifest says."""
+    """The checkpoint doesn't match its manifest."""
 
 
 class NewerFormatError(ValueError):
@@ -80,7 +80,7 @@ class NewerFormatError(ValueError):
 
 
 def manifest_text(manifest: Mapping[str, Any]) -> bytes:
-    """The manifest as it stands on disk: its JSON with the hash of that JSON as the last key."""
+    """The manifest as on disk: its JSON with the hash of that JSON as the last key."""
     text = json.dumps(manifest, indent=1)
     seal = xxhash.xxh3_128_hexdigest(text.encode())
     return f'{text.removesuffix("}").rstrip()},\n "seal": "{seal}"\n}}'.encode()
@@ -325,7 +325,7 @@ def json_without_tensors(value: Any, key_path: str, tensors: dict[str, Tensor]) 
 
 
 def tensors_from_json(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """What ``json_without_tensors`` made JSON of.
+    """Reverses ``json_without_tensors``.
 
     Raises:
         KeyError, TypeError, ValueError: the JSON isn't of that kind.
@@ -385,7 +385,7 @@ def archive(folder: Path, step: int) -> list[Path]:
 
 
 def bytes_in(folder: Path) -> int:
-    """What the checkpoints in a folder take, as far as their files can be seen."""
+    """Returns the size of the checkpoints in a folder, as far as their files are visible."""
     total = 0
     for path in checkpoints(folder):
         with contextlib.suppress(OSError):

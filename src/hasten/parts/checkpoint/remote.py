@@ -1,8 +1,8 @@
-"""Checkpoints kept elsewhere: any address that fsspec knows, such as s3://bucket/run.
+"""Checkpoints at a remote address that fsspec supports, such as s3://bucket/run.
 
-Such places have no rename. So files are sent first and the manifest last, and a checkpoint counts
-once its manifest is there; on the way out the manifest goes first. What is fetched is verified like
-any other.
+Such targets have no rename. So files are sent first and the manifest last. A checkpoint
+counts once its manifest is there. On deletion the manifest is removed first. Fetched
+files are verified like any others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hasten.parts.checkpoint.verify import verify
 
 
 def is_address(folder: str) -> bool:
-    """Whether ``folder`` names another place than a local folder."""
+    """Returns True if ``folder`` is an address and not a local folder."""
     return "://" in folder
 
 
@@ -148,7 +148,10 @@ class Mirror:
             ) from error
 
     def _move_manifest(self, name: str, why: str) -> None:
-        """Without a manifest it is no checkpoint any more, and its step can be sent anew."""
+        """Moves the manifest away.
+
+        The checkpoint no longer counts, and its step can be sent again.
+        """
         manifest = f"{self._root}/{name}/{MANIFEST}"
         self._files.cp_file(manifest, f"{manifest}.{why}")
         self._files.rm_file(manifest)

@@ -1,7 +1,9 @@
-"""Named tensors and JSON to a folder and back: its lock, its room, its thread, what stays in it.
+"""Saves named tensors and JSON to a folder and back, with its lock, space and thread.
 
-save:  copy aside (blocks) | pack -> commit -> verify, prune -> send (in the writer's thread)
-error: kept until the next call sees it; a full or broken disk is an alarm, not the run's end
+- save: copy to host memory (blocks) | pack -> commit -> verify, prune -> send (in the
+  writer's thread)
+- error: stored until the next call reports it. A full or broken disk is an alarm and
+  doesn't end the run.
 """
 
 from __future__ import annotations
@@ -48,8 +50,10 @@ from hasten.parts.checkpoint.verify import load, load_latest
 
 
 class Staging:
-    """Host memory that is kept from save to save: asking the system for it anew costs more time
-    than the copy itself."""
+    """Host memory that is reused from save to save.
+
+    Requesting it from the system again costs more time than the copy itself.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
@@ -76,7 +80,7 @@ class Staging:
 
 
 class CheckpointWriter:
-    """Runs one piece of work at a time beside the training; its error waits to be asked for."""
+    """Runs one task at a time in the background; stores its error until it is requested."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -84,7 +88,7 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a piece of work is under way."""
+        """Returns True if a task is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, work: Callable[[], None]) -> None:
@@ -101,7 +105,7 @@ class CheckpointWriter:
             self._thread = None
 
     def error(self) -> BaseException | None:
-        """What went wrong since it was last asked, once."""
+        """Returns the error since the last call, once."""
         error, self._error = self._error, None
         return error
 
@@ -123,10 +127,10 @@ LONG, SLOW = 10.0, 50e6  # seconds of a write, and bytes per second: below any d
 
 
 class Slowness:
-    """What one place was seen to do.
+    """Measured speed of one target.
 
     Args:
-        place: a folder or an address, as the user calls it.
+        address: a folder or an address, as the user wrote it.
     """
 
     def __init__(self, address: str) -> None:
@@ -160,14 +164,14 @@ Found = tuple[dict[str, Tensor], dict[str, Any], Path]
 
 
 class Saver:
-    """Writes checkpoints into one folder, or to an address through a local one.
+    """Writes checkpoints into one folder, or to an address through a local folder.
 
     Args:
-        folder: a local path, or an address that fsspec knows.
-        keep: checkpoints that stay.
-        compression: True measures whether packing pays, False never packs; ``shuffle`` and
-            ``difference`` always pack so.
-        asynchronous: write in a thread; costs host memory of one more state.
+        folder: a local path, or an address that fsspec supports.
+        keep: number of checkpoints that stay.
+        compression: True measures if packing is faster, False never packs. ``shuffle`` and
+            ``difference`` always pack in that way.
+        asynchronous: write in a thread; takes host memory of one more state.
 
     Raises:
         ValueError: a setting is out of range, or the address can't be used.
@@ -235,12 +239,12 @@ class Saver:
 
     @property
     def is_open(self) -> bool:
-        """Whether the folder is ours."""
+        """Returns True if this process holds the folder."""
         return self._lock is not None
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way."""
+        """Returns True if a save is running."""
         return self._writer.busy
 
     def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -382,7 +386,7 @@ class Saver:
 
 
 def _told(compression: bool | str) -> DeltaChoice | None:
-    """What needs no measurement."""
+    """Returns the choice that needs no measurement, if there is one."""
     if compression is True:
         return None
     if compression is False:

@@ -1,11 +1,13 @@
-"""SmartCheckpointer: saves what it protects as often as pays, and brings it back bit for bit.
+"""SmartCheckpointer: saves objects as often as useful and restores them bit for bit.
 
     checkpointer = SmartCheckpointer(interval="dynamic", max_checkpoints=3, compression=True)
     checkpointer.protect(model=model, optimizer=optimizer, schedule=schedule)
-    model = checkpointer.restore()                 # as it was, or as it is on the first start
+
+    model = checkpointer.restore()           # restored, or unchanged on the first start
     for step in range(checkpointer.step + 1, steps + 1):
-        ...                                        # train one step
-        checkpointer.after_step(step)              # saves when it is time; save(step) saves now
+        ...                                  # train one step
+
+        checkpointer.after_step(step)        # saves when due; save(step) saves now
     checkpointer.close()
 
 On several ranks every rank makes the same calls, and the first one writes.
@@ -89,7 +91,7 @@ class SaveInterval:
         return max(min(max(best, cost / LARGEST_SHARE), self.longest_loss), 2 * self.writing)
 
     def restarted(self, recovery: float) -> None:
-        """The run goes on after an end: a failure more, and what coming back took."""
+        """Counts a failure and the recovery time when the run resumes."""
         self.failures += 1
         self.recovery = max(recovery, 1.0)
 
@@ -131,7 +133,7 @@ class SaveSteps:
         self.next_look = 0
 
     def looks(self, step: int) -> bool:
-        """Whether something is decided after ``step``; the same on every rank."""
+        """Returns True if a decision is due after ``step``; the same on every rank."""
         if isinstance(self.every, int):
             return step % self.every == 0
         if self._first is None:
@@ -140,7 +142,7 @@ class SaveSteps:
         return step >= self.next_look
 
     def decide(self, step: int, busy: bool) -> tuple[bool, int]:
-        """Whether to save now, and the step to look at next. ``busy``: a save is under way."""
+        """Returns (save now, next step for a decision). ``busy``: a save is running."""
         if isinstance(self.every, int) or self._first is None:
             return True, step + 1
         now = time.monotonic()
@@ -168,15 +170,15 @@ class SmartCheckpointer:
     """Protects objects that have ``state_dict`` and ``load_state_dict``.
 
     Args:
-        interval: ``dynamic`` computes it from what saves cost and how often runs end; a number is
-            one of steps.
+        interval: ``dynamic`` computes it from the cost of saves and the rate of failures; a
+            number is a number of steps.
         max_checkpoints: verified checkpoints that stay.
-        compression: pack them where that pays here, measured at the first save.
-        folder: a local path, or an address that fsspec knows.
+        compression: pack them if that is faster, measured at the first save.
+        folder: a local path, or an address that fsspec supports.
         longest_loss: seconds of work that may be lost at most, with ``dynamic``.
-        between_failures: mean seconds between failures, as far as known beforehand.
+        between_failures: mean seconds between failures, estimated in advance.
         asynchronous: write in a thread; takes host memory for one more state.
-        agree: gives the first rank's numbers to all ranks; ``torch.distributed`` if left out.
+        agree: gives the first rank's numbers to all ranks; default ``torch.distributed``.
 
     Raises:
         ValueError: a setting is out of range.
@@ -215,12 +217,12 @@ class SmartCheckpointer:
 
     @property
     def alarms(self) -> list[str]:
-        """What went wrong so far and was survived, one sentence each."""
+        """Returns the problems so far that didn't end the run, one sentence each."""
         return self.saver.alarms
 
     @property
     def compression(self) -> str:
-        """Whether checkpoints are packed, and why, with the figures."""
+        """Describes if and why checkpoints are packed, with the figures."""
         return self.saver.choice.reason if self.saver.choice else "compression: not yet measured"
 
     def open(self, expected_bytes: int = 0) -> None:
@@ -243,7 +245,10 @@ class SmartCheckpointer:
         return True
 
     def due(self, step: int) -> bool:
-        """Whether to save after ``step``, the same on every rank; sees the last save's error."""
+        """Returns True if a save is due after ``step``; the same on every rank.
+
+        A disk error of the last save gives a warning; an error of a state is raised.
+        """
         if not self._opened:
             self.open()
         self.saver.look()
@@ -256,11 +261,11 @@ class SmartCheckpointer:
         return bool(due)
 
     def save(self, step: int | nn.Module | None = None) -> None:
-        """Save what is protected now; returns once it is copied aside.
+        """Saves the protected objects now; returns once they are copied to host memory.
 
         Args:
-            step: how many steps were trained; one more than at the last save if left out. A model
-                in its place is protected as ``model`` first.
+            step: number of trained steps; default: one more than at the last save. A model
+                instead of a number is protected as ``model`` first.
 
         Raises:
             TypeError: it is neither a step nor a model.
@@ -334,7 +339,10 @@ class SmartCheckpointer:
         return checkpoint
 
     def list(self) -> list[Path]:
-        """The checkpoints in the folder, oldest first; sees the last save's error."""
+        """Returns the checkpoints in the folder, oldest first.
+
+        A disk error of the last save gives a warning; an error of a state is raised.
+        """
         self.saver.look()
         return checkpoints(self.saver.folder)
 
@@ -362,9 +370,9 @@ class SmartCheckpointer:
             self.protect(model=model)
 
     def _begun(self) -> bool:
-        """Whether what an earlier run saved later on is out of the way.
+        """Archives later checkpoints of an earlier run; returns True when that is done.
 
-        It would stay in the place of this run's saves, and be the newest at the next start.
+        Otherwise they would block this run's saves and be the newest at the next start.
         """
         if self._way is not None:
             try:

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps: objects with a state, by name, and the random state of every rank."""
+"""Contents of a checkpoint: objects with a state, by name, and random state per rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hasten.parts.checkpoint.format import json_without_tensors, tensors_from_js
 
 
 class CheckpointedState:
-    """What a checkpoint is of."""
+    """The objects that a checkpoint contains, by name."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
@@ -148,7 +148,7 @@ def _group_sizes(state: Any) -> list[int] | None:
 
 
 def random_state() -> dict[str, Any]:
-    """This process's state, as JSON can say it."""
+    """Returns this process's random state as JSON values."""
     version, internal_state, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {

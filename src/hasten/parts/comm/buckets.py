@@ -87,7 +87,7 @@ def buckets_of(parameters: Sequence[Named], alone: bool) -> list[list[Named]]:
 
 
 def predicted_buckets(parameters: Sequence[Named], cap_mb: float) -> list[Pieces]:
-    """As DDP lays them out: from the last parameter on, until each is full."""
+    """Buckets as DDP lays them out: from the last parameter backwards, until each is full."""
     buckets: list[list[BucketPart]] = [[]]
     size, limit = 0, float(FIRST_BUCKET_BYTES)
     for name, parameter in reversed(parameters):
@@ -100,11 +100,12 @@ def predicted_buckets(parameters: Sequence[Named], cap_mb: float) -> list[Pieces
 
 
 def offered(residual: Tensor, flat: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor | None]:
-    """The memory that goes along with a gradient, and what is held back of it, if anything.
+    """Returns the memory to add to a gradient, and the withheld part of it, if any.
 
-    A parameter whose gradient is all zeros may be one that no rank has used; DDP then leaves its
-    gradient alone, and what was sent for it would be lost. So its memory stays. On a GPU nobody
-    asks whether there is one: that would be to wait within the backward pass.
+    A parameter with an all-zero gradient may be one that no rank has used. DDP then leaves
+    its gradient alone, and the numbers sent for it would be lost. So its memory is
+    withheld. On a GPU the code doesn't check for such parameters, because it would wait
+    within the backward pass.
     """
     filled = [part for part in parts_of(flat, pieces) if part.numel()]
     if not filled:
@@ -120,7 +121,7 @@ def offered(residual: Tensor, flat: Tensor, pieces: Pieces) -> tuple[Tensor, Ten
 
 
 def give_back(new_residual: Tensor, withheld: Tensor | None) -> None:
-    """What was held back stays in memory, beside what the message left out."""
+    """Adds the withheld part back to memory, to the errors of the message."""
     if withheld is not None:
         new_residual[: len(withheld)].add_(withheld)
 
@@ -131,10 +132,10 @@ DDP_STEPS = 2  # DDP lays its buckets anew after the first
 
 
 class BucketExchange:
-    """``begin`` a step, ``send`` each bucket.
+    """Sends the buckets of a step: ``begin`` the step, then ``send`` each bucket.
 
-    ``asks``: a step counts only if it was ``confirmed``; otherwise one does whose gradients were
-    finite on all ranks.
+    With ``asks`` a step counts only if it was ``confirmed``. Otherwise a step counts if its
+    gradients were finite on all ranks.
     """
 
     def __init__(self, settings: CompressionSettings) -> None:
@@ -150,13 +151,13 @@ class BucketExchange:
 
     @property
     def compresses(self) -> bool:
-        """Whether the step under way, or the last one, is past the dense start."""
+        """Returns True if the current or last step is past the dense start."""
         start = max(self._settings.dense_steps, DDP_STEPS if self.attached else 0)
         return self.steps > start and self._settings.method != "none" and not self.quiet
 
     @property
     def spoiled(self) -> bool:
-        """Whether a bucket of the step wasn't finite; on a GPU the first to ask waits for it."""
+        """Returns True if a bucket of the step wasn't finite; on a GPU the first call waits."""
         if self._fine:
             self._spoiled = self._spoiled or not bool(torch.stack(self._fine).all())
             self._fine = []
@@ -169,7 +170,7 @@ class BucketExchange:
         self.buckets = []
 
     def synchronize(self) -> None:
-        """What the last step left counts, or is forgotten; may be called again."""
+        """Stores or discards the error memory of the last step; may be called again."""
         counted = self.confirmed if self.asks else not self.spoiled
         self._memory.commit(counted)
         self.way.commit(counted)
@@ -216,10 +217,10 @@ class BucketExchange:
         return done
 
     def _judged(self, buffer: Tensor, fine: bool) -> bool:
-        """Whether what its messages left out is to be kept, should the step count.
+        """Returns True if this bucket's error memory is to be stored when the step counts.
 
         Args:
-            fine: nobody has found a number that isn't finite, in the messages or their mean.
+            fine: all numbers in the messages and their mean are finite.
         """
         if methods.may_ask(buffer):
             halved = buffer.dtype is torch.float16  # which may not hold the mean
@@ -252,7 +253,7 @@ class BucketExchange:
         return done
 
     def way_of(self, pieces: Pieces, compressing: AveragingMethod) -> AveragingMethod:
-        """What takes a bucket once compression has begun: small ones aren't worth it."""
+        """Returns the method for a bucket after the dense start; small buckets stay dense."""
         small = total_numbers(pieces) < self._settings.minimum
         return self._dense if small or self.quiet else compressing
 

@@ -1,33 +1,35 @@
-"""Codecs: a flat tensor as a shorter message of bytes, and numbers again from such messages.
+"""Codecs: encode a flat tensor as a shorter message of bytes and decode messages.
 
     communication = codec("int4")
     message, finite = communication.encode_with_feedback(gradient, residual)   # uint8
     mean = communication.decode_mean(messages_of_all_ranks, len(gradient))     # float32
 
-| name | bytes per number | what is sent |
+| name | bytes per number | contents of the message |
 |---|---|---|
 | none | 4 | float32 |
 | half, bf16 | 2 | the nearest number of that format |
 | int8, int4 | 1.008, 0.508 | codes in blocks of 256 with one bf16 scale each |
 | sign | 0.133 | signs in blocks of 256 with their mean magnitude in bf16 |
 
-A message is as long as :meth:`Codec.message_bytes` says, its parts begin at multiples of 16 bytes,
-and the same message is decoded to the same bits on every rank and device. Several ranks' messages
-are summed in the order of the ranks, so that all end with the same mean.
+:meth:`Codec.message_bytes` returns the length of a message. Its parts begin at
+multiples of 16 bytes. The same message is decoded to the same bits on every rank and
+device. Several ranks' messages are summed in the order of the ranks, so all get the
+same mean.
 
-What a message leaves out can be kept and added to the next one: error feedback (Seide et al.,
-1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., arXiv:1901.09847). One
-infinity in a residual would never leave it. So numbers that aren't finite, or are too large for
-the format, leave the residual as it is; the message says so to every rank that decodes it, since it
-holds a NaN or an infinity in their place.
+The rounding error of a message can be stored and added to the next one. This is error
+feedback (Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy
+et al., arXiv:1901.09847). An infinity in a residual would never leave it. So numbers
+that aren't finite, or are too large for the format, leave the residual unchanged. The
+message holds a NaN or an infinity at their positions, so every rank that decodes it
+detects them.
 
-Signs with the mean magnitude are the nearest that one bit can come, and always nearer than nothing
-(Karimireddy et al.): for what stays with its owner until it is sent, as in
-:mod:`hasten.parts.comm.local_sgd`, not for gradients.
+Signs with the mean magnitude are the best approximation with one bit, and always better
+than nothing (Karimireddy et al.). Use them if the error stays with its owner until it
+is sent, as in :mod:`hasten.parts.comm.local_sgd`, and not for gradients.
 
-int8, int4 and sign run in C++ on a processor, int8 and int4 in Triton on a GPU, all in torch's
-operators elsewhere, and all write the same bits (:mod:`hasten.parts.kernels.codec_reference`
-defines them).
+int8, int4 and sign run in C++ on a processor. int8 and int4 run in Triton on a GPU. All
+others use torch's operators. All write the same bits
+(:mod:`hasten.parts.kernels.codec_reference` defines them).
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ from hasten.parts.kernels.registry import LEAST_CAPABILITY, is_refused
 
 
 class Codec(Protocol):
-    """What encodes float32 or bf16 numbers, flat and without gaps, into a message of bytes."""
+    """Encodes float32 or bf16 numbers, flat and without gaps, into a message of bytes."""
 
     @property
     def name(self) -> str:
-        """As it stands in a recipe."""
+        """Returns the name as written in a recipe."""
 
     def message_bytes(self, numbers: int) -> int:
         """The exact length of a message of so many numbers."""
@@ -69,12 +71,14 @@ class Codec(Protocol):
         out: Tensor | None = None,
         residual_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The message of ``flat + residual``, and a bool tensor: whether all of it was finite.
+        """Message of ``flat + residual``, and a bool tensor: True if all of it was finite.
 
-        What the message leaves out is put into ``residual_out`` (float32), and ``residual`` stays;
-        without ``residual_out`` it replaces the residual if all was finite: int8, int4 and top-k
-        read the numbers once more for that, and wait for a GPU. With ``residual_out`` neither is
-        needed, and a caller can decide when the other ranks have told theirs.
+        If ``residual_out`` (float32) is given, the error of the message is stored there, and
+        ``residual`` is unchanged. A caller can then decide after the other ranks have sent
+        their flags.
+
+        Without ``residual_out`` the error replaces the residual if all numbers were finite. For
+        that, int8, int4 and top-k read the numbers a second time and wait for a GPU.
         """
 
     def decode(
@@ -287,7 +291,7 @@ class CastCodec:
 
 
 def _pieces(flat: Tensor) -> list[slice]:
-    """All of it; on a processor in pieces whose intermediate results stay in its cache."""
+    """Slices that cover the tensor; on a processor small enough for its cache."""
     each = PIECE if flat.device.type == "cpu" else max(1, len(flat))
     return [slice(at, at + each) for at in range(0, len(flat), each)]
 
@@ -299,11 +303,11 @@ def _added(result: Tensor, values: Tensor) -> Tensor:
 
 
 class PackedCodec(Codec):
-    """What codecs share whose numbers travel as codes or places, made and read by kernels."""
+    """Base of codecs that send codes or positions, which kernels create and read."""
 
     @abstractmethod
     def _are_finite(self, flat: Tensor, residual: Tensor) -> bool:
-        """Whether their sum is, and within the format's range."""
+        """Returns True if their sum is finite and within the format's range."""
 
     @abstractmethod
     def _encoded(
@@ -438,7 +442,10 @@ def _way(tensor: Tensor) -> ModuleType:
 
 @functools.cache
 def _takes_triton(device: torch.device) -> bool:
-    """Whether Triton is here and supports this GPU; on ROCm the kernels were never tried."""
+    """Returns True if Triton is installed and supports this GPU.
+
+    On ROCm the kernels were never tested.
+    """
     return (
         torch.version.hip is None
         and importlib.util.find_spec("triton") is not None

@@ -1,8 +1,9 @@
-"""The plan of a topology-aware collective: made by rank 0 once, and the same on all ranks.
+"""Plan of a topology-aware collective: made once by rank 0, and the same on all ranks.
 
-Every rank says on which host it is and with which settings it was built. Ranks that disagree all
-get the same error, before anything else is sent. Rank 0 takes or measures the topology and chooses
-a way for each size of tensor; the others are told.
+Every rank sends its host and its settings. If ranks have different settings, all raise
+the same error before anything else is sent. Rank 0 uses the given topology or measures
+it. It chooses an algorithm for each tensor size and broadcasts the choice to the other
+ranks.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def sum_across(share: Tensor, group: Group) -> Tensor:
 
 
 def sent_bytes(shard: Tensor, group: Group, codec: Codec | None) -> int:
-    """What one rank sends in either half for pieces of this size: one message per other rank."""
+    """Bytes that one rank sends in either half: one message per other rank."""
     message = shard.nbytes if codec is None else codec.message_bytes(shard.numel())
     return message * int(group.size() - 1)
 
@@ -172,7 +173,7 @@ NOWHERE = Link(0.0, float("inf"))
 
 @dataclass(frozen=True)
 class CollectiveSettings:
-    """What a collective was asked for; equal on all ranks."""
+    """Settings of a collective; equal on all ranks."""
 
     backend: str
     topology: str | Topology
@@ -228,7 +229,7 @@ class CollectivePlan:
 
 
 def alone() -> CollectivePlan:
-    """Of one rank."""
+    """Returns the plan of a single rank."""
     return CollectivePlan(Topology(((0,),), NOWHERE, NOWHERE, "one rank"), ("flat",) * SIZES, {})
 
 
@@ -299,7 +300,7 @@ def explanation(plan: CollectivePlan, settings: CollectiveSettings) -> str:
 
 
 def advice(topology: Topology, speeds: Mapping[str, float], on_nccl: bool = False) -> list[str]:
-    """Of codecs with these speeds: below which bandwidth each is shorter than all that is dense."""
+    """Advice on codecs: the bandwidth below which each is faster than dense routes."""
     dense = min(route_costs(topology, SHOWN[-1], (), on_nccl), key=lambda cost: cost.seconds)
     lines, bandwidth = [], topology.between.bandwidth
     limits = {
@@ -318,7 +319,7 @@ def advice(topology: Topology, speeds: Mapping[str, float], on_nccl: bool = Fals
 
 
 def codec_model(name: str, speed: float) -> CodecModel:
-    """What the cost model needs to know of a codec."""
+    """Returns the properties of a codec that the cost model needs."""
     return CodecModel(name, codec_called(name).message_bytes, speed)
 
 

@@ -1,10 +1,10 @@
-"""The ranks that average gradients, all or between hosts: collectives that count their bytes.
+"""Ranks that average gradients, all or between hosts: collectives that count bytes.
 
-A second collective that is issued from another thread on the same process group mixes up messages:
-ranks may issue the two in different orders. So each of the two stages has a group of its own. The
-first is used by the thread that computes gradients, in the order in which DDP's buckets are full,
-which is the same on all ranks; the second by one thread that finishes buckets in that order
-(:mod:`hasten.parts.comm.groups`).
+If two threads issue collectives on the same process group, messages mix up, because
+ranks may issue them in different orders. So each of the two stages has its own group.
+The thread that computes gradients uses the first, in the order in which DDP's buckets
+are full. This order is the same on all ranks. One thread that finishes buckets in that
+order uses the second (:mod:`hasten.parts.comm.groups`).
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ class Pending:
 
 
 class Ranks:
-    """Two process groups over all ranks, or over this rank's own of ``members``; every rank builds
-    one at the same moment.
+    """Two process groups over all ranks, or over this rank's group in ``members``.
 
-    ``rank`` and ``world`` are of the group. ``backend`` None: as the default group's. ``reports``
-    is called when an exchange fails, over all ranks; None: one is made.
+    Every rank builds one at the same moment. The values ``rank`` and ``world`` are those of
+    the group. ``backend`` None: that of the default group.
+
+    If an exchange fails, ``reports`` is called over all ranks. If it is None, it is built
+    here.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Ranks:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has handed to collectives for the others, as their algorithms send it."""
+        """Returns the bytes that this rank sent to others in the collectives' algorithms."""
         return sum(self._sent)
 
     def all_to_all(self, rows: Tensor) -> Pending:
@@ -100,7 +102,7 @@ class Ranks:
         dist.broadcast(values, source, group=group)
 
     def failed(self, error: Exception) -> CommunicationError:
-        """What to raise for an error on the way of gradients: with the rank that it is about."""
+        """Returns the exception for a failed gradient exchange, with the rank concerned."""
         if isinstance(error, CommunicationError):
             return error
         failure = self.reports.failed("averaging gradients", error)
@@ -127,7 +129,7 @@ class Ranks:
                     )
 
     def differing(self, checksum: int) -> list[int]:
-        """The ranks whose number isn't rank 0's; the same answer on every rank."""
+        """Returns the ranks with another number than rank 0; the same on every rank."""
         local_checksum = movable(torch.tensor([checksum], dtype=torch.int64), self._groups[FIRST])
         before = list(self._sent)
         checksums = self.all_gather(local_checksum, FIRST).wait().flatten().tolist()
@@ -143,12 +145,12 @@ class Ranks:
 
 
 def reduced_bytes(size: int, world: int) -> int:
-    """What a rank sends when so many bytes are summed in a ring: 2 (W - 1) / W of them."""
+    """Bytes that a rank sends in a ring sum of ``size`` bytes: 2 (W - 1) / W of them."""
     return 2 * size * (world - 1) // world
 
 
 def gathered_bytes(size: int, world: int) -> int:
-    """What a rank sends when everybody gets its row: it or another's, W - 1 times."""
+    """Bytes that a rank sends in an all-gather: its row or another's, W - 1 times."""
     return size * (world - 1)
 
 

@@ -24,7 +24,7 @@ from hasten.parts.comm.topology import Topology
 
 @dataclass(frozen=True)
 class Groups:
-    """Those that this rank is in; ``across`` is None where hosts have unequal numbers of ranks."""
+    """Groups of this rank; ``across`` is None if hosts have unequal numbers of ranks."""
 
     within: Any
     across: Any
@@ -44,12 +44,15 @@ class Groups:
 
 
 def moves_by_nccl(group: Any = None) -> bool:
-    """Whether NCCL moves what lies on GPUs in this group; gloo may move the host's beside it."""
+    """Returns True if NCCL moves GPU tensors in this group.
+
+    gloo may move host tensors in the same group.
+    """
     return "nccl" in dist.get_backend(group)
 
 
 def reaches_host(group: Any = None) -> bool:
-    """Whether a tensor on the host can travel in this group."""
+    """Returns True if this group can send a tensor on the host."""
     return "cpu:" in dist.get_backend_config(group)
 
 
@@ -67,10 +70,11 @@ def own_accelerator() -> torch.device:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """The elementwise sum over all ranks of a tensor on the host.
+    """Returns the elementwise sum over all ranks of a tensor on the host.
 
-    It travels by gloo where the process group has it, as one that hasten formed does: then no GPU
-    takes part and none is waited for. In a user's own group of NCCL alone it goes over the GPU.
+    If the process group has gloo, as groups formed by hasten have, gloo sends it. Then no
+    GPU takes part and the code waits for none. In a user's own NCCL-only group it goes over
+    the GPU.
     """
     moved = movable(values)
     moved = moved.clone() if moved is values else moved
@@ -112,10 +116,10 @@ Job = tuple[Callable[[], Tensor], "torch.futures.Future[Tensor]", torch.device]
 
 
 class OrderedThread:
-    """One thread that does jobs in the order in which they came.
+    """One thread that runs jobs in the order of their arrival.
 
-    It ends with the object that owns it, and keeps nothing of a job that is done: a process group
-    that lives longer than the process's own would hold the process up at its end.
+    It ends with the object that owns it. It keeps no reference to a finished job, because a
+    process group that lives longer than the default group would delay the process's end.
     """
 
     def __init__(self) -> None:
@@ -141,7 +145,7 @@ def at_once(tensor: Tensor) -> Any:
 
 
 def bucket_hook(take, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations as text
-    """DDP's hook for a module whose state is the function that takes a bucket."""
+    """DDP's hook for a module with a state that is the function that takes a bucket."""
     return take(bucket)
 
 

@@ -1,15 +1,19 @@
 """DDP's gradient buckets over a topology-aware collective, while backward still runs.
 
     backward fills a bucket -> hook -> queue -> one worker thread, first in first out:
-        collective.all_reduce(bucket, "mean", route) -> future -> DDP, which waits at backward's end
 
-One worker issues all collectives of the routes, in the buckets' order, on groups of their own: two
-threads on one group would mix up messages. A flat route goes straight to the default group instead,
-as DDP's own all-reduce does. On an accelerator there is no worker: the stream is the queue.
+        collective.all_reduce(bucket, "mean", route) -> future -> DDP waits at backward's end
 
-The clock around it: ``busy`` is what the buckets took, ``exposed`` the part after the last bucket
-was ready, for which backward had to wait, ``window`` the time from the first bucket to the last, in
-which traffic can hide.
+One worker issues all collectives of the routes, in the buckets' order, on their own
+groups. Two threads on one group would mix up messages. A flat route goes straight to
+the default group, as DDP's own all-reduce does. On an accelerator there is no worker:
+the stream is the queue.
+
+The clock has three values:
+
+- ``busy``: the time that the buckets took
+- ``exposed``: the time after the last bucket was ready, when backward had to wait
+- ``window``: the time from the first bucket to the last, which can hide communication
 """
 
 from __future__ import annotations
@@ -51,8 +55,9 @@ class StepTraffic:
 class RoutedBuckets:
     """Hook, worker, error memory and clock of one DDP module.
 
-    ``route`` may be changed between two steps, on all ranks alike. ``scale`` is what gradients are
-    multiplied by at the moment (loss scaling), so that what is left out is kept in their own unit.
+    ``route`` may be changed between two steps, on all ranks alike. ``scale`` is the current
+    factor of the gradients (loss scaling). The errors are stored in the gradients' own
+    unit.
     """
 
     def __init__(
@@ -90,16 +95,16 @@ class RoutedBuckets:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has sent so far: to other hosts by a route, in all by the flat ring."""
+        """Bytes that this rank has sent: to other hosts by a route, in all by the flat ring."""
         return self.collective.bytes_sent + self._flat_bytes
 
     def step(self) -> None:
-        """The step was taken: what was left out of it is owed."""
+        """Stores the errors of the step's messages, because the step was taken."""
         if self._memory is not None:
             self._memory.commit(True)
 
     def forget(self) -> None:
-        """Nothing is owed any more: no codec will be used again."""
+        """Clears the error memory: no codec will be used again."""
         if self._memory is not None:
             self._memory.load({})
 
@@ -184,7 +189,7 @@ class RoutedBuckets:
             self.last = self._now
 
     def state_dict(self) -> dict[str, Any]:
-        """What each rank owes, gathered; every rank calls it."""
+        """Returns the error memory of all ranks, gathered; every rank calls it."""
         if self._memory is None or not dist.is_initialized():
             return {"ranks": []}
         local_state = self._memory.state()
@@ -193,7 +198,7 @@ class RoutedBuckets:
         return {"ranks": ranks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what this rank owed; with another number of ranks nothing is owed."""
+        """Restores this rank's error memory; empty if the number of ranks has changed."""
         ranks = state["ranks"]
         if self._memory is not None and dist.is_initialized():
             same = len(ranks) == dist.get_world_size()

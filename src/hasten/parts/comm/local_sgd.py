@@ -1,12 +1,15 @@
-"""Ranks train alone for some steps, then average their weights: local SGD, or DiLoCo.
+"""Local SGD and DiLoCo: ranks train alone for some steps, then average their weights.
 
     (1) every rank: ``every`` steps of its own optimizer on its own examples
+
     (2) all ranks: exchange how far they have moved since (1), in few bits
+
     (3) the outer step: the mean itself, or Nesterov's momentum over such means
 
-The mean is Local SGD (Stich, arXiv:1805.09767), the momentum DiLoCo (Douillard et al.,
-arXiv:2311.08105; rate 0.7, momentum 0.9), which takes many outer steps to pay. Differences in 4
-bits are from Streaming DiLoCo (arXiv:2501.18512). Optimizer state is each rank's own.
+The mean is Local SGD (Stich, arXiv:1805.09767). The momentum is DiLoCo (Douillard et
+al., arXiv:2311.08105; rate 0.7, momentum 0.9), which needs many outer steps to be
+useful. Differences in 4 bits are from Streaming DiLoCo (arXiv:2501.18512). Each rank
+has its own optimizer state.
 
     local = LocalSteps(model.parameters(), every=20, codec=codec("int4"))
     for batch in batches:
@@ -100,10 +103,10 @@ class WeightChunk:
         rooms: Sequence[Tensor],
         outer: Outer | None = None,
     ) -> None:
-        """Anchor and weights move as the messages (ranks, bytes) of all ranks say, by shares.
+        """Moves anchor and weights by the messages (ranks, bytes) of all ranks, by shares.
 
-        ``own_rank`` is this rank's place. ``outer`` makes another step of the movement. Three
-        ``rooms`` of as many float32 numbers at least are used meanwhile.
+        ``own_rank`` is this rank's index. ``outer`` turns the movement into another step. Three
+        ``rooms`` are work buffers of at least as many float32 numbers as the chunk.
         """
         if self._flat is not None and isinstance(codec, QuantisedCodec) and outer is None:
             codes, scales = codec.parts_of(messages, self.numbers)
@@ -185,21 +188,22 @@ class DriftError(CollectiveError):
 
 @dataclass(frozen=True)
 class Answer:
-    """What the ranks said: each one's share, and whether one of them wants to stop."""
+    """Answers of the ranks: each one's share, and True if any requests a stop."""
 
     shares: list[float]
     stop: bool
 
 
 class Drift:
-    """The weights of this rank, cut into fragments, and what all ranks have in common of them.
+    """This rank's weights, cut into fragments, and the anchor common to all ranks.
 
-    Every rank builds one at the same moment, over weights that are equal on all of them. ``group``
-    is used by nothing else; without one a new group is made, whose collectives end after
-    ``timeout``. Where torch.distributed isn't running there is one rank and nothing travels.
+    Every rank builds one at the same moment, over weights that are equal on all of them.
+    ``group`` must not be used for anything else. If it is None, a new group is made, with a
+    ``timeout`` for its collectives. If torch.distributed isn't running, there is one rank
+    and nothing is sent.
 
     Raises:
-        ValueError: there is no weight, or one doesn't lie in one piece.
+        ValueError: there is no weight, or one isn't contiguous.
     """
 
     def __init__(
@@ -281,10 +285,10 @@ class Drift:
 
     @torch.no_grad()
     def take(self, rows: Tensor, fragment: int, codec: Codec, outer: Outer | None = None) -> bool:
-        """Anchor and weights move as all ranks together say; whether one of them wants to stop.
+        """Moves anchor and weights by the messages of all ranks; True if any requests a stop.
 
-        ``rows`` (ranks, bytes) are the messages of all ranks; every rank adds in the same order.
-        ``outer`` makes a step of its own of the movement by shares, chunk by chunk.
+        ``rows`` (ranks, bytes) are the messages of all ranks. Every rank adds them in the same
+        order. ``outer`` turns the movement by shares into its own step, chunk by chunk.
         """
         answer = rank_answers(rows[:, :HEADER].contiguous().view(torch.float64).tolist())  # waits
         rooms, at = self._rooms(fragment, 3), HEADER
@@ -430,11 +434,11 @@ class LocalTraining(ABC):
 
     @property
     def acts(self) -> bool:
-        """Whether something has travelled yet."""
+        """Returns True if something has been sent."""
         return self.exchanges > 0
 
     def words(self) -> str:
-        """What was done so far."""
+        """Returns a summary of the exchanges so far."""
         each = f"{self.message_bytes:,} bytes each"
         return f"{self.exchanges} exchanges in {self.steps} steps, {each}"
 
@@ -451,7 +455,7 @@ class LocalTraining(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """After ``synchronize``: what goes on from there, the same on every rank."""
+        """Returns the state for resuming, the same on every rank; call ``synchronize`` first."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -500,7 +504,7 @@ class LocalSteps(LocalTraining):
 
     @property
     def predicted_bytes(self) -> int:
-        """What this rank sends to others in one exchange."""
+        """Returns the bytes that this rank sends to others in one exchange."""
         others = self.drift.size - 1
         if self.codec is not None:
             return others * self.drift.message_bytes(0, self.codec)
@@ -570,10 +574,10 @@ def check(every: int, outer: str) -> None:
 
 
 class Buffers:
-    """What a module's passes change beside its weights (running sums, routers' biases).
+    """Buffers that a module's passes change (running sums, routers' biases).
 
-    ``average`` makes those that have changed on some rank their mean, taken in float64, so that
-    equal ones keep their bits.
+    ``average`` replaces those that have changed on any rank by their mean. The mean is
+    computed in float64, so equal values keep their bits.
     """
 
     def __init__(self, module: nn.Module, drift: Drift) -> None:
@@ -598,7 +602,10 @@ class Buffers:
         self._seen = self._sums()
 
     def _sums(self) -> dict[str, float]:
-        """What shows a change; batch_norm doesn't count its writes in the tensors' versions."""
+        """Returns checksums that show a change.
+
+        batch_norm doesn't count its writes in the tensors' versions.
+        """
         return {n: b.sum(dtype=torch.float64).item() for n, b in self._module.named_buffers()}
 
 

@@ -1,12 +1,14 @@
-"""Ways to average gradients in fewer bytes: top-k, quantised, PowerSGD, and what they leave out.
+"""Averaging methods with fewer bytes: top-k, quantised, PowerSGD; their error memory.
 
-What messages left out is remembered by parameter, in float32, and added to the next gradient: error
-feedback (Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al.,
-arXiv:1901.09847). DDP lays parameters out in buckets, and anew after the first step, so memory
-belongs to a parameter's name; while the buckets stay as they are it lies as they do, without a
-copy. What a step leaves counts only once the step does: a step that was skipped because a gradient
-somewhere wasn't finite sent nothing that was used, and memory stays what it was before it. That
-takes two tensors for as long as a step lasts.
+The errors of messages are stored by parameter, in float32, and added to the next
+gradient. This is error feedback (Seide et al., 1-Bit Stochastic Gradient Descent,
+Interspeech 2014; Karimireddy et al., arXiv:1901.09847).
+
+DDP groups parameters in buckets and regroups them after the first step. So memory
+belongs to a parameter's name. While the buckets stay the same, memory has their layout
+and needs no copy. A step's errors are stored only once the step counts. If a step was
+skipped because of a non-finite gradient, nothing that it sent was used. Then memory
+stays unchanged. This takes two tensors during a step.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ Pieces = tuple[BucketPart, ...]  # in the order in which they lie in a bucket, e
 
 
 def total_numbers(pieces: Pieces) -> int:
-    """Of all pieces together."""
+    """Returns the count of numbers in all pieces."""
     return sum(part.numbers for part in pieces)
 
 
@@ -56,11 +58,11 @@ def parts_of(flat: Tensor, pieces: Pieces) -> list[Tensor]:
 
 
 class ErrorMemory:
-    """Float32 tensors by name, from step to step: what messages left out, and what goes with it.
+    """Float32 tensors by name that persist between steps: the errors of messages.
 
-    What a step leaves is pending until ``synchronize``, and read before what is kept. ``scale`` is
-    what the gradients given to ``encode`` are multiplied by; memory is in the unit of the true
-    gradient.
+    A step's errors are pending until ``synchronize``. Reading prefers pending tensors.
+    ``scale`` is the factor of the gradients given to ``encode``. Memory is in the unit of
+    the true gradient.
     """
 
     def __init__(self) -> None:
@@ -69,14 +71,14 @@ class ErrorMemory:
         self._pending: dict[str, Tensor] = {}
 
     def get(self, name: str) -> Tensor | None:
-        """What the next message is to make good; not to be changed."""
+        """Returns the error that the next message corrects; don't change it."""
         return self._pending.get(name, self._kept.get(name))
 
     def is_pending(self, name: str) -> bool:
         return name in self._pending
 
     def leave(self, name: str, values: Tensor) -> None:
-        """What the step under way leaves out; ``values`` becomes the memory's."""
+        """Stores the error of the current step as pending; memory takes over ``values``."""
         self._pending[name] = values
 
     def commit(self, counted: bool) -> None:
@@ -86,11 +88,11 @@ class ErrorMemory:
         self._pending = {}
 
     def state(self) -> dict[str, Tensor]:
-        """As copies on the host."""
+        """Returns copies on the host."""
         return {name: v.detach().to("cpu", copy=True) for name, v in self._kept.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """What ``state`` said, in the place of all that is remembered."""
+        """Replaces all memory by a saved ``state``."""
         self._kept = {name: v.detach().float().clone() for name, v in state.items()}
         self._pending = {}
 
@@ -153,7 +155,7 @@ Finish = Callable[[], Outcome]
 
 
 def may_ask(tensor: Tensor) -> bool:
-    """Whether the host may look at numbers beside this tensor: on a GPU it would wait for them."""
+    """Returns True if the host may read numbers of this tensor; on a GPU it would wait."""
     on_host: bool = tensor.is_cpu
     return on_host
 
@@ -170,29 +172,29 @@ class AveragingMethod(Protocol):
 
     @property
     def feedback(self) -> bool:
-        """Whether what a message leaves out is to be remembered."""
+        """Returns True if the error of a message is to be stored."""
 
     def start(self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks) -> Finish:
         """Send ``flat + residual`` on its way; neither is changed, nor read after the return."""
 
     def local(self, flat: Tensor, residual: Tensor | None, pieces: Pieces) -> Outcome:
-        """What the others would read of this rank's message, and what it leaves out."""
+        """Returns this rank's message as other ranks decode it, and its error."""
 
     def sent_bytes(self, pieces: Pieces, world: int) -> int:
-        """What a rank sends for this bucket, exactly, in collectives that work in a ring."""
+        """Exact bytes that a rank sends for this bucket, in collectives that work in a ring."""
 
     def commit(self, counted: bool) -> None:
         """A step is over; what it taught is forgotten if it didn't count."""
 
     def state(self) -> dict[str, Any]:
-        """What is remembered beside the residual: names and tensors by parameter."""
+        """Returns the method's memory other than the residual: names and tensors by parameter."""
 
     def load(self, state: Mapping[str, Any]) -> None:
         """The reverse."""
 
 
 class NoExtraMemory:
-    """A way's memory where it has none beside the residual."""
+    """Empty memory for a method that needs none besides the residual."""
 
     def commit(self, counted: bool) -> None:
         return None
@@ -288,8 +290,10 @@ class TopKMean:
         return message, new_residual
 
     def _mean(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Of all ranks' messages, and whether all are finite: nothing is larger than what isn't,
-        so it is always among what was chosen."""
+        """Returns the mean of all ranks' messages, and True if all are finite.
+
+        A non-finite number is the largest, so it is always among the chosen ones.
+        """
         fine = torch.stack([self.codec.finite(row, count) for row in rows]).all()
         return self.codec.decode_mean(rows, count), fine
 
@@ -540,7 +544,7 @@ class PowerSGDMean:
 
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
-    """As a matrix: experts one below the other, a convolution's filters one per row."""
+    """Shape as a matrix: experts one below the other, a convolution's filters one per row."""
     if len(shape) == 3:
         return shape[0] * shape[1], shape[2]
     return shape[0], torch.Size(shape[1:]).numel()
@@ -578,7 +582,7 @@ BACKENDS = ("nccl", "gloo", None)
 
 @dataclass(frozen=True)
 class CompressionSettings:
-    """What all ranks must have alike.
+    """Settings that must be equal on all ranks.
 
     Raises:
         ValueError: an unknown method, or a number that makes no sense.
@@ -642,7 +646,7 @@ class CompressionSettings:
 
 
 def backend_of(backend: str | None) -> str | None:
-    """What a backend that was asked for means here.
+    """Returns the backend that a requested name means on this machine.
 
     Raises:
         ValueError: there is none of that name.

@@ -1,16 +1,20 @@
-"""Ranks train alone, and a fragment of their weights is on its way to the others in each step.
+"""Streaming local SGD: ranks train alone and send one weight fragment per step.
 
-    step s      own optimizer step, then: receive fragment of step s-1, send fragment s mod H
-    step s+1    ... computes while it travels ...                       receive it, send the next
+    step s      own optimizer step, then: receive fragment of s-1, send fragment s mod H
 
-With H fragments each weight is averaged every H steps, and a message has a whole step to arrive: H
-is the smallest at which it takes two thirds of one, and a core's own work for it a twentieth. The
-correction comes one step late and adds ``common - own`` to weights that have moved on (see
-``local_sgd``). Differences travel in 4 bits, as in Streaming DiLoCo (Douillard et al.,
-arXiv:2501.18512), which sends seldom and large, with an outer momentum; here it is often, small,
-and a plain mean. Where 4 bits would make H large, ranks drift further apart between two means than
-rough ones leave them: signs and a mean magnitude then, a quarter of the bytes and as much more
-often.
+    step s+1    computes while it is sent, receives it, sends the next
+
+With H fragments each weight is averaged every H steps, and a message has a whole step
+to arrive. H is the smallest number for which two limits hold. A message takes at most
+two thirds of a step, and a core's own work for it at most a twentieth. The correction
+comes one step late and adds ``common - own`` to weights that have moved on (see
+``local_sgd``).
+
+Differences are sent in 4 bits, as in Streaming DiLoCo (Douillard et al.,
+arXiv:2501.18512). That method sends rarely and much, with an outer momentum. This one
+sends often and little, with a plain mean. If 4 bits would make H large, the drift
+between two means costs more than coarser messages. Then signs and a mean magnitude are
+sent: a quarter of the bytes, four times as often.
 
     stream = Stream(model.parameters(), codec=codec("int4"), fragments=2)
     for batch in batches:
@@ -65,11 +69,12 @@ class _MessageInFlight:
 class Stream(LocalTraining):
     """Sends one fragment per step in the background.
 
-    ``fragments`` None: as many as the link asks for; ``codec`` None then: int4, or signs where that
-    would be many, and int4 where their number is given.
+    ``fragments`` None: their number is chosen from the link's speed. If ``codec`` is None
+    too, it is int4, or signs if int4 needs many fragments. If only ``codec`` is None, it is
+    int4.
 
     Raises:
-        ValueError: a setting is impossible, or a weight doesn't lie in one piece.
+        ValueError: a setting is impossible, or a weight isn't contiguous.
     """
 
     def __init__(
@@ -101,7 +106,7 @@ class Stream(LocalTraining):
 
     @property
     def predicted_bytes(self) -> float:
-        """What this rank sends to others per step, on the mean over all fragments."""
+        """Bytes that this rank sends to others per step, as a mean over all fragments."""
         sizes = [self.drift.message_bytes(k, self.codec) for k in range(len(self.drift.edges))]
         return (self.drift.size - 1) * sum(sizes) / len(sizes)
 
@@ -177,7 +182,7 @@ class Stream(LocalTraining):
         return time.perf_counter() - began
 
     def _own_seconds(self, kind: Codec) -> float:
-        """What making a message of all weights and taking in everybody's takes of this rank."""
+        """Seconds of this rank for encoding all weights and decoding all ranks' messages."""
         drift, took = self.drift, []
         noted = list(drift.tokens)
         for _ in range(2):  # the first one finds its memory
@@ -218,10 +223,11 @@ class Stream(LocalTraining):
 def needed(
     total_bytes: int, rate: float, step_seconds: float, own_seconds: float = 0.0, numbers: int = 0
 ) -> int:
-    """Fragments so that one travels for two thirds of a step at most and takes little computation.
+    """Fragments such that one is sent in two thirds of a step, with little computation.
 
-    ``total_bytes`` bytes of all weights, ``rate`` bytes a second; ``own_seconds`` for making and
-    taking in messages of all ``numbers`` weights, of which less than a chunk takes no shorter.
+    ``total_bytes`` bytes of all weights, ``rate`` bytes per second. ``own_seconds`` is the time
+    to encode and decode messages of all ``numbers`` weights. Less than a chunk isn't
+    faster.
     """
     travel = total_bytes / max(BUSY * rate * step_seconds, 1.0)
     work = min(own_seconds / max(OWN * step_seconds, 1e-9), numbers / NUMBERS)

@@ -1,12 +1,13 @@
-"""Access patterns: recognise the order in which examples are read, and ask for many at a time.
+"""Access patterns: detect the order in which examples are read, and merge requests.
 
     indices -> classify -> Pattern -> IndexedReader merges the next requests into one
 
-A store that charges per request (a disk, an object store) serves a range for the price of an
-example. Where the order is sequential, strided, or shuffled within blocks, the reader asks for the
-range the pattern promises and keeps what it will need. In any other order it asks for single
-examples, exactly as without it: a guess would read what nobody wants. Bits and order never depend
-on the guess.
+A store that charges per request (a disk, an object store) serves a range for the price
+of an example. If the order is sequential, strided, or shuffled within blocks, the
+reader requests the range that the pattern predicts. It keeps the examples that it will
+need. In any other order it requests single examples, exactly as without this module,
+because a wrong guess would read unneeded data. Bits and order never depend on the
+guess.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WIDEST_STRIDE = 8  # beyond it a range is mostly examples that nobody wants
 
 
 class AccessOrder(Enum):
-    """The orders that can be told apart; REPEATED is any other order, seen a second time."""
+    """The orders that can be detected; REPEATED is any other order, read a second time."""
 
     SEQUENTIAL = "sequential"
     STRIDED = "strided"
@@ -58,7 +59,7 @@ class Pattern:
         return index, index + 1
 
     def wants(self, first: int, index: int) -> bool:
-        """Whether ``index``, read together with ``first``, will be asked for soon."""
+        """Returns True if ``index``, read together with ``first``, will be requested soon."""
         return self.order is not AccessOrder.STRIDED or (index - first) % self.size == 0
 
 
@@ -156,11 +157,11 @@ class IndexedReader:
 
 
 def with_merged_reads(loader: Iterable[Any]) -> Iterable[Any]:
-    """The same DataLoader over an IndexedReader, or ``loader`` itself where that is no gain.
+    """Returns the DataLoader over an IndexedReader, or ``loader`` if there is no gain.
 
-    It is none without ``read_range``, without batches, where the data set fetches whole batches by
-    itself (``__getitems__``), or with worker processes, each of which sees only its share of the
-    order.
+    There is no gain without ``read_range``, without batches, or if the data set fetches
+    whole batches by itself (``__getitems__``). Worker processes don't gain either, because
+    each reads only its share of the order.
     """
     if not isinstance(loader, DataLoader):
         return loader

@@ -1,13 +1,14 @@
-"""Batches whose size follows the memory, or a budget of tokens, for any training loop.
+"""Batches with a size by memory, or by a budget of tokens, for any training loop.
 
     batcher = DynamicBatcher(initial_size=32)
     for batch in batcher.batches(loader):
         train(batch)
         batcher.update_after_step()
 
-A batch is a tensor, a mapping, tuple or list of tensors (columns with one row per example), or a
-list of anything else (examples). Examples keep their order and none is lost: what waits for a later
-call is said, and so is a loader whose batches are too small to grow.
+A batch is a tensor, or a mapping, tuple or list of tensors (columns with one row per
+example). It can also be a list of anything else (examples). Examples keep their order
+and none is lost. A warning reports examples that wait for a later call. Another one
+reports a loader with batches too small to grow.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ Result = TypeVar("Result")
 
 
 class DynamicBatcher:
-    """Cuts what a loader gives into batches of a size that grows and shrinks with the memory.
+    """Cuts the loader's output into batches with a size that follows the memory.
 
     Args:
         initial_size: examples of the first batch.
-        max_size: examples of a batch at most.
-        growth_factor: how much a batch grows where there is head-room.
+        max_size: maximum examples of a batch.
+        growth_factor: factor by which a batch grows if there is free memory.
         memory_threshold: share of the memory that a step may use.
-        device: whose memory counts; the current accelerator, or the host where there is none.
-        meter: ``() -> (bytes used, bytes there are)``, in place of the device's own.
+        device: device with the memory that counts; default: the current accelerator, or the
+            host if there is none.
+        meter: ``() -> (bytes used, bytes in total)``, instead of the device's own.
     """
 
     def __init__(
@@ -73,15 +75,15 @@ class DynamicBatcher:
         return sum(example_count(part) for part in self._held)
 
     def adjust_batch(self, data: Any) -> Any:
-        """What waited and ``data``, as far as they fit.
+        """Returns the waiting examples and ``data``, as far as they fit.
 
-        As long as no size was too much for the memory, all of it, at most ``max_size``: without a
-        batcher the loader's batch would be trained whole. After that, ``size`` examples; the rest
-        waits. A loop over the loader can't catch up with what waits, nor join small batches:
-        ``batches`` does both.
+        As long as no size was too much for the memory, it returns everything, at most
+        ``max_size``. Without a batcher the loader's batch would be trained whole. After that,
+        it returns ``size`` examples, and the others wait. A loop over the loader can't catch up
+        with waiting examples, nor join small batches. ``batches`` does both.
 
         Warns:
-            UserWarning: once where examples wait, and once where the loader's batches are too small
+            UserWarning: once if examples wait, and once if the loader's batches are too small
                 for the size to matter.
         """
         count = example_count(data)
@@ -107,7 +109,7 @@ class DynamicBatcher:
         return batch
 
     def flush(self) -> Iterator[Any]:
-        """What still waits, in batches of the current size."""
+        """Yields the examples that still wait, in batches of the current size."""
         while self._held:
             yield self._take()
 
@@ -138,12 +140,14 @@ class DynamicBatcher:
     def run_step(
         self, step: Callable[[Any, float], Result], batch: Any, forget: Callable[[], object]
     ) -> list[Result]:
-        """``step(piece, share)`` over a batch, from the start in smaller pieces if memory runs out.
+        """Runs ``step(piece, share)`` over a batch; uses smaller pieces if memory runs out.
+
+        It then starts again from the first example.
 
         Args:
-            step: forward and backward of a piece whose mean loss counts ``share`` of the batch:
+            step: forward and backward of a piece. Its mean loss counts ``share`` of the batch:
                 ``(loss(piece) * share).backward()``.
-            forget: drops the gradients of an attempt that failed: ``optimizer.zero_grad``.
+            ``forget``: clears the gradients of a failed attempt: ``optimizer.zero_grad``.
 
         Raises:
             The error itself, if a single example doesn't fit, or if it isn't about memory.
@@ -289,24 +293,25 @@ TooLong = Literal["alone", "error", "drop"]
 class DynamicBatchSampler(Sampler[list[int]]):
     """Batches of example indices within a budget of tokens.
 
-    All ranks get the same number of batches. Where the number isn't a multiple of the ranks, the
-    largest batches are halved, so that every example comes exactly once per epoch over all ranks;
-    only where each batch is a single example already are the first ones repeated. With
+    All ranks get the same number of batches. If the number isn't a multiple of the ranks,
+    the largest batches are halved. So every example comes exactly once per epoch over all
+    ranks. If each batch is already a single example, the first ones are repeated. With
     ``drop_last`` the surplus batches, at most ``world_size - 1``, are left out instead.
 
-    A pass that begins after one that ended has the next epoch's order, as if ``set_epoch`` had been
-    called; all ranks do alike.
+    A pass that starts after a finished one has the next epoch's order, as if ``set_epoch``
+    had been called. All ranks do the same.
 
     Args:
         dataset: read for its length, and for lengths: its ``lengths``, else each example's
-            ``input_ids``, ``input``, ``inputs`` or ``tokens``, else ``len(example)``; of a tuple,
-            its first member. Not read if ``lengths`` is given.
+            ``input_ids``, ``input``, ``inputs`` or ``tokens``, else ``len(example)``. Of a
+            tuple, the first member counts. Not read if ``lengths`` is given.
         max_tokens: budget of one batch.
         lengths: tokens of each example.
         shuffle: a new order each epoch; without it examples keep their order.
-        padded: a batch costs its longest example x its number of examples; else its sum of tokens.
-        too_long: an example above the budget is "alone" in its batch, an "error", or left out:
-            "drop". With the first and the last a warning names how many there are.
+        padded: if True, a batch costs its longest example x its number of examples;
+            otherwise its sum of tokens.
+        too_long: an example above the budget is "alone" in its batch, an "error", or left
+            out: "drop". With "alone" and "drop" a warning gives their number.
 
     Raises:
         ValueError: an example has no length, or exceeds the budget and may not.
@@ -365,16 +370,16 @@ class DynamicBatchSampler(Sampler[list[int]]):
         self._ended = True
 
     def state_dict(self, batches_done: int | None = None) -> dict[str, Any]:
-        """Where the epoch stands.
+        """Returns the position in the epoch.
 
-        Worker processes fetch ahead of the training loop; with them, give ``batches_done``, the
-        batches of this epoch that were trained.
+        Worker processes fetch ahead of the training loop. With them, pass ``batches_done``, the
+        trained batches of this epoch.
         """
         done = self._done if batches_done is None else batches_done
         return {"epoch": self.epoch, "batches_done": done, "plan": self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on after the batches that were done.
+        """Sets the next iteration to continue after the completed batches.
 
         Raises:
             ValueError: the state is of other examples, settings or another number of ranks.
@@ -425,7 +430,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
         return [batch for step in steps for batch in batches[step * size : (step + 1) * size]]
 
     def _even(self, batches: Batches) -> Batches:
-        """As many batches as ranks x steps: surplus dropped, or batches halved, or repeated."""
+        """Makes the count ranks x steps: surplus dropped, or batches halved, or repeated."""
         surplus = len(batches) % self.world_size
         if not surplus:
             return batches

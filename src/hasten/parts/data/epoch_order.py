@@ -1,8 +1,10 @@
-"""The order of an epoch where examples travel in company: in packed rows, or with their like.
+"""Orders of an epoch for grouped examples: in packed rows, or by like length.
 
-Both orders are pure functions of (seed, epoch), hold every example once per epoch, and give the
-same steps whatever the number of ranks. ``steps`` lists a step's examples over all ranks together;
-``local_steps`` gives one rank's part, in pieces that belong into one micro-batch each.
+Both orders are pure functions of (seed, epoch). They contain every example once per
+epoch, and give the same steps for any number of ranks.
+
+``steps`` lists a step's examples over all ranks together. ``local_steps`` gives one
+rank's part, in pieces that belong into one micro-batch each.
 """
 
 from __future__ import annotations
@@ -122,20 +124,24 @@ FEW_ROWS, NARROW_CLASS = 48, 0.0075
 
 
 class PackedOrder:
-    """Rows packed over the whole epoch, so many to a step, dealt to ranks by cost.
+    """Rows packed over the whole epoch, a fixed number per step, dealt to ranks by cost.
 
-    The packing of lengths is computed once. Which of the examples of one length lies where, and
-    which rows share a step, is drawn anew in every epoch; the last step may have fewer rows.
+    The packing of lengths is computed once. In every epoch two things are drawn again: the
+    position of the examples of one length, and the rows of a step. The last step may have
+    fewer rows.
 
-    Steps are a stratified draw. Rows of like cost stand together in bundles that divide evenly
-    among 2, 4, 8... ranks, and each step takes one bundle from the cheapest stretch of the epoch,
-    one from the next, and so on (:func:`stratified`). At random: which examples lie in a row, which
-    rows of a cost class share a bundle, which bundles of a stretch share a step. Not at random: all
-    steps have nearly the same mixture of cheap and dear rows, where a plain shuffle lets it vary.
+    Steps are a stratified draw. Rows of like cost form bundles that divide evenly among 2,
+    4, 8... ranks. Each step takes one bundle from the cheapest stretch of the epoch, one
+    from the next, and so on (:func:`stratified`).
+
+    - Random: the examples of a row, the rows of a cost class in a bundle, and the bundles
+      of a stretch in a step.
+    - Not random: all steps have nearly the same mixture of cheap and expensive rows. With a
+      plain shuffle it varies.
 
     Args:
         lengths: tokens of each example.
-        row_tokens: tokens of a row at most.
+        row_tokens: maximum tokens of a row.
         rows_per_step: rows of a step, over all ranks.
         quadratic: cost of a squared token of length, see ``row_costs``.
 

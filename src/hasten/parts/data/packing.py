@@ -1,20 +1,26 @@
 """Packing over a whole data set: which examples fill rows of a fixed number of tokens.
 
-Best fit decreasing, on the histogram of lengths instead of on the examples: a million examples have
-at most ``row_tokens`` different lengths, and rows of the same content are handled as one class with
-a count. Longest first, each example goes into the fullest row that still holds it.
+The method is best fit decreasing, on the histogram of lengths instead of on the
+examples. A million examples have at most ``row_tokens`` different lengths. Rows of the
+same content are one class with a count. Longest first, each example goes into the
+fullest row that still has room for it.
 
-    (1) lengths -> how many examples of each length
-    (2) counts  -> classes of rows: (how many rows, the lengths in each)
-    (3) classes -> rows of example indices; which of the examples of one length is drawn by the
-    caller
+(1) lengths -> how many examples of each length
+(2) counts -> classes of rows: (number of rows, the lengths in each)
+(3) classes -> rows of example indices; the caller draws among examples of one length
 
-The histogram form is from Krell et al., Efficient Sequence Packing without Cross-contamination
-(arXiv:2107.02027); best fit decreasing over whole examples from Ding et al., Fewer Truncations
-Improve Language Modeling (arXiv:2404.10830). Where best fit stays above the lower bound, three
-other ways are tried, and the fewest rows are taken: rows filled exactly, one at a time; patterns,
-where lengths have few different values; a cover by full rows, where every row would have to be full
-(:mod:`hasten.parts.data.row_search` has what these search with).
+The histogram form is from Krell et al., Efficient Sequence Packing without
+Cross-contamination (arXiv:2107.02027). Best fit decreasing over whole examples is from
+Ding et al., Fewer Truncations Improve Language Modeling (arXiv:2404.10830).
+
+If best fit stays above the lower bound, three other methods are tried, and the fewest
+rows are used:
+
+- rows filled exactly, one at a time
+- patterns, if lengths have few different values
+- a cover by full rows, if every row would have to be full
+
+:mod:`hasten.parts.data.row_search` contains their search functions.
 """
 
 from __future__ import annotations
@@ -293,11 +299,15 @@ def _fewest(counts: NDArray[np.int64], row_tokens: int, examples: int) -> tuple[
 
 
 def lower_bound(counts: NDArray[Any], row_tokens: int) -> int:
-    """Rows that no packing can do without, from ``counts[length]``.
+    """Returns the minimum number of rows of any packing, from ``counts[length]``.
 
-    All tokens have to lie somewhere; no row holds more examples than the shortest that fill one;
-    and no two examples of more than half a row share one, so that those between ``cut`` and half a
-    row only fit beside the shorter of them (Martello and Toth's L2, for 32 values of ``cut``).
+    Three bounds are used:
+
+    - All tokens need a position.
+    - No row holds more examples than the shortest that fill one.
+    - No two examples of more than half a row share one. So examples between ``cut`` and
+      half a row only fit next to the shorter of them (Martello and Toth's L2, for 32 values
+      of ``cut``).
     """
     sizes = np.arange(len(counts))
     tokens, number = np.cumsum(counts * sizes), np.cumsum(counts)
@@ -322,8 +332,11 @@ def lower_bound(counts: NDArray[Any], row_tokens: int) -> int:
 
 
 def _best_fit(counts: NDArray[np.int64], row_tokens: int) -> Classes:
-    """Best fit decreasing. A row that takes an example is the fullest that holds the next one too,
-    so ``room // length`` examples of one length go into each row at once."""
+    """Packs by best fit decreasing.
+
+    A row that takes an example is also the fullest with room for the next one. So
+    ``room // length`` examples of one length go into each row at once.
+    """
     open_rows: dict[int, list[tuple[int, Pattern]]] = {}  # by the room that is left
     rooms: list[int] = []  # the keys of open_rows, ascending
     closed: Classes = []
@@ -360,7 +373,7 @@ def _best_fit(counts: NDArray[np.int64], row_tokens: int) -> Classes:
 
 @dataclass(frozen=True)
 class PackingMethod:
-    """What to do about padding for a distribution of lengths, and the figures that decided."""
+    """Recommended handling of padding for a distribution of lengths, with its figures."""
 
     method: Literal["pack", "group", "both"]
     packed: float  # fullness of packed rows
@@ -369,10 +382,10 @@ class PackingMethod:
 
 
 def choose_method(lengths: LengthCounts, row_tokens: int, together: int = 16) -> PackingMethod:
-    """Pack rows of fixed length, or group examples of like length ``together`` at a time.
+    """Chooses packed rows of fixed length, or groups of ``together`` similar lengths.
 
-    Examples that don't add up to a row leave a packed row half empty, and still pad nothing when
-    they travel with examples of their own length. ``both``: either way fills as well.
+    Examples that don't add up to a row leave a packed row half empty. Grouped with examples
+    of their own length they pad nothing. ``both``: either method fills as well.
     """
     packed = plan_rows(lengths, row_tokens).efficiency.fullness
     sizes = np.sort(np.asarray(lengths, np.int64))

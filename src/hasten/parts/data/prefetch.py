@@ -1,13 +1,15 @@
-"""A prefetcher reads batches in a thread while the step computes, as far ahead as the stall asks.
+"""Prefetching of batches in a thread while the step computes, as far ahead as needed.
 
-    caller's thread:  read batch 1 -> start the reader -> use 1 -> take 2, 3, ... from the queue
-    reader's thread:  next(loader) -> copy to the device (pinned, own stream) -> put into the queue
+    caller's thread:  read batch 1 -> start the reader -> use 1 -> take 2, 3, ... from queue
 
-The first batch is read by the caller, because loaders and samplers draw their seeds then: drawn in
-another thread, they would take turns with dropout by chance. In the first pass the second batch is
-too, and the global random states before and after it are compared; where reading moves them, order
-of draws is part of the result, and the loader is left as it is. So a run with a prefetcher has the
-bits of the run without it.
+    reader's thread:  next(loader) -> copy to device (pinned, own stream) -> put into queue
+
+The caller reads the first batch, because loaders and samplers draw their seeds then.
+Drawn in another thread, they would mix with dropout's draws at random. In the first
+pass the caller reads the second batch too. The global random states before and after it
+are compared. If reading changes them, the order of draws is part of the result, and the
+loader is left unchanged. So a run with a prefetcher has the same bits as a run without
+it.
 """
 
 from __future__ import annotations
@@ -62,10 +64,11 @@ class TakenItem(NamedTuple):
 
 
 class _Queue:
-    """What both threads see; each field has one writer, so none needs a lock.
+    """Fields that both threads read; each field has one writer, so none needs a lock.
 
-    What one thread reads of the other may be a moment old. That errs on the safe side: the reader
-    believes the queue fuller than it is, the taker believes that the reader still naps.
+    A value from the other thread may be a moment old. That errs on the safe side: to the
+    reader the queue seems fuller than it is, and to the taker the reader seems still
+    paused.
     """
 
     def __init__(self, room: int, bound: int) -> None:
@@ -81,7 +84,7 @@ class _Queue:
         self.closed = False
 
     def wait_for_room(self) -> bool:
-        """True when the next item may be read, False when nobody wants it any more."""
+        """Returns True when the next item may be read, False when the queue is closed."""
         while not self.closed and not self._has_room():
             self.napping = True
             with suppress(Empty):
@@ -165,7 +168,7 @@ class ReadingThread:
         self.close(PATIENCE_SECONDS)
 
     def set_room(self, room: int) -> None:
-        """Let so many items wait from now on; a reader that naps sees it when it wakes."""
+        """Sets the maximum number of waiting items; a paused reader applies it when it wakes."""
         self._queue.room = room
 
     def take(self) -> TakenItem | None:
@@ -192,7 +195,7 @@ class ReadingThread:
         return TakenItem(item, received_at - requested_at, depth, room, seconds)
 
     def close(self, patience: float) -> None:
-        """End the thread; what it read and nobody took is dropped."""
+        """Ends the thread and drops items that it read but were not taken."""
         self._queue.close()
         _open.discard(self)
         # The collector may run this in the reading thread itself, which can't wait for its own end.
@@ -373,7 +376,7 @@ def _is_accelerator(device: torch.device) -> bool:
 
 
 def _stream(device: torch.device) -> Any:
-    """A stream beside the computing one, or None where the device has none."""
+    """Returns a second stream next to the computing one, or None if the device has none."""
     if device.type == "cpu" or not _is_accelerator(device):
         return None
     try:
@@ -391,7 +394,7 @@ NOTICEABLE_WAIT_SECONDS = 1e-4  # a shorter wait is the lock's, not the loader's
 
 @dataclass
 class PrefetchStatistics:
-    """What the prefetcher saw: waiting, and how full the queue was when a batch was asked for."""
+    """Measurements of the prefetcher: waiting, and the queue's fill level at each request."""
 
     batches: int = 0
     ready: int = 0  # batches that were there before they were asked for
@@ -405,17 +408,19 @@ class SmartPrefetcher:
     """Reads any iterable of batches ahead: same order, same bits, less waiting.
 
     Args:
-        lookahead: batches that may wait in the queue; grows to what the bursts of reading take
-            (``LookaheadController``) and while the caller has to wait, and goes back when the queue
-            stays full, never below this.
-        pattern_detection: merge the requests of a DataLoader in this process (``num_workers=0``)
-            whose data set has ``read_range``; see :mod:`hasten.parts.data.access_pattern`.
-        device: copy batches there on the way; None leaves them where they are.
+        lookahead: batches that may wait in the queue. It grows to the length of bursts of
+            reading (``LookaheadController``) and while the caller has to wait. It shrinks
+            when the queue stays full, but never below this.
+        pattern_detection: merge the requests of a DataLoader in this process
+            (``num_workers=0``) if its data set has ``read_range``; see
+            :mod:`hasten.parts.data.access_pattern`.
+        device: copy batches there on the way; None leaves them unchanged.
         max_lookahead: bound of the growth.
-        memory_bytes: bound of the tensors that wait; None: 1 GiB. One batch may always wait.
+        memory_bytes: bound of the waiting tensors; None: 1 GiB. One batch may always wait.
 
-    A data set that draws from torch's, numpy's or Python's global generator while it reads is
-    recognised by the second batch; one that does so only later has to bring a generator of its own.
+    A data set may draw from torch's, numpy's or Python's global generator while it reads.
+    This is detected by the second batch. A data set that does so only later needs a
+    generator of its own.
     """
 
     def __init__(
@@ -457,7 +462,7 @@ class SmartPrefetcher:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned of the loader's pace; the position is ``ReadAhead.state_dict``."""
+        """Returns the loader's measured pace; ``ReadAhead.state_dict`` has the position."""
         return asdict(self.statistics)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -467,10 +472,10 @@ class SmartPrefetcher:
         self.statistics.lookahead = within
 
     def note(self, taken: TakenItem, used_seconds: float) -> int:
-        """A batch was taken, ``used_seconds`` after the one before; the look-ahead from now on.
+        """Notes a taken batch, ``used_seconds`` after the last; returns the new look-ahead.
 
-        It follows the bursts of reading. A stall that could be measured adds at least half to it, a
-        queue that stayed full takes one away, but not from what a burst would need.
+        It follows the bursts of reading. A measurable stall adds at least half to it. A queue
+        that stayed full subtracts one, but never goes below the need of a burst.
         """
         statistics = self.statistics
         statistics.batches += 1
@@ -490,7 +495,7 @@ class SmartPrefetcher:
 
 
 class ReadAhead:
-    """A loader behind a prefetcher; knows how many of its batches the caller has taken."""
+    """A loader behind a prefetcher; counts the batches that the caller has taken."""
 
     def __init__(self, prefetcher: SmartPrefetcher, loader: Iterable[Any]) -> None:
         self.prefetcher, self.loader = prefetcher, loader

@@ -1,13 +1,13 @@
-"""Searches for rows without a gap: one row at a time, a cover by full rows, patterns of lengths.
+"""Searches for rows without a gap: single rows, covers by full rows, length patterns.
 
-A row without a gap costs nothing that could have been saved, so each row is searched for examples
-that fill it to the last token (after the minimum bin slack of Gupta and Ho, A New Heuristic
-Algorithm for the One-Dimensional Bin-Packing Problem, 1999), from the longest example that is left.
-Two ways to choose among such rows:
+A row without a gap wastes nothing. So for each row the search looks for examples that
+fill it to the last token, from the longest remaining example. This follows the minimum
+bin slack of Gupta and Ho, A New Heuristic Algorithm for the One-Dimensional Bin-Packing
+Problem, 1999. There are two orders:
 
-    longest first   the fullest row found, trying longer examples first
-    fewest first    a row of as few examples as can fill it; short ones, which fit anywhere, are
-                    left for the last rows, where little choice remains
+- longest first: the fullest row, trying longer examples first
+- fewest first: a row with the fewest examples that can fill it. Short ones, which fit
+  anywhere, remain for the last rows, where little choice remains.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ Table = NDArray[np.int64]
 def full_rows(
     sizes: Table, counts: Table, row_tokens: int, most: int = MOST_IN_A_ROW
 ) -> tuple[Table, int]:
-    """Full rows of three to ``most`` examples, as places in ``sizes``, (rows, 7); and the work.
+    """Full rows of three to ``most`` examples, as positions in ``sizes``, (rows, 7).
 
-    ``sizes`` descend; places in a row ascend, and ``len(sizes)`` stands where there is no example.
+    The second value is the work of the search.
+
+    ``sizes`` descend and positions in a row ascend. ``len(sizes)`` marks an empty position.
     Lists that would become too long end with rows of fewer examples.
     """
     size_index = np.full(row_tokens + 1, -1, np.int64)
@@ -112,9 +114,9 @@ class RowSearch:
         self.work, self.exhausted = 0, False
 
     def found(self, looks: int, draw: random.Random) -> list[list[int]] | None:
-        """Chosen rows, as places of lengths; None after so many looks, or where there are none.
+        """Chosen rows, as positions of lengths; None after ``looks`` tries or if none exist.
 
-        ``exhausted`` tells that there are none.
+        ``exhausted`` is True if there are none.
         """
         self._draw, self._looks = draw, looks
         chosen = self._search((1 << len(self.rows)) - 1, self.counts)

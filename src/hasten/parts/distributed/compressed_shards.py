@@ -1,16 +1,18 @@
-"""Gradients of a sharded model in fewer bytes: in FSDP2's reduce-scatter, and between copies.
+"""Gradients of a sharded model in fewer bytes: reduce-scatter, and between copies.
 
-Copies of a sharded model average their shards' gradients once a step:
+Copies of a sharded model average their shards' gradients once per step:
 
-    (1) within a copy FSDP2 reduces and scatters a group's gradients in full, in each backward pass
-    (2) a rank adds up what its shards get in the passes of a step
-    (3) in the last one the ranks with the same shards, one of each copy, average them by a
-        compressor's way, and remember what their messages left out
+(1) Within a copy FSDP2 reduces and scatters a group's gradients in full, in each
+    backward pass.
+(2) A rank sums the gradients of its shards over the passes of a step.
+(3) In the last pass the ranks with the same shards, one of each copy, average them.
+    They use a compressor's method and store the errors of their messages.
 
-Copies on hosts of their own are where this pays: between hosts a rank sends its shards alone, and
-within a host nothing is compressed. FSDP2's own hybrid sharding would add copies up in full, so a
-module is sharded within a copy alone (its mesh has no axis of copies), and this works on the result
-of its reduce-scatter. All copies read the same bytes, so that they keep the same bits.
+This is useful if copies are on separate hosts. Between hosts a rank sends its shards
+alone, and within a host nothing is compressed. FSDP2's own hybrid sharding would sum
+copies in full. So a module is sharded within a copy alone (its mesh has no axis of
+copies), and this works on the result of its reduce-scatter. All copies read the same
+bytes, so they keep the same bits.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ FEEDBACK = ("int8", "int4", "topk")
 
 
 def row_codec(settings: CompressionSettings) -> Codec:
-    """What encodes a row by the settings' method.
+    """Returns the codec that encodes a row by the settings' method.
 
     Raises:
         ValueError: the method needs more than rows of numbers.
@@ -74,15 +76,16 @@ def row_codec(settings: CompressionSettings) -> Codec:
 
 
 class ShardedGradients:
-    """A codec in a sharded module's reduce-scatter; every rank attaches one, and says ``passes``
-    before each backward.
+    """A codec in a sharded module's reduce-scatter.
+
+    Every rank attaches one, and sets ``passes`` before each backward.
 
     Args:
-        settings: ``scope`` and ``rank`` aren't looked at.
-        loss_scale: what the loss is multiplied by now; memory is kept without it.
+        settings: ``scope`` and ``rank`` are ignored.
+        loss_scale: current factor of the loss; memory is stored without it.
 
     Raises:
-        ValueError: a method that rows of numbers don't suffice for.
+        ValueError: a method that needs more than rows of numbers.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class ShardedGradients:
 
     @property
     def compresses(self) -> bool:
-        """Whether the step under way, or the last one, is past the dense start."""
+        """Returns True if the current or last step is past the dense start."""
         return self.steps > self._settings.dense_steps
 
     def passes(self, last: bool) -> None:
@@ -176,7 +179,7 @@ class ShardedGradients:
         self.steps = int(state["steps"])
 
     def _takes(self, group: ShardGroup) -> bool:
-        """Whether a group is encoded once compression has begun: small ones aren't worth it."""
+        """Returns True if a group is encoded after the dense start; small ones stay dense."""
         return group.ranks > 1 and group.row * group.ranks >= self._settings.minimum
 
     def _of(self, group: ShardGroup) -> Callable[[Tensor, Tensor, Any, Any], None]:
@@ -217,12 +220,13 @@ class ShardedGradients:
 
 
 class CopiedShards:
-    """An exchange between copies; every rank attaches one, and says ``passes`` before each
-    backward.
+    """An exchange between copies.
+
+    Every rank attaches one, and sets ``passes`` before each backward.
 
     Args:
-        members: for each shard its ranks, one of each copy; alike on all ranks.
-        loss_scale: what the loss is multiplied by now; memory is kept without it.
+        members: for each shard its ranks, one of each copy; equal on all ranks.
+        loss_scale: current factor of the loss; memory is stored without it.
 
     Raises:
         ValueError: a method that needs whole matrices.
@@ -269,7 +273,7 @@ class CopiedShards:
 
     @property
     def compresses(self) -> bool:
-        """Whether the step under way, or the last one, is past the dense start."""
+        """Returns True if the current or last step is past the dense start."""
         return self._travel.compresses
 
     def passes(self, last: bool) -> None:

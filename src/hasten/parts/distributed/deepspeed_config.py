@@ -1,10 +1,12 @@
-"""A DeepSpeed configuration (``ds_config.json``): read, checked, "auto" filled, and what it means.
+"""A DeepSpeed configuration (``ds_config.json``): reads and checks it, fills "auto".
 
-(1) every key is one that DeepSpeed knows, or an error with the nearest => (2) batch sizes agree
-with each other, the number of ranks and what the trainer was told => (3) each "auto" takes the
-trainer's value. DeepSpeed leaves "auto" to whoever calls it; sizes that follow from the model's
-width are those of Transformers' integration: buckets of hidden^2, prefetch of 0.9 hidden^2,
-parameters below 10 hidden elements kept on every rank
+(1) Every key must be a DeepSpeed key. Otherwise an error names the nearest one.
+(2) Batch sizes agree with each other, the number of ranks and the trainer's settings.
+(3) Each "auto" takes the trainer's value.
+
+DeepSpeed leaves "auto" to its caller. Sizes that follow from the model's width are
+those of Transformers' integration. These are buckets of hidden^2 and prefetch of 0.9
+hidden^2. Parameters below 10 hidden elements stay on every rank
 (https://huggingface.co/docs/transformers/deepspeed). Keys and rules:
 https://www.deepspeed.ai/docs/config-json/.
 """
@@ -42,7 +44,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """What the trainer knows, for "auto"; None: it was told nothing."""
+    """Settings of the trainer, for "auto"; None: not set."""
 
     world: int = 1
     batch: int | None = None  # examples of one step over all ranks
@@ -61,7 +63,7 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Examples of a step over all ranks, of one pass on one rank, and passes; None: not said."""
+    """Examples of a step on all ranks, of a pass on one rank, and passes; None: not set."""
 
     train: int | None
     micro: int | None
@@ -69,7 +71,7 @@ class BatchSizes:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The file as a dictionary whose keys DeepSpeed knows.
+    """Returns the file as a dictionary, with valid DeepSpeed keys only.
 
     Raises:
         ValueError: no such file, not JSON, an unknown key.
@@ -142,7 +144,7 @@ def explicit(value: Any) -> Any:
 def batch_sizes(  # noqa: C901  # each size may be what is missing
     config: Mapping[str, Any], trainer_settings: TrainerSettings
 ) -> BatchSizes:
-    """The three sizes made whole from each other and from what the trainer was told.
+    """Completes the three sizes from each other and from the trainer's settings.
 
     Raises:
         ValueError: two of them contradict each other, or the trainer.
@@ -343,7 +345,7 @@ def _offloads(zero: Mapping[str, Any], what: str) -> bool:
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """What a key holds, nothing where it is left out or null.
+    """Returns the mapping under a key, empty if it is missing or null.
 
     Raises:
         ValueError: it is something else.

@@ -1,10 +1,11 @@
-"""DeepSpeed's ZeRO as four plain calls: pass gradients on, the norm, the update, whole weights.
+"""DeepSpeed's ZeRO as four calls: send gradients, norm, update, full weights.
 
-The caller owns the loop: it says which backward pass is a step's last, looks at the norm of the
-whole gradient before anything moves, and then lets the weights move or gives the step up. ZeRO
-(Rajbhandari et al., arXiv:1910.02054) deals out optimizer state (1), gradients too (2), weights too
-(3); offload keeps optimizer state in host memory (Ren et al., arXiv:2101.06840). Made for DeepSpeed
-0.19: norm and giving up use methods of its optimizers that its documentation doesn't list.
+The caller controls the loop. It marks which backward pass is a step's last and reads
+the norm of the whole gradient before anything moves. Then it moves the weights or skips
+the step. ZeRO (Rajbhandari et al., arXiv:1910.02054) shards optimizer state (1),
+gradients too (2), weights too (3). Offload keeps optimizer state in host memory (Ren et
+al., arXiv:2101.06840). This is made for DeepSpeed 0.19: norm and skipping use methods
+of its optimizers that its documentation doesn't list.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class ZeroTrainer:
         self.stage = int(self.engine.zero_optimization_stage())
 
     def held(self) -> int:
-        """Trained weights whose optimizer state lies on this rank, padding of pieces included."""
+        """Number of trained weights with optimizer state on this rank, padding included."""
         if self.stage < 3:
             pieces = self.engine.optimizer.single_partition_of_fp32_groups
             return sum(partition.numel() for partition in pieces)
@@ -81,7 +82,7 @@ class ZeroTrainer:
         return math.hypot(*norms) / float(zero.loss_scale)
 
     def update(self) -> None:
-        """Clip, move the weights, forget the gradients."""
+        """Clips, moves the weights, clears the gradients."""
         self.engine.step()
 
     def give_up(self) -> None:
@@ -148,7 +149,7 @@ def _parameters(fields: Mapping[str, Any]) -> dict[str, nn.Parameter | None]:
 
 
 def _settings(config: Mapping[str, Any], max_norm: float | None) -> dict[str, Any]:
-    """What the caller owns is left out or made neutral."""
+    """Removes or neutralises the settings that belong to the caller."""
     owned = ("train_batch_size", "optimizer", "scheduler")
     settings = {key: value for key, value in config.items() if key not in owned}
     settings |= {
@@ -184,7 +185,7 @@ def why_not(on_cpu: bool, folder: Path) -> str | None:
 
 
 def stale_locks(folder: Path, seconds: float = OLD_LOCK_SECONDS) -> list[Path]:
-    """Locks of builds that nothing has been written beside for so long.
+    """Locks of builds without any write in their folder for ``seconds``.
 
     torch.utils.cpp_extension makes one per operator and waits while it exists.
     """

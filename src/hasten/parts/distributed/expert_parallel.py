@@ -1,17 +1,21 @@
-"""Expert parallelism: a layer's experts lie on several ranks, each rank's tokens travel to them.
+"""Expert parallelism: a layer's experts are on several ranks; tokens are sent to them.
 
     experts, replicas = expert_groups(size=2)               # on 4 ranks: (0, 1), (2, 3)
-    shared = share_experts(model, experts)                  # this rank keeps half of each layer's
-    ddp = replicated(model, shared)                         # the rest is on every rank
-    gradients = ExpertGradients(shared.parameters(), replicas, divisor=4)
-    loss_of(ddp, my_examples).backward()                     # every rank, the same number of times
-    optimizer.step()                                        # as if one process had seen it all
+    shared = share_experts(model, experts)                  # keeps half of each layer's experts
 
-Ranks keep different examples. Router, shared experts and attention are replicas, whose gradients
-DistributedDataParallel averages. An expert's gradient is complete on the rank that holds it, since
-its tokens came there; it is summed over the other groups' copies of it alone and divided like the
-rest (Lepikhin et al., GShard, arXiv:2006.16668; Rajbhandari et al., DeepSpeed-MoE,
-arXiv:2201.05596). What it is computed with stays the module's own code: Transformers' or fused.
+    ddp = replicated(model, shared)                         # the others are on every rank
+    gradients = ExpertGradients(shared.parameters(), replicas, divisor=4)
+
+    loss_of(ddp, my_examples).backward()                    # every rank, equally often
+    optimizer.step()                                        # as with one process and all data
+
+Ranks have different examples. Router, shared experts and attention are replicas, and
+DistributedDataParallel averages their gradients. An expert's gradient is complete on
+the rank that holds it, because its tokens came there. Only the other groups' copies of
+it are added, and the sum is divided like the other gradients. Sources: Lepikhin et al.,
+GShard, arXiv:2006.16668; Rajbhandari et al., DeepSpeed-MoE, arXiv:2201.05596.
+
+The computation remains the module's own code: Transformers' or fused.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ ELSEWHERE = -1  # the place of an expert that another rank holds
 
 @dataclass
 class TokenTraffic:
-    """What this rank sent to others since it was built; what it kept for itself isn't counted."""
+    """Counts the data that this rank has sent to others; data for itself isn't counted."""
 
     passes: int = 0  # forward passes, recomputed ones included
     rows: int = 0  # tokens that left in them, once for each rank that they went to
@@ -89,16 +93,16 @@ def depart(
     group: dist.ProcessGroup,
     traffic: TokenTraffic,
 ) -> tuple[RowRoutes, Pairs]:
-    """Steps 1 and 2: what this rank's experts have to compute, for tokens of all ranks.
+    """Steps 1 and 2: returns the work of this rank's experts, for tokens of all ranks.
 
-    There is always a pair to compute: without a token it is a row of zeros that weighs nothing, so
-    that the experts' weights have a gradient on every rank.
+    There is always a pair to compute. Without a token it is a row of zeros with weight 0.
+    So the experts' weights have a gradient on every rank.
 
     Args:
         x: (T, H), this rank's tokens.
-        index: (T, K), the experts of each token, of all there are.
-        weights: (T, K), what each of them weighs.
-        local_experts: experts of a rank; expert e lies on rank e // here of the group.
+        index: (T, K), the experts of each token, numbered over all ranks.
+        weights: (T, K), the weight of each of them.
+        local_experts: experts of a rank; expert e is on rank e // here of the group.
     """
     tokens, where, leaving, coming, pairs_here = _addresses(index, local_experts, group, traffic)
     local = index.index_select(0, tokens) - local_experts * where.unsqueeze(1)
@@ -302,7 +306,7 @@ class ExpertLayer:
 
 
 class SharedExperts:
-    """The layers of a model whose experts were shared out."""
+    """The layers of a model with experts that were spread over ranks."""
 
     def __init__(self, layers: dict[str, ExpertLayer], group: Group) -> None:
         self.layers, self.group = layers, group
@@ -318,7 +322,7 @@ class SharedExperts:
 
     @property
     def traffic(self) -> TokenTraffic:
-        """What this rank sent, over all layers."""
+        """Returns the data that this rank sent, over all layers."""
         total = TokenTraffic()
         for layer in self.layers.values():
             total += layer.traffic
@@ -326,11 +330,11 @@ class SharedExperts:
 
     @contextmanager
     def gathered(self) -> Iterator[bool]:
-        """Inside, the first rank of all has every expert and needs no other rank; True there.
+        """Context in which rank 0 has every expert and needs no other rank; True on rank 0.
 
-        All ranks enter it, between two steps. It takes the first rank the memory of all experts,
-        the others none; where a device has no room for that, they lie on the host, to be saved.
-        What is written into weights meanwhile is lost.
+        All ranks enter it, between two steps. It takes the first rank the memory of all
+        experts, the others none. If a device has no room for that, the experts are on the host,
+        only for saving. Values written into weights inside are lost.
         """
         first, parts = dist.get_rank() == 0, [weight.data for weight in self.parameters()]
         needed = sum(part.nbytes for part in parts) * dist.get_world_size(self.group)
@@ -355,10 +359,10 @@ class SharedExperts:
 
 
 class ExpertGradients:
-    """Experts' gradients, summed over their copies while backward still runs, and divided.
+    """Sums experts' gradients over their copies while backward runs, and divides them.
 
-    The sum over a group's tokens is there already; ``divisor`` is what the rest of the gradients is
-    divided by, the ranks that DistributedDataParallel averages over.
+    The sum over a group's tokens is already complete. ``divisor`` is the divisor of the
+    other gradients: the number of ranks that DistributedDataParallel averages over.
     """
 
     def __init__(self, weights: Sequence[nn.Parameter], replicas: Group, divisor: int) -> None:
@@ -401,7 +405,7 @@ def replicated(module: nn.Module, shared: SharedExperts, **settings: Any) -> nn.
 
 
 def layer_of(weight: Tensor) -> ExpertLayer:
-    """The layer whose experts a weight holds a part of; ValueError for any other weight."""
+    """Returns the layer with the experts that a weight belongs to; else ValueError."""
     layer: ExpertLayer | None = getattr(weight, MARK, None)
     if layer is None:
         raise ValueError("this weight is no rank's part of a layer's experts")
@@ -409,12 +413,12 @@ def layer_of(weight: Tensor) -> ExpertLayer:
 
 
 def holds_part(weight: Tensor) -> bool:
-    """Whether a weight, or a copy that took its marks over, is this rank's part of the experts."""
+    """Returns True if a weight, or a copy with its attributes, is a part of the experts."""
     return hasattr(weight, MARK)
 
 
 def has_room(device: torch.device, needed: int) -> bool:
-    """Whether so many bytes are half of what is free there at most."""
+    """Returns True if ``needed`` bytes are at most half of the device's free memory."""
     if device.type == "cpu":
         return True
     free, _ = torch.get_device_module(device).mem_get_info(device)

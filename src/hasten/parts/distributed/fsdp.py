@@ -1,10 +1,11 @@
-"""FSDP2: each rank keeps a piece of every weight; also beside experts, and in a pipeline's stages.
+"""FSDP2: each rank keeps a shard of every weight; also for experts and pipelines.
 
-A decoder block's weights are brought together (all-gather) when its pass begins and let go when it
-is over; its gradients are added up and cut (reduce-scatter) as soon as they are there, while the
-blocks before it still compute. What lies outside the blocks (embedding, last norm, head) forms the
-outermost group, which stays together from the forward to the backward pass. The idea is ZeRO's
-(Rajbhandari et al., arXiv:1910.02054), the engine ``torch.distributed.fsdp.fully_shard``.
+A decoder block's weights are gathered (all-gather) when its pass begins and released
+when it ends. Its gradients are summed and sharded (reduce-scatter) as soon as they are
+complete, while earlier blocks still compute. Modules outside the blocks (embedding,
+last norm, head) form the outermost group. It stays gathered from the forward to the
+backward pass. The method is ZeRO (Rajbhandari et al., arXiv:1910.02054), the engine
+``torch.distributed.fsdp.fully_shard``.
 
     shard(module, mesh)                     # in place; the optimizer comes after it
     send_gradients(module, last)            # before each backward pass of a step
@@ -94,7 +95,7 @@ def groups(module: nn.Module) -> int:
 
 
 def send_gradients(module: nn.Module, send: bool) -> None:
-    """Whether the next backward pass reduces its gradients, or each rank keeps whole ones."""
+    """Selects if the next backward pass reduces gradients or each rank keeps full ones."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(send)
 
@@ -198,7 +199,7 @@ def _parameter_groups(member: Any) -> Sequence[Any]:
 
 
 class RowReduceScatter:
-    """What FSDP2 calls in the place of its reduce-scatter, by the shape of torch's own class."""
+    """Replaces FSDP2's reduce-scatter, with the interface of torch's own class."""
 
     def __init__(self, reduce: Callable[[Tensor, Tensor, Any, Any], None]) -> None:
         self._reduce = reduce

@@ -1,9 +1,9 @@
-"""What one rank holds of a model that is dealt out, as plain tensors: for optimizer, norm, saving.
+"""Local shards of a distributed model as plain tensors: optimizer, norm, saving.
 
-Parameters of a sharded or split module are ``DTensor``: a piece, and where it belongs. An update
-rule that treats each number by itself needs the piece alone. So the optimizer is given plain
-tensors over the same memory; kernels that know nothing of DTensor then work, pieces of different
-meshes go through one call, and no operator asks where anything belongs.
+Parameters of a sharded or split module are ``DTensor``: a shard and its placement. An
+update rule that treats each number by itself needs the shard alone. So the optimizer
+gets plain tensors over the same memory. Kernels without DTensor support then work.
+Shards of different meshes go through one call, and no operator needs the placement.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENGINE = "torch.distributed"  # where the hooks of FSDP2 and of tensor paralleli
 
 
 class Format(Protocol):
-    """A number format whose weights are the module's own (as it came, or under autocast)."""
+    """A number format with the module's own weights (unchanged, or under autocast)."""
 
     def prepare(self, module: nn.Module) -> None: ...
 
@@ -60,7 +60,7 @@ class LocalShards:
     def region(self) -> AbstractContextManager[Any]:
         return self.inner.region()
 
-    def own(self, optimizer: Optimizer) -> None:
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Put the pieces where the optimizer had the parameters.
 
         Raises:
@@ -89,7 +89,7 @@ class LocalShards:
     def before_backward(self, reduces: bool) -> None:
         return None
 
-    def collect(self) -> None:
+    def accumulate_gradients(self) -> None:
         """Hand the gradients that are there over to the pieces, in the pieces' own cut."""
         for parameter, shard in self._pairs:
             if shard is not parameter and isinstance(parameter.grad, DTensor):
@@ -98,7 +98,7 @@ class LocalShards:
     def parameters(self) -> list[Tensor]:
         return [shard for _, shard in self._pairs]
 
-    def publish(self) -> None:
+    def update_model_weights(self) -> None:
         """The pieces have changed: whatever is still together from a pass before is let go."""
         let_go(self._module)
 
@@ -127,7 +127,7 @@ class LocalShards:
         return total_norm.to(device, _wide(with_gradients), non_blocking=True)
 
     def _shares(self, holders: list[int], device: torch.device) -> Tensor:
-        """What each piece counts for; sent to the device again only where the holders change."""
+        """Returns each shard's weight; sent to the device again only if the holders change."""
         if self._counted is None or self._counted[0] != holders:
             shares = torch.tensor([1 / h for h in holders], dtype=torch.float64, device=device)
             self._counted = holders, shares
@@ -166,11 +166,12 @@ def _as_cut(gradient: DTensor, parameter: Tensor) -> Tensor:
 
 @contextmanager
 def whole_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator[bool]:  # noqa: C901  # all is put back as it was
-    """A context in which the first rank's ``model`` is whole and runs by itself; all ranks enter.
+    """Context in which rank 0's ``model`` is complete and runs alone; all ranks enter it.
 
-    Weight by weight the pieces are brought together, kept on the first rank and dropped on the
-    others. There the engines' hooks are taken off the modules, so that a forward pass asks no
-    other rank. On the way out pieces and hooks are put back; what was written inside is lost.
+    Weight by weight the shards are gathered, kept on the first rank and dropped on the
+    others. On the first rank the engines' hooks are removed from the modules, so a forward
+    pass needs no other rank. At the end shards and hooks are restored. Values written
+    inside are lost.
     """
     let_go(module)
     places = [
@@ -238,13 +239,13 @@ def _engine_hooks(model: nn.Module) -> list[tuple[Any, list[int]]]:
 
 @torch.no_grad()
 def full_tensor(value: Tensor, parameter: DTensor, first: bool) -> Tensor:
-    """The whole of ``value``, a DTensor or the piece of one that is laid out like ``parameter``.
+    """Full tensor of ``value``: a DTensor, or a shard laid out like ``parameter``.
 
-    Every rank of the mesh calls it; those that aren't ``first`` get an empty tensor, and no rank
-    holds more than this one tensor beside its own.
+    Every rank of the mesh calls it. Ranks that aren't ``first`` get an empty tensor. No
+    rank holds more than this one tensor in addition to its own.
 
     Raises:
-        ValueError: the value isn't laid out like the parameter's piece.
+        ValueError: the value isn't laid out like the parameter's shard.
     """
     mesh = parameter.device_mesh
     if not isinstance(value, DTensor):

@@ -1,12 +1,16 @@
-"""Tensor parallelism: each rank computes its piece of every layer, on DTensor's own styles.
+"""Tensor parallelism: each rank computes a piece of every layer (DTensor's styles).
 
-    q, k, v, gate, up   cut by output (column): a rank has some heads, some of the MLP's width
-    o, down             cut by input (row): the ranks' results are added up
-    embedding, head     cut by vocabulary; see :mod:`hasten.parts.distributed.vocabulary_parallel`
-    norms, residuals    the same everywhere, or with ``sequence`` cut along the sequence:
-                        layer = norm -> gather -> attention -> scatter -> norm -> gather -> ...
+- q, k, v, gate, up: cut by output (column). A rank has some heads, some of the MLP's
+  width.
+- o, down: cut by input (row). The ranks' results are summed.
+- embedding, head: cut by vocabulary; see
+  :mod:`hasten.parts.distributed.vocabulary_parallel`
+- norms, residuals: the same on all ranks. With ``sequence`` they are cut along the
+  sequence:
 
-What a plan doesn't name stays whole on every rank, and its gradient comes out whole too.
+      layer = norm -> gather -> attention -> scatter -> norm -> gather -> ...
+
+Modules outside the plan stay whole on every rank, and so do their gradients.
 """
 
 from __future__ import annotations
@@ -102,8 +106,11 @@ def cut_beside_row(layer: nn.Module, mesh: DeviceMesh, between: Placement) -> No
 
 
 def _adapters(layer: nn.Module) -> list[tuple[Any, Any, Any]]:
-    """(A, B, dropout) of each; none where the layer has no adapter. The dropout now lets all
-    through: A's own code drops, since it knows which columns it has."""
+    """Returns (A, B, dropout) of each adapter; none if the layer has no adapter.
+
+    The dropout module becomes the identity. A's own code applies dropout, because it has
+    the column range.
+    """
     if base_of(layer) is layer:
         return []
     adapters: list[tuple[Any, Any, Any]] = []
@@ -135,7 +142,7 @@ def _through(x: Tensor) -> Tensor:
 
 
 def _whole_input(self: Any, dropout: Any, x: Tensor) -> Tensor:
-    """A beside a column cut."""
+    """A of an adapter on a column-cut layer."""
     weight = self.weight
     if not isinstance(weight, DTensor):
         return F.linear(_dropped(x, dropout), weight)
@@ -148,13 +155,16 @@ def _whole_input(self: Any, dropout: Any, x: Tensor) -> Tensor:
 
 
 def _piece(self: Any, x: Tensor) -> Tensor:
-    """B beside a column cut."""
+    """B of an adapter on a column-cut layer."""
     weight = self.weight
     return F.linear(x, weight.to_local() if isinstance(weight, DTensor) else weight)
 
 
 def _own_columns(self: Any, dropout: Any, between: Placement, width: int, x: Tensor) -> Tensor:
-    """A beside a row cut: its columns times this rank's part of the input, added up over ranks."""
+    """A of an adapter on a row-cut layer: its columns times this rank's input, summed.
+
+    The sum is over ranks.
+    """
     weight = self.weight
     if not isinstance(weight, DTensor):
         return F.linear(_dropped(x, dropout), weight)
@@ -166,7 +176,7 @@ def _own_columns(self: Any, dropout: Any, between: Placement, width: int, x: Ten
 
 
 def _whole_rank(self: Any, between: Placement, x: Tensor) -> Tensor:
-    """B beside a row cut, on a piece of the sequence or on all of it."""
+    """B of an adapter on a row-cut layer, on a piece of the sequence or on all of it."""
     weight = self.weight
     if not isinstance(weight, DTensor):
         return F.linear(x, weight)
@@ -284,8 +294,11 @@ def _by_rows(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
 
 
 def _enter(module: nn.Module, mesh: DeviceMesh, between: Any, keep: bool) -> None:
-    """The region's input is made whole; ``keep``: it stays a DTensor, so that the gradients of all
-    its readers are added up before they travel, once."""
+    """Makes the region's input whole.
+
+    With ``keep`` it stays a DTensor. Then the gradients of all its readers are summed
+    before they are sent, once.
+    """
     # Hugging Face's blocks call attention with names, and the MLP without.
     named = "hidden_states" if "Attention" in type(module).__name__ else None
     made: dict[str, Any] = {"use_local_output": not keep}

@@ -1,10 +1,13 @@
-"""Cross-entropy with the vocabulary dealt out: each rank scores its own tokens, no logits travel.
+"""Cross-entropy with a sharded vocabulary: each rank scores its tokens.
 
-A rank multiplies the hidden states with its rows of the head. Of a chunk's logits (rows, V / n) it
-needs from the others the largest one, the sum of exponentials and the label's score, three numbers
-a row; then it turns its logits into gradients and drops them, as
-:mod:`hasten.parts.nn.losses` does on one rank. Only the gradient of the hidden states is
-added up over ranks, once (Shoeybi et al., arXiv:1909.08053, section 3).
+No logits are sent.
+
+A rank multiplies the hidden states with its rows of the head. For a chunk's logits
+(rows, V / n) it needs three numbers per row from the others. These are the largest
+logit, the sum of exponentials and the label's score. Then it turns its logits into
+gradients and drops them, as :mod:`hasten.parts.nn.losses` does on one rank. Only the
+gradient of the hidden states is summed over ranks, once (Shoeybi et al.,
+arXiv:1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from hasten.parts.nn.losses import (
 
 
 class VocabularyParallelHead(nn.Module):
-    """A linear head whose weight is a ``DTensor`` cut by rows; labels in, summed loss out.
+    """A linear head with a ``DTensor`` weight cut by rows; labels in, summed loss out.
 
     Args:
         weight: (vocabulary, hidden), ``Shard(0)`` over ``mesh``; may be the embedding's.
@@ -88,12 +91,12 @@ def vocabulary_parallel_cross_entropy(
     terms: LossTerms = PLAIN,
     vocabulary: int = 0,
 ) -> Tensor:
-    """The summed loss of ``hidden`` (rows, hidden) against ``labels`` (rows,), -100: no loss.
+    """Summed loss of ``hidden`` (rows, hidden) against ``labels`` (rows,); -100: no loss.
 
     Args:
-        weight: this rank's rows of the head, from row ``first`` on; ``bias`` alike.
-        group: the ranks that hold the others; each is given the same hidden states and labels.
-        chunk: rows whose logits exist at once.
+        weight: this rank's rows of the head, starting at row ``first``; ``bias`` alike.
+        group: the ranks that hold the others. Each gets the same hidden states and labels.
+        chunk: rows with logits in memory at one time.
         vocabulary: rows of all ranks together, for label smoothing.
     """
     if torch.is_autocast_enabled(hidden.device.type):

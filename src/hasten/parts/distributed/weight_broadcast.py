@@ -1,15 +1,16 @@
-"""Weights on their way from the one rank of a host that has built the model to the others.
+"""Broadcast of weights from the rank of a host that has built the model to the others.
 
-The others have its skeleton: the same modules with tensors on the meta device, which have shapes
-and no memory. For one module after the other they get memory for its tensors, are sent the values
-and cut them into their pieces. So a host holds one whole model and its pieces, where it held one
-whole model for each rank, and files are read once.
+The others have its skeleton: the same modules with tensors on the meta device, which
+have shapes and no memory. One module after the other, they allocate memory for its
+tensors, receive the values and cut them into their shards. So a host holds one whole
+model and its shards, instead of one whole model for each rank. Files are read once.
 
     arrival = WeightBroadcast(reads=local_rank == 0)  # every rank, at the same moment
+
     for block in blocks:
         arrival(block)                            # every rank
-        fully_shard(block)                        # lets go of what was whole
-    arrival(model)                                # what lies outside the blocks
+        fully_shard(block)                        # releases the full weights
+    arrival(model)                                # modules outside the blocks
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ class WeightBroadcast:
 
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> None:
-        """Of the module and all in it: what isn't cut into pieces yet. Every rank of a host calls
-        it with the same module.
+        """Sends the tensors of the module and its children that aren't sharded yet.
+
+        Every rank of a host calls it with the same module.
 
         Raises:
             ValueError: ranks have different modules.
@@ -69,7 +71,7 @@ class WeightBroadcast:
                 self._buffers[id(table[name])] = table[name]
 
     def _sent(self, tensor: Any) -> Any:
-        """The tensor itself where it has values, else one in its place that has."""
+        """Returns the tensor itself if it has values, else a replacement that has values."""
         if not tensor.is_meta:
             values, materialized = tensor.detach(), tensor
         elif isinstance(tensor, nn.Parameter):
@@ -123,7 +125,7 @@ def senders(hosts: Sequence[str], reads: Sequence[bool]) -> list[tuple[int, ...]
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[Table, str, Tensor]]:
-    """Whole parameters and buffers with the tables they stand in, alike ordered on all ranks."""
+    """Yields whole parameters and buffers with their tables, in one order on all ranks."""
     for owner in module.modules():
         for table in (owner._parameters, owner._buffers):
             for name, tensor in list(table.items()):

@@ -1,12 +1,14 @@
-"""AdamW on a GPU: all tensors of one format in one launch, as the torch operator ``adamw_``.
+"""AdamW on a GPU: one launch for all tensors of a format, torch operator ``adamw_``.
 
-Gradients are divided, moments widened, moved and rounded, weights moved and rounded, and a copy of
-float32 weights in bf16 is written: each number is read once and written once. Weights in bf16 are
-rounded up or down at random, so that updates smaller than a step of bf16 are right in the mean
-(Gupta et al., arXiv:1502.02551). The launch needs no number on the host.
+In one pass the kernel divides gradients, widens, updates and rounds moments, and
+updates and rounds weights. It also writes a bf16 copy of float32 weights. Each number
+is read once and written once. Weights in bf16 are rounded up or down at random. So
+updates smaller than a step of bf16 are right in the mean (Gupta et al.,
+arXiv:1502.02551). The launch needs no number on the host.
 
-``adamw_reference.py`` has the rule in torch's operators, ``adamw_triton.py`` the kernel. Where
-either of its two forms doesn't work on a GPU it is refused by name, and torch's operators run.
+``adamw_reference.py`` has the rule in torch's operators, ``adamw_triton.py`` the
+kernel. If either of its two forms doesn't work on a GPU, it is refused by name. Then
+torch's operators run.
 """
 
 from __future__ import annotations
@@ -106,10 +108,10 @@ def _why_no_triton(device: torch.device) -> str:
 
 
 def takes(weight: Tensor, form: str = PLAIN) -> bool:
-    """Whether the kernel moves a weight: float32 or bf16, on a GPU that has it and not refused.
+    """Returns True if the kernel can update a weight: float32 or bf16, on a supported GPU.
 
-    Its gradient has to be in one of these formats, too. A tensor that only stands for its parts (a
-    DTensor) has no memory of its own.
+    A refused form returns False. The gradient must be in one of these formats, too. A
+    tensor that only represents its parts (a DTensor) has no memory of its own.
     """
     grad = weight if weight.grad is None else weight.grad
     supported = {weight.dtype, grad.dtype} <= KINDS and not is_traceable_wrapper_subclass(weight)
@@ -117,16 +119,19 @@ def takes(weight: Tensor, form: str = PLAIN) -> bool:
 
 
 def writes(copy: Tensor, weight: Tensor) -> bool:
-    """Whether an update of ``weight`` can write ``copy``: bf16 of float32, in the same order."""
+    """Returns True if an update of ``weight`` can write ``copy``.
+
+    ``copy`` must be bf16 of float32, in the same order.
+    """
     return (copy.dtype, weight.dtype) == (torch.bfloat16, torch.float32) and is_alike(weight, copy)
 
 
 def update(updates: Iterable[TensorUpdate], divisor: Tensor | None = None) -> None:
-    """Move tensors of one device, in place; a launch for each combination of formats.
+    """Updates tensors of one device, in place; one launch per combination of formats.
 
     Args:
-        divisor: one number; all gradients are divided by it on the way. The host waits for nothing
-            where it is float32 and lies on the device.
+        divisor: one number that divides all gradients. If it is float32 and on the device,
+            the host doesn't wait.
     """
     alike: dict[Any, list[TensorUpdate]] = {}
     for one in updates:

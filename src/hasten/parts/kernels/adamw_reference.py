@@ -1,8 +1,9 @@
-"""The update of ``adamw_triton.py`` in torch's operators: the bits that the kernel has to give.
+"""The update of ``adamw_triton.py`` in torch's operators, with the same bits.
 
-The dice of a number are a hash of its place in the tensor and the tensor's key: 16 bits for each
-moment, and 16 bits of one more hash for a weight in bf16. Nothing else decides them, so a resumed
-run rounds as an uninterrupted one, and every rank as its neighbours.
+The random bits of a number are a hash of its position in the tensor and the tensor's
+key. There are 16 bits for each moment, and 16 bits of one more hash for a weight in
+bf16. They depend on nothing else. So a resumed run rounds like an uninterrupted one,
+and every rank like its neighbours.
 """
 
 from __future__ import annotations

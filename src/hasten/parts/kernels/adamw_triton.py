@@ -1,9 +1,10 @@
-"""AdamW for many tensors in one launch, in Triton: the rule of ``adamw_reference.py``, bit by bit.
+"""AdamW for many tensors in one launch, in Triton: ``adamw_reference.py`` bit by bit.
 
-Imported only where Triton is installed. A program moves ``CHUNK`` numbers of one tensor, a tile at
-a time. The rows of a tile are 256 numbers, which share a scale where moments have 8 bits. A table
-on the device says where each tensor lies. Products are never fused with sums, and quotients and
-roots are rounded as on a processor: so moments have the same bits everywhere.
+Imported only if Triton is installed. A program updates ``CHUNK`` numbers of one tensor,
+a tile at a time. The rows of a tile are 256 numbers, which share a scale if moments
+have 8 bits. A table on the device has the address of each tensor. Products are never
+fused with sums, and quotients and roots are rounded as on a processor. So moments have
+the same bits on all devices.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -91,7 +92,7 @@ def column(table, number, tensors, tensor):
 
 @triton.jit
 def at_address(table, number, tensors, tensor, KIND: tl.constexpr, STEP: tl.constexpr):
-    """The memory that a column of the table tells of."""
+    """Returns the memory at the address in a column of the table."""
     pointer = column(table, number, tensors, tensor).to(tl.pointer_type(KIND))
     if STEP > 1:
         pointer = tl.multiple_of(pointer, 16)
@@ -119,16 +120,18 @@ def adamw_kernel(  # noqa: C901, PLR0915  # Triton compiles it as one function
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A chunk of one tensor.
+    """Updates a chunk of one tensor.
 
     Args:
-        table: columns of int64, one entry a tensor: its first program; its numbers; the dice's key;
-            and the addresses of weight, gradient, moments, their scales, the copy in bf16.
+        table: columns of int64, one entry per tensor: its first program, its numbers and
+            the key of its random bits. Then the addresses of weight, gradient, moments,
+            their scales, and the copy in bf16.
         rules: numbers of the update, for each tensor.
-        divisor: of all gradients.
-        signed, borders, signed_starts, squared, squared_starts: of 8 bits (``low_bit.Tables``).
-        depth: halvings that find a tensor.
-        STEP: all addresses and sizes are multiples of so many numbers.
+        divisor: divides all gradients.
+        signed, borders, signed_starts, squared, squared_starts: tables of 8-bit moments
+            (``low_bit.Tables``).
+        depth: steps of the binary search for a tensor.
+        STEP: all addresses and sizes are multiples of this count of numbers.
     """
     program = tl.program_id(0).to(tl.int64)
     tensor, beyond = tensors * 0, tensors

@@ -1,7 +1,8 @@
 """bf16 matrix products and attention on AMX, as torch operators on the processor.
 
-Both work for any shape and keep nothing per shape, where a library that compiles a kernel for each
-shape it meets grows with every new length. ``gemm.cpp`` and ``attention.cpp`` hold the kernels.
+Both work for any shape and store nothing per shape. A library that compiles a kernel
+for each shape grows with every new length. ``gemm.cpp`` and ``attention.cpp`` contain
+the kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def library() -> LoadedLibrary:
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether these kernels take the tensors: bfloat16, on a processor with AMX."""
+    """Returns True if these kernels take the tensors: bfloat16, on a processor with AMX."""
     return all(t.dtype == torch.bfloat16 and t.device.type == "cpu" for t in tensors) and (
         library().library is not None
     )

@@ -1,11 +1,13 @@
-"""Compiles hasten's C++ kernels on first use, for this very processor, and keeps the result.
+"""Compiles hasten's C++ kernels on first use, for this processor, and stores them.
 
-A kernel file has plain C functions over pointers and no header of torch or Python, so that it
-compiles in a second or two and outlives either's next release. The library is built in a temporary
-folder and moved into place in one rename: a build that was killed leaves nothing that a
-later one would wait for, and two processes that build at once both end with a whole file. A file
-ends with its own checksum, because loading a damaged one can end the process without a word. A
-file or folder that other users may write to is not loaded from.
+A kernel file has plain C functions over pointers and no header of torch or Python. So
+it compiles in a second or two and survives new releases of both. The library is built
+in a temporary folder and moved to its path in one rename. So a killed build leaves
+nothing that a later one would wait for, and two simultaneous builds both end with a
+complete file.
+
+A file ends with its own checksum, because loading a damaged one can end the process
+without a message. A file or folder that other users may write to is not loaded.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class LoadedLibrary:
 
 @dataclass(frozen=True)
 class _Target:
-    """What a library is made of."""
+    """Inputs of a library build."""
 
     name: str
     sources: tuple[Path, ...]
@@ -71,10 +73,11 @@ class _Target:
 def build_library(
     *names: str, folder: Path | None = None, sources: Path | None = None
 ) -> LoadedLibrary:
-    """The library of the named files of ``sources``, compiled if it hasn't been before.
+    """Returns the library of the named files of ``sources``, compiled if it isn't yet.
 
-    ``folder`` keeps it for the next process: by default ``.cache/hasten/kernels`` in the user's
-    home, or a temporary folder of this process where that can't be written, or by others too.
+    ``folder`` stores it for the next process. The default is ``.cache/hasten/kernels`` in
+    the user's home. If that can't be written, or others can write it, a temporary folder of
+    this process is used.
     """
     return _built(_kernels(*names, folder=sources), folder or FOLDER)
 
@@ -217,7 +220,10 @@ def _whole(name: str, folder: int) -> int | None:
 
 
 def _key(compiler: str, target: _Target) -> str:
-    """Of everything the machine code depends on: sources, compiler, flags, processor, libraries."""
+    """Key of everything that affects the machine code.
+
+    These are sources, compiler, flags, processor and libraries.
+    """
     digest = hashlib.sha256()
     for source in target.sources:
         digest.update(source.read_bytes())
@@ -229,7 +235,7 @@ def _key(compiler: str, target: _Target) -> str:
 
 @functools.cache
 def processor_flags() -> frozenset[str]:
-    """The instruction sets this processor says it has; empty where the system doesn't tell."""
+    """The processor's instruction sets; empty if the system doesn't report them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -252,9 +258,9 @@ def _loaded(name: str) -> str | None:
 
 @contextlib.contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """The folder, open, if it can be written by this user and nobody else; else a temporary one.
+    """Opens the folder if only this user can write to it, else a temporary one.
 
-    Everything is done relative to what is opened here, so that it can't be exchanged meanwhile.
+    Everything is done relative to this open folder, so it can't be exchanged meanwhile.
     """
     try:
         folder = folder.expanduser()
@@ -278,7 +284,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def is_private(status: os.stat_result) -> bool:
-    """Whether a file or folder is this user's and nobody else may write to it."""
+    """Returns True if a file or folder is this user's and only this user may write it."""
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 

@@ -62,7 +62,7 @@ def _half(tensor: Tensor) -> c_int:
 
 
 def finite(flat: Tensor, residual: Tensor | None, limit: int) -> bool:
-    """Whether all of ``flat + residual`` lie below ``limit`` in magnitude."""
+    """Returns True if all of ``flat + residual`` are below ``limit`` in magnitude."""
     n = len(flat)
     arguments = (c_int64(n), ctypes.c_int32(limit), _half(flat))
     return bool(_call("codec_finite", n, _at(flat), _at(residual), *arguments))

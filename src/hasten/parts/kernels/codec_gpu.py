@@ -26,7 +26,7 @@ def encode(
     bits: int,
     seed: int | None,
 ) -> None:
-    """As :func:`hasten.parts.kernels.codec_reference.encode`."""
+    """Same as :func:`hasten.parts.kernels.codec_reference.encode`, on a GPU."""
     from hasten.parts.kernels import codec_triton
 
     codec_triton.encode(flat, residual, residual_out, codes, scales, block, bits, seed)
@@ -36,14 +36,14 @@ def encode(
 def decode(
     codes: Tensor, scales: Tensor, out: Tensor, block: int, bits: int, factor: float, add: bool
 ) -> None:
-    """As :func:`hasten.parts.kernels.codec_reference.decode`."""
+    """Same as :func:`hasten.parts.kernels.codec_reference.decode`, on a GPU."""
     from hasten.parts.kernels import codec_triton
 
     codec_triton.decode(codes, scales, out, block, bits, factor, add)
 
 
 def _nothing(*args: Any) -> None:
-    """What the operators do with tensors that have no memory."""
+    """Does nothing: the operators' implementation for tensors without memory."""
 
 
 encode.register_fake(_nothing)

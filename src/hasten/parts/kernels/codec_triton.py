@@ -1,8 +1,8 @@
 """Codecs in Triton, for GPUs: the loops of ``codec.cpp`` again, bit by bit.
 
-Imported only where Triton is installed. One program has one block. A product is never fused with
-the sum that rounds it to a whole number, which would round differently where two codes are equally
-near; so the kernels are compiled without fusion.
+Imported only if Triton is installed. One program has one block. A product is never
+fused with the sum that rounds it to a whole number. A fused one would round differently
+if two codes are equally near. So the kernels are compiled without fusion.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -166,8 +166,10 @@ def encode(
     bits: int,
     seed: int | None,
 ) -> None:
-    """As :func:`hasten.parts.kernels.codec_reference.encode`, which runs where a block is no power
-    of two, and for signs, whose sum has an order that a program here can't keep.
+    """Same as :func:`hasten.parts.kernels.codec_reference.encode`, in Triton.
+
+    The reference runs if a block is no power of two. It also runs for signs, because a
+    program here can't reproduce the order of their sum.
     """
     if block & (block - 1) or bits == 1:
         codec_reference.encode(flat, residual, residual_out, codes, scales, block, bits, seed)
@@ -204,7 +206,7 @@ def encode(
 def decode(
     codes: Tensor, scales: Tensor, out: Tensor, block: int, bits: int, factor: float, add: bool
 ) -> None:
-    """As :func:`hasten.parts.kernels.codec_reference.decode`."""
+    """Same as :func:`hasten.parts.kernels.codec_reference.decode`, in Triton."""
     if block & (block - 1) or bits == 1:
         codec_reference.decode(codes, scales, out, block, bits, factor, add)
         return

@@ -1,9 +1,9 @@
-"""Tokens through their experts on the processor, as torch operators: products by group, and sums.
+"""Expert layers on the processor, as torch operators: products by group, and sums.
 
-Rows lie sorted by expert; ``starts`` (experts + 1) says where each expert's begin. All products of
-a layer run in one call, however many tokens an expert got, and none compiles anything for its
-shape. ``gemm.cpp`` and ``experts.cpp`` hold the kernels; in float32, or without AMX, the products
-are torch's, one expert after the other.
+Rows are sorted by expert; ``starts`` (experts + 1) has each expert's first row. All
+products of a layer run in one call, for any number of tokens per expert. Nothing is
+compiled for a shape. ``gemm.cpp`` and ``experts.cpp`` contain the kernels. In float32,
+or without AMX, the products are torch's, one expert after the other.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hasten.parts.kernels import amx, rowwise
 def products(x: Tensor, weights: Tensor, starts: Sequence[int], turned: bool) -> Tensor:
     """Each row of ``x`` (S, k) times its expert's matrix of ``weights``: (S, n).
 
-    ``weights`` (experts, k, n), or (experts, n, k) if ``turned``; both contiguous in the last side,
-    so that a part of the rows of every expert may be given.
+    ``weights`` is (experts, k, n), or (experts, n, k) if ``turned``. Both are contiguous in
+    the last dimension, so a part of the rows of every expert may be passed.
     """
     n, k = (weights.shape[1], weights.shape[2]) if turned else weights.shape[:0:-1]
     _check(x, starts, k, len(weights))

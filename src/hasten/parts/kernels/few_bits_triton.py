@@ -1,8 +1,8 @@
-"""Float8 rounding and widening of few bits in Triton, for GPUs: :mod:`hasten.parts.nn.quantised`.
+"""Float8 rounding and few-bit widening in Triton for :mod:`hasten.parts.nn.quantised`.
 
-Imported only where Triton is installed. Each kernel does in one pass what torch's operators do in
-several, and gives the same bits: quotients are those of IEEE 754, and a result is rounded once.
-What calls them is :mod:`hasten.parts.nn.quantised_gpu`.
+Imported only if Triton is installed. Each kernel does in one pass what torch's
+operators do in several, and gives the same bits. Quotients are those of IEEE 754, and a
+result is rounded once. :mod:`hasten.parts.nn.quantised_gpu` calls them.
 """
 
 # mypy: disable-error-code="no-untyped-def"

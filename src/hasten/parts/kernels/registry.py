@@ -1,16 +1,19 @@
-"""Kernels that a machine may use: each with its reference, its bound, and why it can't be used.
+"""Kernels that a machine may use: each with reference, bound, and reason if unusable.
 
-  1. register: a variant of an operation, next to torch's variant that it replaces; or a GPU kernel
-     that is refused by name, and what runs instead of it
-  2. verify: each computes small inputs next to float64. On a GPU a child process does it, so that
-     a kernel that hangs or writes outside its memory is refused alone
-  3. time: the variants of an operation take turns, in rounds of shapes that no round before had,
-     since a library that compiles a kernel for every shape is slower in training than its products
-  4. one file keeps the results for this device, the versions and the sources of the kernels
+- (1) register: a variant of an operation, next to torch's variant that it replaces. Or
+  a GPU kernel that is refused by name, and the code that runs instead of it.
+- (2) verify: each computes small inputs, compared with float64. On a GPU a child
+  process does it. So only the kernel itself is refused if it hangs or writes outside
+  its memory.
+- (3) time: the variants of an operation take turns, in rounds of shapes that no earlier
+  round had. A library that compiles a kernel for every shape is slower in training than
+  its products.
+- (4) store: one file has the results for this device, the versions and the sources of
+  the kernels.
 
-On a processor all runs on one thread, and its seconds are those that this thread worked: time in
-which others had its core doesn't count. With several threads that wait for each other the same
-measurement took 2 to 18 s on a busy machine.
+On a processor everything runs on one thread. Its seconds are those in which this thread
+worked, so time in which others had its core doesn't count. With several threads that
+wait for each other the same measurement took 2 to 18 s on a busy machine.
 """
 
 from __future__ import annotations
@@ -94,16 +97,16 @@ TIMED = Sizes(hidden=256, between=688, heads=4, groups=4)
 
 @dataclass(frozen=True)
 class Operation:
-    """What several variants compute.
+    """An operation that several variants compute.
 
     Args:
-        name: as people read it in a table.
-        unit: what ``work`` counts: FLOP or byte.
-        inputs: in float32, of some sizes.
+        name: label in a table for people.
+        unit: unit of ``work``: FLOP or byte.
+        inputs: creates inputs in float32, of the given sizes.
         reference: the results by their definition, from inputs in float64.
-        work: of such inputs.
+        work: returns the work of such inputs.
         lengths: tokens of each document in the largest round; every round has other ones.
-        seconds: of work on all rounds together.
+        seconds: time for the work of all rounds together.
     """
 
     name: str
@@ -221,7 +224,7 @@ def allow_all() -> None:
 
 
 def is_refused(kernel: str) -> bool:
-    """Whether something else has to run instead of the kernel."""
+    """Returns True if other code must run instead of the kernel."""
     return kernel in _REFUSED
 
 
@@ -246,7 +249,7 @@ class Verdict:
 
     @property
     def fault(self) -> str:
-        """What is wrong with its result, in words; empty where nothing is."""
+        """Returns the fault of its result as text; empty if there is none."""
         if self.failed:
             return f"it can't run here: {self.failed}"
         if self.absent or self.error <= self.bound:
@@ -542,7 +545,7 @@ class DeviceFigures:
     times: Mapping[str, VariantTimes] = field(default_factory=dict)
 
     def cover(self, kernels: Sequence[Kernel], times: bool) -> bool:
-        """Whether all that is asked of these kernels is known."""
+        """Returns True if all requested figures of these kernels are available."""
         tried = all(kernel.key in self.proofs for kernel in kernels)
         return tried and bool(self.measured_at or not times)
 
@@ -580,13 +583,13 @@ def assume_right(kind: str) -> None:
 
 
 def is_here(device: str) -> bool:
-    """Whether this process has the device; a plan may be for another machine."""
+    """Returns True if this process has the device; a plan may be for another machine."""
     kind: str = torch.device(device).type
     return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
 
 
 def faults(device: str, *operations: Operation) -> tuple[str, ...]:
-    """What hasten's kernels for these operations compute wrong on a device, a sentence each."""
+    """Faults of hasten's kernels for these operations on a device, one sentence each."""
     if not is_here(device):
         return ()
     proofs, names = proofs_here(device), {operation.name for operation in operations}
@@ -611,7 +614,7 @@ def figures_here(device: str = "cpu", fresh: bool = False) -> DeviceFigures:
 
 
 def kept_figures(device: str = "cpu") -> DeviceFigures | None:
-    """What was timed before; None where nothing was."""
+    """Returns earlier timings; None if there are none."""
     figures = _kept(_path(device, Sizes()))
     return figures if figures is not None and figures.measured_at else None
 
@@ -626,15 +629,15 @@ def figures_of(
     retry: bool = False,
     before: Callable[[int], None] = lambda count: None,
 ) -> DeviceFigures:
-    """What is kept of the kernels on a device; what isn't is found out, and kept.
+    """Returns the stored figures of kernels on a device; measures and stores missing ones.
 
-    Processes of a machine take turns: all but the first find its results.
+    Processes of a machine take turns: all but the first read the stored results.
 
     Args:
-        times: the variants among them have to be timed as well.
-        fresh: nothing that is kept counts.
-        retry: faults that are kept don't count.
-        before: is called with the number of kernels that are going to be tried.
+        times: the variants among them need timings as well.
+        fresh: ignore all stored results.
+        retry: ignore stored faults.
+        before: is called with the number of kernels that will be tested.
     """
     if torch.device(device).type in _PRETENDED:
         return DeviceFigures(_name(device), proofs={kernel.key: Verdict() for kernel in kernels})
@@ -681,7 +684,7 @@ def _path(device: str, sizes: Sizes) -> Path:
 
 @functools.cache
 def _about(device: str) -> dict[str, Any]:
-    """What results depend on: this device, the versions and the sources of the kernels."""
+    """Returns the inputs of the results: this device, and versions and sources of kernels."""
     machine, versions = _machine(), {}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -1,8 +1,8 @@
-"""Fused passes over the rows of a tensor in Triton, for GPUs: the loops of ``rows.cpp`` again.
+"""Fused passes over a tensor's rows in Triton, for GPUs: the loops of ``rows.cpp``.
 
-Imported only where Triton is installed, as it is beside torch for CUDA. Each kernel reads
-float32, bfloat16 or float16, sums in float32 and rounds its result once. What calls them is
-:mod:`hasten.parts.nn.fused_gpu`.
+Imported only if Triton is installed, as it is together with torch for CUDA. Each kernel
+reads float32, bfloat16 or float16, sums in float32 and rounds its result once.
+:mod:`hasten.parts.nn.fused_gpu` calls them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -42,9 +42,15 @@ def norm_back_kernel(
     PAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``each`` rows in turn: the gradient of x, with ``past`` added, and their share of w's.
+    """Computes the gradient of x for ``each`` rows, and their part of w's gradient.
 
-    With h = x * inverse and g = grad * w:  dx = inverse * (g - h * mean(g * h)),  dw = sum grad * h
+    ``past`` is added to the gradient of x.
+
+    With h = x * inverse and g = grad * w:
+
+        dx = inverse * (g - h * mean(g * h))
+
+        dw = sum grad * h
     """
     first = tl.program_id(0).to(tl.int64) * each
     at = tl.arange(0, BLOCK)
@@ -106,10 +112,12 @@ def rotate_kernel(
     BLOCK: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
-    """Some heads of one row: the last ``2 * m`` columns turned, those before them copied.
+    """Rotates the last ``2 * m`` columns of some heads of one row; copies those before.
 
-    A pair lies side by side or ``m`` columns apart, as said for input and output; ``way`` is 1, or
-    -1 for the way back. ``y`` has no gaps.
+    The numbers of a pair are adjacent or ``m`` columns apart, as set by ``PAIRS_IN`` and
+    ``PAIRS_OUT``.
+
+    ``way`` is 1, or -1 for the backward rotation. ``y`` has no gaps.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]

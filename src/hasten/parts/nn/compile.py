@@ -1,21 +1,23 @@
-"""Compiles the parts of a model's decoder blocks, once for all blocks, for a few fixed lengths.
+"""Compiles the parts of a model's decoder blocks, once for all, for a few lengths.
 
-Blocks of one class share their code, so that torch.compile translates norm, attention and MLP of
-one block and every other block runs the same machine code (torch's "regional compilation" recipe).
+Blocks of one class share their code. So torch.compile translates norm, attention and
+MLP of one block, and every other block runs the same machine code. This is torch's
+"regional compilation" recipe.
 
-What would make it translate again and again stays outside the graph:
+Everything that would cause repeated translation stays outside the graph:
 
-- lengths: rows are filled up to a multiple of ``bucket`` (``filled_rows``), and after ``shapes``
-  shapes any new one runs as it would without a compiler, for good;
-- documents: their lengths are Python numbers, another tuple at each step. A graph ends before
-  attention and another begins behind it; the lengths go around, to attention itself (``apart``);
-- evaluation: passes without gradients run as they are, since a second translation for them would
-  cost more than it saves;
-- the key-value cache, for which training has no use.
+- lengths: rows are filled up to a multiple of ``bucket`` (``filled_rows``). After
+  ``shapes`` shapes any new one runs without a compiler from then on.
+- documents: their lengths are Python numbers, another tuple at each step. A graph ends
+  before attention and another begins after it. The lengths are passed around it, to
+  attention itself (``apart``).
+- evaluation: passes without gradients run uncompiled, because a second translation for
+  them would cost more than it saves.
+- the key-value cache, which training doesn't use.
 
-Forwards are bound to the instances (:mod:`hasten.parts.nn.rebind`), so that names of parameters
-don't change and recomputation, which wraps a whole block, finds compiled parts inside. A part that
-has a forward of its own already (fused kernels) is left to that.
+Forwards are bound to the instances (:mod:`hasten.parts.nn.rebind`), so names of
+parameters don't change. Recomputation, which wraps a whole block, finds compiled parts
+inside. A part that already has its own forward (fused kernels) isn't compiled.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
 """A layer's routed experts on fused kernels, bound to one model instance.
 
     (1) tokens are sorted by expert                        (sorted pairs of token and expert)
+
     (2) gate and up, for all experts in one call each      (S, intermediate)
+
     (3) the gated activation, then down, again in one call (S, hidden)
+
     (4) a token's results are added, times its weights     (T, hidden)
 
-and backward the other way round. A library that compiles a kernel for each shape compiles one for
-every number of tokens that ever meets an expert; these kernels take any.
+Backward runs in the reverse order. A library that compiles a kernel for each shape
+compiles one for every number of tokens of an expert. These kernels take any number.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Differentiable operations on fused kernels: RMS norm, gated SiLU, rotary embedding, linear.
+"""Differentiable operations on fused kernels: RMS norm, gated SiLU, rotary, linear.
 
-Each computes what the usual few operators compute, with sums in float32 and one rounding at the
-end. They run on the processor's kernels (:mod:`hasten.parts.kernels`) or on a GPU's
-(:mod:`hasten.parts.nn.fused_gpu`), by where a tensor lies; whether those take it is asked with
-``fits`` before. Products and attention on tiles are the processor's alone.
+Each computes the same as the usual few operators, with sums in float32 and one rounding
+at the end. They run on the processor's kernels (:mod:`hasten.parts.kernels`) or on a
+GPU's (:mod:`hasten.parts.nn.fused_gpu`), by the device of the tensor. Call ``fits``
+first to check that the kernels take the tensors. Only the processor has products and
+attention on tiles.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ ROUND = 64  # rows that a piece is a multiple of
 
 
 def backend(x: Tensor) -> Any:
-    """The module whose passes run where ``x`` lies: the one place that decides."""
+    """Returns the module with the passes for the device of ``x``; the only such decision."""
     return rowwise if x.device.type == "cpu" else fused_gpu
 
 
 def fits(kernel: str, *tensors: Tensor) -> bool:
-    """Whether ``rms_norm``, ``swiglu`` or ``rotate`` takes these tensors, together."""
+    """Returns True if ``rms_norm``, ``swiglu`` or ``rotate`` takes these tensors together."""
     implementation = backend(tensors[0])
     supported: bool = implementation.fits(*tensors)
     return supported and not (implementation is fused_gpu and is_refused(kernel))
@@ -70,10 +71,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def joined(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """``x @ weight.T`` for each of several weights; the gradient of ``x`` is summed in place.
+    """``x @ weight.T`` for several weights; the gradient of ``x`` is summed in place.
 
-    Query, key and value of an attention, gate and up of an MLP: autograd would form one gradient of
-    ``x`` for each and add them up in passes of their own.
+    It is for query, key and value of an attention, and gate and up of an MLP. Without it,
+    autograd would form one gradient of ``x`` for each, and add them up in separate passes.
     """
     flat = x.reshape(-1, x.shape[-1])
     outputs: tuple[Tensor, ...] = _Joined.apply(flat, *weights)
@@ -81,10 +82,10 @@ def joined(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
 
 
 def joinable(layer: Any, bound: Callable[..., Any]) -> bool:
-    """Whether a call of a layer is the product with its weight and nothing else.
+    """Returns True if a call of a layer is the product with its weight and nothing else.
 
-    No bias, no hooks, and no forward of its own but ``bound``, which does the same. A layer around
-    which somebody has put more (a number format, a probe) has to be called.
+    It must have no bias, no hooks, and no forward of its own except ``bound``, which does
+    the same. A layer with an added wrapper (a number format, a probe) must be called.
     """
     ahead = (layer._forward_hooks, layer._forward_pre_hooks)
     back = (layer._backward_hooks, layer._backward_pre_hooks)
@@ -98,12 +99,12 @@ def joinable(layer: Any, bound: Callable[..., Any]) -> bool:
 
 
 def matmul_bf16(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
-    """``x @ matrix`` in bf16, in one or two pieces of round sizes; added to ``out`` if given.
+    """``x @ matrix`` in bf16, in one or two pieces of round size; added to any ``out``.
 
-    The library behind ``torch.mm`` compiles a kernel for each shape it meets and keeps it: rows of
-    ever new lengths cost time and memory without end. The first piece has as many rows as the
-    five leading bits of their number say, so that between n and 2 n rows there are at most sixteen
-    shapes; the rest is filled up to the next multiple of 64.
+    The library behind ``torch.mm`` compiles a kernel for each shape and keeps it. Rows of
+    ever new lengths would cost time and memory without end. The first piece has the row
+    count rounded down to its five leading bits. So between n and 2 n rows there are at most
+    sixteen shapes. The remaining rows are filled up to the next multiple of 64.
     """
     beta = 0 if out is None else 1
     out = x.new_empty(x.shape[0], matrix.shape[1]) if out is None else out

@@ -1,18 +1,18 @@
-"""The fused operations of :mod:`hasten.parts.nn.fused_functions` on a GPU: Liger, torch, Triton.
+"""GPU form of :mod:`hasten.parts.nn.fused_functions`: Liger, torch, Triton.
 
 Each operation is taken from the first that has it:
 
-  1. Liger's kernels (Hsu et al., arXiv:2410.10989), where ``liger-kernel`` is installed: the plain
-     norm and the gated SiLU
-  2. torch's own: the plain norm, one kernel each way since torch 2.9
-  3. Triton kernels of hasten's own (:mod:`hasten.parts.kernels.rowwise_triton`) for what neither
-  has:
-     the norm with the residual's gradient in one pass, rotary embedding of some of the columns with
-     pairs in either layout (MLA); and the gated SiLU where Liger isn't
+- (1) Liger's kernels (Hsu et al., arXiv:2410.10989), if ``liger-kernel`` is installed:
+  the plain norm and the gated SiLU.
+- (2) torch's own: the plain norm, one kernel each way since torch 2.9.
+- (3) hasten's own Triton kernels (:mod:`hasten.parts.kernels.rowwise_triton`) for
+  operations that neither has. These are the norm with the residual's gradient in one
+  pass, and rotary embedding of some columns with pairs in either layout (MLA). The
+  gated SiLU is used if Liger isn't installed.
 
 Triton comes with torch for CUDA. The Triton passes are torch operators under
-``hasten_gpu::`` with the signatures of :mod:`hasten.parts.kernels.rowwise`, so that compiled graphs
-keep them whole and one autograd function serves processor and GPU.
+``hasten_gpu::`` with the signatures of :mod:`hasten.parts.kernels.rowwise`. So compiled
+graphs keep them whole, and one autograd function serves processor and GPU.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def why_not(device: str) -> str:
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether these operations take the tensors: one format they know, on one GPU."""
+    """Returns True if these operations take the tensors: one supported format, on one GPU."""
     one = tensors[0]
     alike = all(t.dtype == one.dtype and t.device == one.device for t in tensors)
     norm = any(t.ndim == 1 for t in tensors)  # it comes with its weight, and holds whole rows

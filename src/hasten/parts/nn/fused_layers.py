@@ -1,11 +1,11 @@
 """Fused code for the layers of a Hugging Face causal LM, bound to one model instance.
 
-Every norm, linear layer, gated MLP and attention of the decoder keeps its parameters and their
-names; only its ``forward`` is bound (:mod:`hasten.parts.nn.rebind`) to code that runs the fused
-operations of :mod:`hasten.parts.nn.fused_functions`. Other models in the process are not touched,
-the state dict is the same, and code that looks for ``nn.Linear`` (adapters, sharding) still finds
-it. A gated MLP calls its projections as modules, so that an adapter around one of them is not
-bypassed.
+Every norm, linear layer, gated MLP and attention of the decoder keeps its parameters
+and their names. Only its ``forward`` is bound (:mod:`hasten.parts.nn.rebind`) to code
+that runs the fused operations of :mod:`hasten.parts.nn.fused_functions`. Other models
+in the process are not affected. The state dict is the same, and code that looks for
+``nn.Linear`` (adapters, sharding) still finds it. A gated MLP calls its projections as
+modules, so an adapter around one of them is not bypassed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Usual = Callable[..., Any]  # the layer's own forward
 
 
 def is_cut(*layers: nn.Module) -> bool:
-    """Whether the weight of one of them is dealt out over ranks."""
+    """Returns True if the weight of one of them is sharded over ranks."""
     return any(isinstance(layer.weight, DTensor) for layer in layers)
 
 
@@ -87,14 +87,14 @@ def why_not(device: str = "cpu") -> str:
 
 
 def fuse_layers(model: nn.Module, device: str = "cpu") -> Counter[str]:
-    """Bind fused code to the layers of ``model`` that it fits; how many of each kind.
+    """Binds fused code to all matching layers of ``model``; returns their count by kind.
 
-    ``device`` is where the model will train; it may still be elsewhere. On a GPU linear layers stay
-    torch's, whose products need no help there.
+    ``device`` is the device for training; the model may still be elsewhere. On a GPU linear
+    layers stay torch's, because their products are already fast there.
 
     Raises:
-        ValueError: no layer of the model is of a kind that is known here, or the kernels can't
-            run on the device.
+        ValueError: no layer of the model is of a supported kind, or the kernels can't run
+            on the device.
     """
     reason = why_not(device)
     if reason:
@@ -119,7 +119,7 @@ def fused(model: nn.Module) -> Counter[str]:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether a module runs fused code."""
+    """Returns True if a module runs fused code."""
     return any(function in _FUSED.values() for function in rebind.bound(module))
 
 
@@ -292,7 +292,7 @@ def _indexed(
 
 
 def _takes(hidden: Tensor) -> bool:
-    """Whether projections of ``hidden`` will have a format that the kernels know."""
+    """Returns True if projections of ``hidden`` will have a supported format."""
     kind = hidden.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     return autocast in backend(hidden).DTYPES and fits("rotate", hidden)

@@ -217,7 +217,7 @@ def _grouped_mm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs
 
 
 def _update_counts(sizes: Sizes) -> tuple[int, ...]:
-    """A matrix, whose numbers fill no block, and one whose addresses are odd."""
+    """Sizes of a matrix with numbers that fill no block, and of one with odd addresses."""
     return sizes.rows * sizes.hidden, sizes.hidden, sizes.hidden * 2 + 3
 
 
@@ -287,7 +287,7 @@ def _compact(count: int, dtype: torch.dtype, eight: bool, key: int) -> adamw.Ten
 
 
 def _moments(one: adamw.TensorUpdate) -> list[Tensor]:
-    """What the state says of both moments."""
+    """Returns both moments of the state in float32."""
     codes = one.first, one.second
     if one.scales is None:
         return [each.float() for each in codes]

@@ -1,18 +1,21 @@
-"""The way from a causal language model's hidden states to its loss, read off its own ``forward``.
+"""The computation from hidden states to loss of a causal language model's ``forward``.
 
-A loss that calls trunk and head by itself is right only where the model's own ``forward`` does
-nothing else. That isn't looked up in a list of names: the ``forward`` runs once on six tokens, with
-stand-ins in the place of trunk and head, and the form that explains its result is returned:
+A loss that calls trunk and head by itself is right only if the model's own ``forward``
+does nothing else. This isn't decided by a list of names. Instead the ``forward`` runs
+once on six tokens, with placeholders for trunk and head. The form that explains its
+result is returned:
 
     logits = cap tanh(scale head(state_scale states) / cap)
+
     loss   = cross-entropy of logits + router_weight x balance of the routers' choices
 
-The stand-ins example what they are called with, so that a prompt put before the tokens, a second
-head or a loss that somebody adds shows. Nothing of the size of the model is computed, weights are
-not read (a skeleton on the meta device will do), and the random state stays as it was.
+The placeholders record their arguments. So a prompt put before the tokens, a second
+head or an added loss is detected. Nothing of the size of the model is computed. Weights
+are not read (a skeleton on the meta device is enough), and the random state stays
+unchanged.
 
-What runs beside ``forward`` (hooks, a ``forward`` of the instance) would be passed over too, and
-is a reason not to recognise the model.
+Code that runs outside ``forward`` (hooks, a ``forward`` of the instance) would be
+skipped too. If there is any, the model isn't recognised.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ def plain_head_reason(model: nn.Module) -> str | None:
 
 
 def asks_router_loss(model: nn.Module) -> bool:
-    """Whether the model's config asks for the loss of its routers (``output_router_logits``)."""
+    """Returns True if the config enables the routers' loss (``output_router_logits``)."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return False
@@ -78,11 +81,11 @@ def asks_router_loss(model: nn.Module) -> bool:
 
 
 def head_form(model: nn.Module) -> HeadForm:
-    """The form of the model's way from states to loss.
+    """Returns the form of the model's computation from states to loss.
 
     Raises:
-        ValueError: the model's own forward does more than the form can express; the sentence says
-            what.
+        ValueError: the model's own forward does more than the form can express. The message
+            names it.
     """
     inner = causal_lm(model)
     with _disable_current_modes():  # in a trace on fakes there is nothing to compare
@@ -105,10 +108,10 @@ def _recognised(model: nn.Module, inner: Any) -> HeadForm:
 def balance_of_choices(
     router_logits: tuple[Tensor, ...], top_k: int, real: Tensor | None = None
 ) -> Tensor:
-    """The routers' loss of a micro-batch (LiveSetting Transformer, arXiv:2101.03961, eq. 4 to 6).
+    """Routers' loss of a micro-batch (Switch Transformer, arXiv:2101.03961, eq. 4 to 6).
 
-    ``E x sum_e f_e P_e`` over the E experts: f_e is the number of choices that fell on expert e per
-    token, P_e the mean of its probability, both over the tokens of all layers together.
+    ``E x sum_e f_e P_e`` over the E experts. f_e is the number of choices of expert e per
+    token, P_e the mean of its probability. Both are over the tokens of all layers together.
 
     Args:
         router_logits: (tokens, E) of each layer.
@@ -171,7 +174,7 @@ def _defined(kind: type) -> str:
 
 
 class _TrunkOutput:
-    """What a trunk returns, by name and by index; it has no other fields than these."""
+    """Output of a trunk, by name and by index; it has no other fields than these."""
 
     def __init__(self, states: Tensor, router_logits: tuple[Tensor, ...]) -> None:
         self.last_hidden_state, self.router_logits = states, router_logits
@@ -185,7 +188,7 @@ class _TrunkOutput:
 
 
 class _StandIn(nn.Module):
-    """In the place of a module, whose other attributes it has."""
+    """Replaces a module and has its other attributes."""
 
     def __init__(self, replaced: nn.Module) -> None:
         super().__init__()
@@ -228,7 +231,7 @@ class _Head(_StandIn):
 
 @dataclass
 class _Probe:
-    """The model with stand-ins, and how it is called."""
+    """The model with placeholders, and the arguments of a call."""
 
     model: nn.Module
     inner: Any
@@ -280,7 +283,7 @@ class _Probe:
 
 @contextmanager
 def _probing(model: nn.Module, inner: Any) -> Iterator[_Probe]:
-    """The model in training mode with stand-ins; everything is as before afterwards."""
+    """Yields the model in training mode with placeholders; restores everything after."""
     prefix = inner.base_model_prefix
     decoder, head = trunk(model), inner.lm_head
     device = torch.device("cpu")  # where the model is plays no part: its weights aren't read

@@ -1,13 +1,14 @@
-"""What hasten's kernels are verified and timed by on a machine: operations, references, variants.
+"""Operations, references and variants for verifying and timing hasten's kernels.
 
-A new kernel joins by one ``add``: its operation, its formats, and how far it may lie from float64.
-Results and gradients are one set of outputs, as a training step needs both. The bounds are a few
-roundings of the format: 2^-8 is half a unit in the last place of bf16, and where weights of an
-attention or a step in between are rounded as well, several add up.
+A new kernel is added with one ``add``: its operation, its formats, and its largest
+distance from float64. Results and gradients are one set of outputs, because a training
+step needs both. The bounds are a few roundings of the format: 2^-8 is half a unit in
+the last place of bf16. If weights of an attention or an intermediate step are rounded
+as well, several add up.
 
-``training pass`` ranks whole plans: forward and backward through a few layers, over documents of
-lengths that no pass before had. Products alone rank wrongly: in bf16 a library may compile for
-every new length, and attention may be slower than in float32.
+``training pass`` ranks whole plans. It runs forward and backward through a few layers,
+over documents of lengths that no earlier pass had. Products alone rank wrongly. In bf16
+a library may compile for every new length, and attention may be slower than in float32.
 """
 
 from __future__ import annotations
@@ -521,9 +522,10 @@ def _gain(device: str, base: KernelVariant, other: KernelVariant) -> Gain | None
 
 
 def bf16_gain(device: str) -> Gain | None:
-    """How many times as fast a training pass is in bf16 as in float32.
+    """Returns the speed of a training pass in bf16 as a multiple of that in float32.
 
-    By hasten's kernels where they run, since a plan has them beside bf16; else by torch's.
+    It uses hasten's kernels if they run, because a plan combines them with bf16. Otherwise
+    it uses torch's.
     """
     fused = _gain(device, PASS_FUSED, PASS_FUSED_HALF)
     return fused or _gain(device, PASS_PLAIN, PASS_HALF)

@@ -1,15 +1,16 @@
-"""Linear layers in few bits: a frozen weight in 8 or 4, or products whose inputs are float8.
+"""Linear layers in few bits: a frozen weight in 8 or 4, or float8 products.
 
-Where only adapters learn, the base weight is read in forward and backward and never changed, so it
-can rest in few bits (QLoRA, arXiv:2305.14314). Each product widens it for its own moment; nothing
-wide is kept, and no weight gradient is ever made.
+If only adapters learn, the base weight is read in forward and backward and never
+changed. So it can be stored in few bits (QLoRA, arXiv:2305.14314). Each product widens
+it temporarily. Nothing wide is stored, and no weight gradient is ever made.
 
-``int8``: 255 even steps for each row, 8 bits and 32 for the row. ``nf4``: 16 levels at quantiles of
-a normal distribution, which trained weights resemble, a scale for each 64: 4.5 bits (section 3 of
-the paper; its second quantisation, of the scales, saves 0.37 bits more and is left out).
+- ``int8``: 255 even steps for each row, 8 bits and 32 for the row.
+- ``nf4``: 16 levels at quantiles of a normal distribution, which trained weights
+  resemble, and a scale for each 64: 4.5 bits (section 3 of the paper). The paper's
+  second quantisation, of the scales, saves 0.37 bits more and is left out.
 
     layer = QuantisedLinear(nn.Linear(64, 32), "nf4")
-    y = layer(x)                       # dx flows through; layer.widened() is the weight in use
+    y = layer(x)                       # dx is computed; layer.widened() is the weight in use
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_int8(codes: Tensor, scale: Tensor) -> Tensor:
-    """The float32 matrix that codes and scale stand for."""
+    """Decodes the float32 matrix from codes and scale."""
     return codes.float() * scale
 
 
@@ -67,10 +68,10 @@ def to_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
 def from_nf4(
     codes: Tensor, scale: Tensor, shape: tuple[int, int], levels: Tensor | None = None
 ) -> Tensor:
-    """The float32 matrix of this shape that codes and scale stand for.
+    """Decodes the float32 matrix of this shape from codes and scale.
 
-    ``levels`` are ``NF4_LEVELS`` on the device; without them they are sent there, for which a host
-    waits.
+    ``levels`` are ``NF4_LEVELS`` on the device. Without them they are sent there, for which
+    the host waits.
     """
     levels = torch.tensor(NF4_LEVELS, device=codes.device) if levels is None else levels
     both = torch.stack([codes >> 4, codes & 15], dim=1).int().view(-1, NF4_BLOCK)
@@ -79,7 +80,7 @@ def from_nf4(
 
 
 def rounded(weight: Tensor, kind: Kind) -> Tensor:
-    """What a weight becomes by being quantised and widened, in its own format."""
+    """Returns a weight after quantising and widening, in its own format."""
     if kind == "int8":
         return from_int8(*to_int8(weight)).to(weight.dtype)
     rows, columns = weight.shape
@@ -147,12 +148,12 @@ class _Product(torch.autograd.Function):
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether it is a linear layer that multiplies as one; DeepSeek-V4's grouped one doesn't."""
+    """Returns True for a plain linear layer; DeepSeek-V4's grouped one isn't."""
     return isinstance(module, nn.Linear) and plain_class(module).forward is nn.Linear.forward
 
 
 def quantise_linears(module: nn.Module, names: Sequence[str], kind: Kind) -> None:
-    """Put a quantised layer in the place of each named one, in this module alone."""
+    """Replaces each named layer by a quantised one, in this module alone."""
     for name in names:
         parent, _, child = name.rpartition(".")
         layer = module.get_submodule(name)
@@ -191,7 +192,7 @@ KEPT_WIDE: Final = frozenset(
 
 
 class Float8Blocks(NamedTuple):
-    """A matrix in float8: ``data`` times the scale of the block it lies in."""
+    """A matrix in float8: ``data`` times the scale of its block."""
 
     data: Tensor  # (rows, columns), float8
     scale: Tensor  # (blocks of rows, blocks of columns), float32
@@ -211,7 +212,7 @@ def quantise(x: Tensor, block: tuple[int, int], dtype: torch.dtype = E4M3) -> Fl
 
 
 def dequantise(q: Float8Blocks) -> Tensor:
-    """The float32 matrix that a quantised one stands for."""
+    """Decodes the float32 matrix of a quantised one."""
     blocks = _in_blocks(q.data.float(), q.block) * q.scale[:, None, :, None]
     rows, columns = q.data.shape
     return blocks.flatten(2, 3).flatten(0, 1)[:rows, :columns]
@@ -263,7 +264,7 @@ class Rounding(NamedTuple):
         return product.to(dtype)
 
     def in_one_pass(self, x: Tensor) -> bool:
-        """Whether the GPU's kernels round a matrix."""
+        """Returns True if the GPU's kernels round a matrix."""
         if self.emulate or self.recipe != "rowwise":
             return False
         return quantised_gpu.may_round(x)
@@ -275,11 +276,12 @@ class Rounding(NamedTuple):
 
 
 class Float8Weight:
-    """Rounds a layer's weight: for each product anew or, while it is ``kept``, once.
+    """Rounds a layer's weight: again for each product or, while it is ``kept``, once.
 
-    What is kept is let go by ``drop``, and isn't used where the weight is seen to have changed: by
-    its version, which every operator in place raises, or its memory. A write through ``.data`` is
-    seen by neither; so whoever keeps it drops it before others have the weight.
+    ``drop`` releases the stored result. It isn't used if the weight has changed. A change
+    is detected by the weight's version, which every in-place operator raises, or by its
+    memory. A write through ``.data`` isn't detected. So call ``drop`` before other code
+    gets the weight.
     """
 
     def __init__(self, rounding: Rounding) -> None:
@@ -400,7 +402,7 @@ def linear(
 
 
 def learns(weight: Tensor) -> bool:
-    """Whether a backward pass will want the weight's gradient."""
+    """Returns True if a backward pass will need the weight's gradient."""
     return bool(weight.requires_grad) and torch.is_grad_enabled()
 
 
@@ -457,9 +459,9 @@ class Float8Layers:
         self._weights.clear()
 
     def keep_weights(self, enabled: bool) -> None:
-        """Round each weight once, from now on until False is said; 2 bytes for each number.
+        """Rounds each weight once, from True until False; takes 2 bytes per number.
 
-        Between the two nothing may write to a weight through its ``.data``.
+        Between the two calls nothing may write to a weight through its ``.data``.
         """
         for weight in self._weights:
             weight.kept = enabled

@@ -1,22 +1,25 @@
-"""Binds code of its own to the forward of one module instance, in a way that copies keep.
+"""Binds code to the forward of one module instance, so that copies keep it.
 
-``module.forward = function`` on an instance puts a closure over that instance into it: a deep copy
-then runs the original, and a pickle fails. Here the instance gets a subclass of its class, whose
-``forward`` calls the function with the module that was called. So
+``module.forward = function`` on an instance stores a closure over that instance. A deep
+copy then runs the original, and a pickle fails. Here the instance gets a subclass of
+its class. The subclass's ``forward`` calls the function with the called module. So:
 
-- ``copy.deepcopy``, ``pickle`` and ``torch.save`` make modules with a forward of their own, in
-  another process too (where hasten is installed);
-- ``isinstance`` holds, and name, module and signature are those of the class below, for
-  transformers, accelerate and PEFT read them: ``architectures`` in a saved config, the classes that
-  FSDP wraps, the columns of a data set that a Trainer keeps;
-- parameters, buffers, hooks and the state dict aren't touched, nor are other instances.
+- ``copy.deepcopy``, ``pickle`` and ``torch.save`` make modules with their own forward,
+  in another process too (if hasten is installed there).
+- ``isinstance`` holds, and name, module and signature are those of the base class.
+  transformers, accelerate and PEFT read them. Examples are ``architectures`` in a saved
+  config, the classes that FSDP wraps, and the data set columns that a Trainer keeps.
+- Parameters, buffers, hooks and the state dict aren't changed, and neither are other
+  instances.
 
-The function is one of a module, since a pickle holds its name, and is called as
-``function(module, usual, *args, **kwargs)``; ``usual`` is the forward below it. What it knows
-beyond the module is its ``state``, which lies in the module and is copied with it. A module that
-was made from the class alone (``type(model)(config)``) has no state: a function that needs one does
-what is usual there. Several functions can be bound to one module; the last one is called first. An
-attribute ``unpickled`` of a function is called where a module with it is unpickled.
+The function must be at module level, because a pickle stores its name. It is called as
+``function(module, usual, *args, **kwargs)``; ``usual`` is the base forward. Further
+data is in its ``state``, which is stored in the module and copied with it. A module
+made from the class alone (``type(model)(config)``) has no state. A function that needs
+one then runs ``usual``.
+
+Several functions can be bound to one module; the last one is called first. If a
+function has an attribute ``unpickled``, it is called when such a module is unpickled.
 """
 
 from __future__ import annotations
@@ -83,18 +86,18 @@ def unbind(module: nn.Module, function: Forward) -> None:
 
 
 def is_bound(module: nn.Module, function: Forward | None = None) -> bool:
-    """Whether ``function`` is bound to the module; without one, whether any is."""
+    """Returns True if ``function``, or by default any, is bound to the module."""
     functions = bound(module)
     return bool(functions) if function is None else any(f is function for f in functions)
 
 
 def bound(module: nn.Module) -> tuple[Forward, ...]:
-    """What is bound to the module, the last one first."""
+    """Returns the functions bound to the module, the last one first."""
     return tuple(function for function, _ in _stack(type(module)))
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether its forward isn't its class's: bound here, or put into the instance by others."""
+    """Returns True if its forward isn't its class's: bound here, or set by other code."""
     return is_bound(module) or "forward" in vars(module)
 
 
@@ -138,9 +141,9 @@ def _stack(kind: type) -> list[tuple[Forward, bool]]:
 
 
 def _class_of(base: type[Any], function: Forward, covers: bool) -> type[Any]:
-    """The subclass of ``base``, made once, whose forward is ``function``.
+    """Returns the subclass of ``base``, made once, with ``function`` as its forward.
 
-    ``covers``: what is usual isn't the base's forward but one that lay in the instance.
+    ``covers``: the usual forward is one that was set on the instance, not the base's.
     """
     for kind in base.__subclasses__():  # held weakly: a class without instances may go
         if _bound_by(kind) == (function, covers):
@@ -166,10 +169,13 @@ def _class_of(base: type[Any], function: Forward, covers: bool) -> type[Any]:
 
 
 class _BoundClass(type):
-    """Of a class that was made here: a pickle holds how to make it, not its name."""
+    """Metaclass of classes made here: a pickle stores their construction, not the name."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        """Of the class below it: who looks for the blocks of a model takes the class of one."""
+        """Checks against the base class too.
+
+        Code that searches for the blocks of a model uses the class of one block.
+        """
         base = cls.__mro__[1] if _bound_by(cls) is not None else None
         return super().__instancecheck__(instance) or (
             base is not None and isinstance(instance, base)
@@ -178,7 +184,7 @@ class _BoundClass(type):
 
 @functools.cache
 def _kind_of(kind: type[type]) -> type[type]:
-    """The metaclass for subclasses of a class whose own is ``kind``."""
+    """Returns the metaclass for subclasses of a class with the metaclass ``kind``."""
     if issubclass(kind, _BoundClass):
         return kind
     made = _BoundClass if kind is type else type(kind.__name__, (_BoundClass, kind), {})

@@ -1,20 +1,23 @@
-"""Recomputation: the backward pass computes a model's blocks again instead of keeping them.
+"""Recomputation: backward computes a model's blocks again instead of storing them.
 
-A block keeps every tensor its backward pass will read. Under recomputation it keeps its input
-alone, and the rest comes back, block by block, when backward arrives there (Chen et al., Training
-Deep Nets with Sublinear Memory Cost, arXiv:1604.06174; ``torch.utils.checkpoint`` without
-reentrance). Random state is put back for the second pass, so dropout falls on the same places and
-gradients keep their bits. What is recomputed is one of
+A block stores every tensor that its backward pass will read. Under recomputation it
+stores only its input. The other tensors are computed again, block by block, when
+backward needs them. Sources: Chen et al., Training Deep Nets with Sublinear Memory
+Cost, arXiv:1604.06174; ``torch.utils.checkpoint`` without reentrance. Random state is
+restored for the second pass, so dropout uses the same positions and gradients keep
+their bits. The choices are:
 
-- every block (the default): one input per block stays;
-- ``segments=k``: the blocks in k runs of consecutive ones, the last of which is kept as it is, as
-  ``torch.utils.checkpoint.checkpoint_sequential`` does for an ``nn.Sequential``;
-- ``budget=b``: as few blocks as let the share ``b`` of the blocks' bytes stay, after a measurement
-  in the first pass. The first blocks are taken: theirs come back last, when the others are gone;
-- ``offload=True``: nothing; what is kept goes to the host and comes back for backward.
+- every block (the default): one input per block stays.
+- ``segments=k``: the blocks in k runs of consecutive ones. The last run is stored
+  fully, as ``torch.utils.checkpoint.checkpoint_sequential`` does for an
+  ``nn.Sequential``.
+- ``budget=b``: as few blocks as needed to store at most the share ``b`` of the blocks'
+  bytes, after a measurement in the first pass. The first blocks are taken: they are
+  computed again last, when the others are gone.
+- ``offload=True``: none. Stored tensors go to the host and return for backward.
 
-Forwards are bound to the blocks of this one model (:mod:`hasten.parts.nn.rebind`); ``remove()``
-takes them off again.
+Forwards are bound to the blocks of this one model (:mod:`hasten.parts.nn.rebind`).
+``remove()`` removes them again.
 """
 
 from __future__ import annotations
@@ -39,13 +42,13 @@ Forward = Callable[..., Any]
 
 
 def decoder_blocks(module: nn.Module) -> list[nn.Module]:
-    """The members of the list of alike modules with the most parameters: the layers of a model.
+    """Returns the list of like modules with the most parameters: the layers of a model.
 
     In a model without such a list, children of one class that are attributes (``block1``,
-    ``block2``) are one.
+    ``block2``) are used.
 
     Raises:
-        ValueError: there are no two modules of one class beside each other.
+        ValueError: no two neighbouring modules are of one class.
     """
     lists = [
         list(candidate)
@@ -119,10 +122,10 @@ def checkpoint_sequential(
 
 
 class BlockRecompute:
-    """Recomputes a model's blocks; called with the model it puts itself in place.
+    """Recomputes a model's blocks; a call with the model installs it.
 
-    ``blocks`` are names of modules of the model, in their order, in the place of those that
-    :func:`decoder_blocks` finds.
+    ``blocks`` are names of modules of the model, in their order. They replace those of
+    :func:`decoder_blocks`.
     """
 
     def __init__(
@@ -175,7 +178,7 @@ class BlockRecompute:
             rebind.unbind(block, _recomputed)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy of the model, without what a pass has left."""
+        """Returns the state for a copy of the model, without data of a pass."""
         return {**vars(self), "_open": None, "_held": None}
 
     @contextmanager
@@ -248,7 +251,7 @@ class BlockRecompute:
         return checkpoint(_told(run), *args, use_reentrant=False, **kwargs)
 
     def _measure(self, start: int, run: Forward, args: Any, kwargs: dict[str, Any]) -> None:
-        """What this block would keep, by one more pass of it that leaves no trace."""
+        """Measures the bytes that this block would store, in a pass without side effects."""
         hidden = args[0]
         devices, kind = [hidden.device], hidden.device.type
         if kind == "cpu":
@@ -285,9 +288,9 @@ _first_pass = threading.local()
 
 
 def is_thrown_away() -> bool:
-    """Whether what this pass saves for backward is thrown away: another pass will save it.
+    """Returns True if this pass's saved tensors are discarded: another pass saves them.
 
-    That one has to save tensors of the same shapes, formats and devices, in the same order.
+    That pass must save tensors of the same shapes, formats and devices, in the same order.
     """
     compiling = torch.compiler.is_compiling()  # a graph has the pass once
     return not compiling and bool(getattr(_first_pass, "now", False))
@@ -368,7 +371,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """What lies here of tensors that may be dealt out over ranks (DTensor) or made of others."""
+    """Yields the local parts of tensors that may be sharded (DTensor) or composed."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()

@@ -1,17 +1,23 @@
-"""AdamW whose two moments take four bytes per weight, or two, in the place of eight.
+"""AdamW with two moments in four bytes per weight, or two, instead of eight.
 
-The update is AdamW's (Loshchilov and Hutter, arXiv:1711.05101) in float32; between two steps the
-moments of matrices are kept as bf16, rounded at random, or in 8 bits. Norms and biases keep float32
-moments: they are few, and they matter. Weights in bf16 that have no float32 masters are rounded at
-random as well: an update is often smaller than half a step of bf16, and would vanish.
+The update is AdamW's (Loshchilov and Hutter, arXiv:1711.05101) in float32. Between two
+steps the moments of matrices are stored as bf16, rounded at random, or in 8 bits. Norms
+and biases keep float32 moments: they are few and important. Weights in bf16 without
+float32 masters are rounded at random as well. An update is often smaller than half a
+step of bf16 and would vanish.
 
-On a GPU one kernel does all of it (`hasten.parts.kernels.adamw`). Elsewhere, and where the kernel
-is refused, it is one tensor at a time, a chunk at a time, so that no float32 copy of the whole
-state ever exists: (1) moments come back as float32 => (2) the gradient goes in => (3) the weights
-move by what is exact at this moment => (4) moments, and weights in bf16, are rounded.
+On a GPU one kernel does all of it (`hasten.parts.kernels.adamw`). Elsewhere, and if the
+kernel is refused, it runs one tensor at a time, a chunk at a time. So no float32 copy
+of the whole state ever exists:
 
-The dice of (4) are thrown by seed, place of the tensor and step, so a resumed run rounds as an
-uninterrupted one, and every rank as its neighbours. The kernel throws other dice than the chunks.
+(1) Moments are converted to float32.
+(2) The gradient is added.
+(3) The weights move by the moments before rounding.
+(4) Moments, and weights in bf16, are rounded.
+
+The random bits of (4) depend on seed, position of the tensor and step. So a resumed run
+rounds like an uninterrupted one, and every rank like its neighbours. The kernel uses
+other random bits than the chunks.
 """
 
 from __future__ import annotations
@@ -81,7 +87,7 @@ class CompactAdamW(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether gradients are divided by ``grad_scale`` in the update itself, by a kernel."""
+        """Returns True if a kernel divides gradients by ``grad_scale`` in the update itself."""
         return all(_by_kernel(p) for group in self.param_groups for p in group["params"])
 
     def write_copies(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
@@ -119,7 +125,9 @@ class CompactAdamW(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; but moments keep the format they were saved in, which torch would widen.
+        """Loads a state like torch's, but moments keep their saved format.
+
+        torch would widen them.
 
         Raises:
             ValueError: the state has other moments than this optimizer.
@@ -144,7 +152,7 @@ class CompactAdamW(Optimizer):
                 self.state[parameter][name] = value
 
     def _planned(self, parameter: Tensor, group: State, index: int) -> adamw.TensorUpdate:
-        """What the kernel is to do with a parameter."""
+        """Returns the kernel's update of a parameter."""
         state, copy, grad = self._next(parameter), self._copies.get(id(parameter)), parameter.grad
         assert grad is not None
         scales = (state["first_scale"], state["second_scale"]) if "first_scale" in state else None

@@ -1,10 +1,11 @@
-"""Other tools' configurations as recipes; `FORMATS` lists the tools, and DeepSpeed is the last one.
+"""Imports other tools' configurations as recipes; `FORMATS` lists the tools.
 
-    found = read(Path("sft.yaml"))   # which tool it is of is recognised by its keys
+    found = read(Path("sft.yaml"))   # its keys identify the tool
     found.values                     # the recipe's keys
-    found.rows                       # what became of every key of the file
+    found.rows                       # the result for every key of the file
 
-Nothing in such a file is executed, and a file without one of the marks of a format is refused.
+DeepSpeed is the last format. Nothing in such a file is executed. A file without the
+marks of any format is refused.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class ImportedRecipe:
 
     @property
     def missing(self) -> list[str]:
-        """Keys that a recipe needs and the file doesn't say."""
+        """Keys that a recipe needs and the file doesn't have."""
         missing_keys = [key for key in ("model", "dataset") if key not in self.values]
         ends = {"max_steps", "epochs", "max_tokens"} & set(self.values)
         return missing_keys if ends else [*missing_keys, "max_steps"]
@@ -144,7 +145,7 @@ def read(path: Path, ranks: int = 1) -> ImportedRecipe:
 
 
 def _content(path: Path) -> Any:
-    """What the file holds; a text that begins as an object of JSON is read as JSON first.
+    """The content of the file; text that begins as a JSON object is read as JSON first.
 
     Raises:
         InputError: no such file, too large, or neither JSON nor YAML.
@@ -160,17 +161,17 @@ def _content(path: Path) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON whose keys stand once each."""
+    """A JSON object; each of its keys must be unique."""
     if len({key for key, _ in pairs}) < len(pairs):
         raise ValueError("a key of an object stands twice")
     return dict(pairs)
 
 
 def _format(path: Path, source: dict[str, Any]) -> ModuleType:
-    """The tool whose marks the file has, and most of whose keys it knows.
+    """The tool with marks in the file, and with most of the file's keys.
 
     Raises:
-        InputError: no tool, or one that hasten doesn't know.
+        InputError: no tool, or one that hasten doesn't support.
     """
     scores = [(_marks(f, source), sum(key in f.KEYS for key in source), f) for f in FORMATS]
     marks, _, best = max(scores, key=lambda score: (score[0] > 0, score[1], score[0]))
@@ -198,7 +199,7 @@ def _marks(form: ModuleType, source: dict[str, Any]) -> int:
 
 
 def _check_columns(draft: RecipeDraft) -> None:
-    """Columns that belong to no shape together would stop the training: they are told instead."""
+    """Reports columns that have no common shape, because they would stop the training."""
     sources = draft.values.get("dataset")
     places = [s for s in sources if isinstance(s, dict)] if isinstance(sources, list) else []
     for section in (draft.values, *places):
@@ -212,10 +213,10 @@ def _check_columns(draft: RecipeDraft) -> None:
 
 
 def _beside_deepspeed(draft: RecipeDraft, ranks: int) -> None:
-    """Where a DeepSpeed configuration says a thing, the plan doesn't say it too.
+    """Removes settings from the plan that a DeepSpeed configuration also has.
 
-    A number format of both is the configuration's, or contradicts it. A configuration with a key
-    that hasten can't follow is left out, and told.
+    If both have a number format, the configuration's is used, or they contradict. A
+    configuration with an unsupported key is left out, and reported.
     """
     config: Any = draft.values.get("deepspeed")
     if config is None:
@@ -254,7 +255,7 @@ def _beside_deepspeed(draft: RecipeDraft, ranks: int) -> None:
 
 
 def _one_format(draft: RecipeDraft, number_format: str | None, name: str, key: str) -> None:
-    """A number format that the DeepSpeed configuration says leaves the plan."""
+    """Removes a number format from the plan if the DeepSpeed configuration has one."""
     entry = next((e for e in draft.plan if isinstance(e, dict) and "autocast" in e), None)
     master = "bf16_master_weights" if "bf16_master_weights" in draft.plan else None
     if number_format is None or (entry is None and master is None):

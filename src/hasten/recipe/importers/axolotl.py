@@ -22,7 +22,7 @@ from hasten.recipe.importers.draft import (
     later,
     named,
     table,
-    whole,
+    whole_number,
 )
 from hasten.recipe.importers.training import (
     DEFAULTS,
@@ -60,11 +60,11 @@ TOOL_DEFAULTS = {
 
 
 def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
-    source = draft.given
+    source = draft.source
 
     def finish(draft: RecipeDraft) -> None:
         size, total = source.get("micro_batch_size"), source.get("batch_size")
-        passes = whole(total) // whole(size or 1) if total else 1
+        passes = whole_number(total) // whole_number(size or 1) if total else 1
         batch(draft, ("micro_batch_size", 1), ("gradient_accumulation_steps", passes), ranks)
         if total and source.get("gradient_accumulation_steps") is None:
             draft.note("batch_size", "mapped", "examples or rows of a step on a rank")
@@ -152,7 +152,7 @@ PART = re.compile(r"[\w.-]+")  # a split without a slice
 
 
 def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
-    """A source for each entry; what an entry says beyond its place has a row of its own."""
+    """Maps each entry to a source; further keys of an entry have a row of their own."""
     entries = [value] if isinstance(value, str | Mapping) else list(value or ())
     sources: list[Any] = []
     for number, entry in enumerate(entries):
@@ -244,7 +244,7 @@ def _ordinary(name: str, value: Any) -> bool:
 def _turn(
     draft: RecipeDraft, key: str, part: str, field_name: str, columns: dict[str, str]
 ) -> None:
-    """What a turn calls its role and its content."""
+    """Maps the keys for a turn's role and content."""
     tag = OF_TURNS.get(part)
     if SHAREGPT.get(part) == field_name:
         draft.row(key, field_name, "needless", "turns of from and value are recognised")
@@ -304,7 +304,7 @@ def _type(
 
 def _types(draft: RecipeDraft) -> set[str]:
     """The kinds of prompt that the data sets have."""
-    entries = draft.given.get("datasets")
+    entries = draft.source.get("datasets")
     kinds = [e.get("type") for e in entries or () if isinstance(e, Mapping)]
     return {"own" if isinstance(kind, Mapping) else str(kind) for kind in kinds}
 
@@ -381,7 +381,7 @@ def targets(draft: RecipeDraft, key: str, value: Any) -> None:
         return
     if names == ["all-linear"] or "all-linear" in names:
         names = "all-linear"
-    if draft.given.get("lora_target_linear") is True and names != "all-linear":
+    if draft.source.get("lora_target_linear") is True and names != "all-linear":
         draft.note(key, "mapped", "lora_target_linear adds all linear layers to it")
     else:
         draft.say(key, "lora_targets", names)
@@ -390,14 +390,14 @@ def targets(draft: RecipeDraft, key: str, value: Any) -> None:
 def packing(draft: RecipeDraft, key: str, value: Any) -> None:
     """Rows of ``sequence_len`` out of the whole epoch, documents kept apart."""
     if value in (True, "true"):
-        packed_rows(draft, key, whole(draft.setting("sequence_len", SEQUENCE)))
+        packed_rows(draft, key, whole_number(draft.setting("sequence_len", SEQUENCE)))
 
 
 def pretraining(draft: RecipeDraft, key: str, value: Any) -> None:
     """Texts; they are packed into rows of ``sequence_len`` as they come."""
     datasets(draft, key, value)
-    if not draft.row_tokens and draft.given.get("pretraining_sample_concatenation") is not False:
-        packed_rows(draft, key, whole(draft.setting("sequence_len", SEQUENCE)))
+    if not draft.row_tokens and draft.source.get("pretraining_sample_concatenation") is not False:
+        packed_rows(draft, key, whole_number(draft.setting("sequence_len", SEQUENCE)))
 
 
 def too_long(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -430,7 +430,7 @@ def tokens(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def patience(draft: RecipeDraft, key: str, value: Any) -> None:
     if value:
-        draft.say(key, "patience", whole(value))
+        draft.say(key, "patience", whole_number(value))
 
 
 def saves_per_epoch(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -453,7 +453,7 @@ def plugins(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def shards(draft: RecipeDraft, key: str, value: Any) -> None:
-    if whole(value or 1) > 1:
+    if whole_number(value or 1) > 1:
         draft.say(key, "layout", "fsdp2")
 
 
@@ -499,6 +499,6 @@ KEYS: dict[str, Handler] = (
         "use_tensorboard": implied("log_to", ["tensorboard"]),
         "tokenizer_config": named("tokenizer"),
         "fsdp": sharding.words,
-        "fsdp_config": sharding.config(lambda given: True),
+        "fsdp_config": sharding.config(lambda settings: True),
     }
 )

@@ -1,11 +1,15 @@
-"""A recipe that grows out of another tool's settings: what becomes of every key and every default.
+"""Builds a recipe from another tool's settings, with a fate for every key and default.
 
-The **fate** of a key is one of: ``mapped`` (the recipe says it), ``needless`` (hasten does it
-anyway, or it has no meaning here), ``unmapped`` (asked for, and the recipe differs from the
-source), ``contradicts`` (two keys of the source can't both be meant).
+The **fate** of a key is one of:
 
-A key that the file leaves out stands at the tool's own default. Where that is another training
-than hasten's default, the recipe says it, so that a recipe needs no knowledge of its source.
+- ``mapped``: The recipe has it.
+- ``needless``: The result is the same without it, or it has no meaning in hasten.
+- ``unmapped``: The source requests it, and the recipe differs from the source.
+- ``contradicts``: Two keys of the source exclude each other.
+
+A key that the file leaves out has the tool's own default. If that makes another
+training than hasten's default, the recipe contains it. A recipe therefore requires no
+knowledge of its source.
 """
 
 from __future__ import annotations
@@ -36,9 +40,9 @@ class ImportedKey:
 
 @dataclass
 class RecipeDraft:
-    """Values and plan of the recipe so far; ``given`` is the source's mapping."""
+    """Values and plan of the recipe so far; ``source`` is the mapping of its file."""
 
-    given: Mapping[str, Any]
+    source: Mapping[str, Any]
     tool: str = ""
     folder: Path = Path()  # of the file, for the paths that it names
     values: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +54,7 @@ class RecipeDraft:
     at_default: bool = False  # the key at hand is left out in the file
 
     def note(self, key: str, fate: Fate, explanation: str) -> None:
-        self.row(key, self.given.get(key), fate, explanation)
+        self.row(key, self.source.get(key), fate, explanation)
 
     def row(self, key: str, value: Any, fate: Fate, explanation: str) -> None:
         """A row for a part of a key's value."""
@@ -63,7 +67,7 @@ class RecipeDraft:
         self.rows.append(ImportedKey(key, shown, fate, explanation))
 
     def say(self, key: str, name: str, value: Any) -> None:
-        """The recipe's key ``name`` is ``value``, because the source's ``key`` says so."""
+        """Sets the recipe's key ``name`` to ``value``, derived from the source's ``key``."""
         if self.at_default:
             if name in self.values or value == default_of(name):
                 return
@@ -74,10 +78,10 @@ class RecipeDraft:
             self.note(key, "contradicts", explanation)
             return
         self.values[name], self.why[name] = value, self.why.get(name, key)
-        self.row(key, self.given.get(key, value), "mapped", f"{name}: {value}")
+        self.row(key, self.source.get(key, value), "mapped", f"{name}: {value}")
 
     def use(self, key: str, technique: str, settings: Mapping[str, Any] | None = None) -> None:
-        """The plan has a technique, because the source's ``key`` says so."""
+        """Adds a technique to the plan, derived from the source's ``key``."""
         self.add(technique, settings)
         if self.at_default:
             self.plan_why.append(f"{technique} is {self.tool}'s default ({key})")
@@ -89,7 +93,7 @@ class RecipeDraft:
             self.plan.append({technique: dict(settings)} if settings else technique)
 
     def withdraw(self, name: str, explanation: str, fate: Fate = "needless") -> None:
-        """Take a key of the recipe back, and say why where the source's key has its row."""
+        """Removes a key of the recipe, and adds the reason to the row of the source's key."""
         if name not in self.values:
             return
         del self.values[name]
@@ -101,7 +105,7 @@ class RecipeDraft:
 
     def setting(self, key: str, default: Any) -> Any:
         """The source's value, or the tool's default where it is left out."""
-        value = self.given.get(key)
+        value = self.source.get(key)
         return default if value is None else value
 
     @property
@@ -124,16 +128,18 @@ def drafted(
     quiet: tuple[Any, ...] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> RecipeDraft:
-    """Every key of the source through its handler; an unknown one that is ``quiet`` asks nothing.
+    """Passes every key of the source to its handler.
+
+    An unknown key with a value in ``quiet`` is ignored.
 
     Args:
-        defaults: the tool's values of keys that are left out. ``a|b`` is used where neither is
-            source, and goes to the handler of ``a``.
+        defaults: the tool's values of missing keys. The value of ``a|b`` is used if neither
+            is present, and goes to the handler of ``a``.
 
     Raises:
-        InputError: a value of a kind that its key can't have.
+        InputError: a value of a wrong type for its key.
     """
-    source, key = draft.given, ""
+    source, key = draft.source, ""
     try:
         for key, value in source.items():
             if key in handlers:
@@ -191,7 +197,7 @@ def is_off(value: Any) -> bool:
 
 
 def unmapped(explanation: str, off: tuple[Any, ...] = ()) -> Handler:
-    """A key that hasten can't follow; one that is off, or at ``off``, asks for nothing."""
+    """A handler for an unsupported key; values that are off, or in ``off``, need nothing."""
 
     def handle(draft: RecipeDraft, key: str, value: Any) -> None:
         is_requested = not is_off(value) and value not in off
@@ -215,7 +221,7 @@ def switch(technique: str, on: tuple[Any, ...] = (True, "auto", "true")) -> Hand
 
 
 def implied(name: str, meant: Any) -> Handler:
-    """A key that, where it is on, says that the recipe's ``name`` is ``meant``."""
+    """A handler that sets the recipe's ``name`` to ``meant`` if the key is on."""
 
     def handle(draft: RecipeDraft, key: str, value: Any) -> None:
         if value:
@@ -227,7 +233,7 @@ def implied(name: str, meant: Any) -> Handler:
 ROWS = json.loads(Path(__file__).with_name("keys.json").read_text(encoding="utf-8"))
 
 
-def whole(value: Any) -> int:
+def whole_number(value: Any) -> int:
     """A whole number, also one that is written as 8.0 or "8".
 
     Raises:
@@ -238,7 +244,7 @@ def whole(value: Any) -> int:
     return int(float(value))
 
 
-KINDS: Mapping[str, Callable[[Any], Any]] = {"int": whole, "float": float, "bool": bool}
+KINDS: Mapping[str, Callable[[Any], Any]] = {"int": whole_number, "float": float, "bool": bool}
 
 
 def table(name: str) -> dict[str, Handler]:

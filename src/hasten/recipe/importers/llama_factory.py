@@ -20,7 +20,7 @@ from hasten.recipe.importers.draft import (
     later,
     switch,
     table,
-    whole,
+    whole_number,
 )
 from hasten.recipe.importers.training import (
     DEFAULTS,
@@ -91,7 +91,7 @@ OTHER_TOOLS = ("qwen3_5", "qwen3_5_nothink", "qwen3_6")  # the same text, but fo
 
 
 def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
-    source = draft.given
+    source = draft.source
 
     def finish(draft: RecipeDraft) -> None:
         packing(draft)
@@ -117,20 +117,20 @@ def lora(draft: RecipeDraft) -> None:
     draft.at_default = True
     draft.say("lora_rank", "lora_rank", 8)
     draft.say("lora_target", "lora_targets", "all-linear")
-    if draft.given.get("lora_alpha") is None:
+    if draft.source.get("lora_alpha") is None:
         draft.say("lora_alpha", "lora_alpha", 2 * draft.values.get("lora_rank", 16))
     draft.at_default = False
 
 
 def packing(draft: RecipeDraft) -> None:
     """Rows that are filled: of dialogues where it is asked for, of texts unless it is off."""
-    source = draft.given
+    source = draft.source
     key = "neat_packing" if source.get("neat_packing") is True else "packing"
     texts = source.get("stage") == "pt"
     requested = source.get(key)
     if not (requested is True or (texts and requested is None)):
         return
-    cutoff = whole(draft.setting("cutoff_len", CUTOFF))
+    cutoff = whole_number(draft.setting("cutoff_len", CUTOFF))
     draft.at_default = requested is None
     if requested is True:  # as in its DataArguments
         cutoff -= 1
@@ -163,12 +163,12 @@ def targets(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Names stand in dataset_info.json; a name that is a file is one.
+    """Maps names to entries of dataset_info.json; a name with a file suffix is a file.
 
-    ``max_samples`` takes the first so many examples of each data set.
+    ``max_samples`` takes only the first examples of each data set.
     """
     names = [n.strip() for n in value.split(",")] if isinstance(value, str) else list(value or [])
-    folder = str(draft.given.get("dataset_dir") or "data")
+    folder = str(draft.source.get("dataset_dir") or "data")
     if folder == "ONLINE" or folder.startswith("REMOTE:"):
         explanation = "data sets by a hub's list: name them as owner/name"
         draft.row("dataset_dir", folder, "unmapped", explanation)
@@ -176,9 +176,9 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
     sources: list[Any] = [n if Path(n).suffix else f"{info}:{n}" for n in map(str, names) if n]
     if folder == "ONLINE":
         sources = [str(name) for name in names]
-    most = draft.given.get("max_samples")
+    most = draft.source.get("max_samples")
     if most is not None:
-        sources = [{"path": path, "max_examples": whole(most)} for path in sources]
+        sources = [{"path": path, "max_examples": whole_number(most)} for path in sources]
         draft.note("max_samples", "mapped", "max_examples of each data set, the first ones")
     if sources:
         one = len(sources) == 1 and isinstance(sources[0], str)
@@ -187,7 +187,7 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def template(draft: RecipeDraft, key: str, value: Any) -> None:
     chat_template = TEMPLATES.get(str(value))
-    if draft.given.get("enable_thinking") is False:  # its default is true
+    if draft.source.get("enable_thinking") is False:  # its default is true
         chat_template = WITHOUT_THOUGHTS.get(str(value), chat_template)
     if chat_template is not None:
         draft.say(key, "chat_template", chat_template)
@@ -203,7 +203,7 @@ def template(draft: RecipeDraft, key: str, value: Any) -> None:
 def quantised(draft: RecipeDraft, key: str, value: Any) -> None:
     if not value:
         return
-    base = {4: "nf4", 8: "int8"}.get(whole(value))
+    base = {4: "nf4", 8: "int8"}.get(whole_number(value))
     if base is None:
         draft.note(key, "unmapped", "a frozen base has 4 or 8 bits")
     else:
@@ -212,7 +212,7 @@ def quantised(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def workers(draft: RecipeDraft, key: str, value: Any) -> None:
     if value:
-        draft.say(key, "data_workers", whole(value))
+        draft.say(key, "data_workers", whole_number(value))
 
 
 def stored_activations(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -225,14 +225,14 @@ def stored_activations(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def thinking(draft: RecipeDraft, key: str, value: Any) -> None:
     thoughts = ("deepseekr1", "keye_vl") if value is False else ()
-    is_needless = draft.given.get("template") not in thoughts
+    is_needless = draft.source.get("template") not in thoughts
     explanation = "the chat template decides on thoughts"
     draft.note(key, "needless" if is_needless else "unmapped", explanation)
 
 
 def eval_data(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Only beside ``eval_dataset`` nothing is split off."""
-    if draft.given.get("eval_dataset"):
+    """Maps the split for eval data; with ``eval_dataset``, nothing is split off."""
+    if draft.source.get("eval_dataset"):
         draft.note(key, "needless", "eval_dataset is given")
     else:
         share_or_count(draft, key, value)
@@ -241,7 +241,7 @@ def eval_data(draft: RecipeDraft, key: str, value: Any) -> None:
 def eval_dataset(draft: RecipeDraft, key: str, value: Any) -> None:
     names = [n.strip() for n in value.split(",")] if isinstance(value, str) else list(value or [])
     if len(names) == 1:
-        folder = Path(str(draft.given.get("dataset_dir") or "data"))
+        folder = Path(str(draft.source.get("dataset_dir") or "data"))
         path = names[0] if Path(names[0]).suffix else f"{folder / 'dataset_info.json'}:{names[0]}"
         draft.say(key, "eval_data", path)
     elif names:
@@ -274,6 +274,6 @@ KEYS: dict[str, Handler] = (
         "train_on_prompt": implied("loss_on", "everything"),
         "mask_history": implied("loss_on", "last_answer"),
         "fsdp": sharding.words,
-        "fsdp_config": sharding.config(lambda given: bool(given.get("fsdp"))),
+        "fsdp_config": sharding.config(lambda settings: bool(settings.get("fsdp"))),
     }
 )

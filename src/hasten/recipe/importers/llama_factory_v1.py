@@ -1,7 +1,8 @@
 """LLaMA-Factory's v1 format: flat keys, and ``*_config`` mappings with a ``name``.
 
-Meanings and defaults: LLaMA-Factory's ``v1/config/*_args.py``, ``v1/core/base_trainer.py`` and
-``v1/plugins``. Its data sets stand in a YAML file of their own.
+Meanings and defaults are from LLaMA-Factory's ``v1/config/*_args.py``,
+``v1/core/base_trainer.py`` and ``v1/plugins``. Its data sets are in a separate YAML
+file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hasten.recipe.importers.draft import (
     is_off,
     later,
     table,
-    whole,
+    whole_number,
 )
 from hasten.recipe.importers.training import (
     TRAINING,
@@ -61,18 +62,18 @@ TOOL_DEFAULTS = {
 def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
     def finish(draft: RecipeDraft) -> None:
         each, total = (
-            whole(draft.setting("micro_batch_size", 1)),
-            draft.given.get("global_batch_size"),
+            whole_number(draft.setting("micro_batch_size", 1)),
+            draft.source.get("global_batch_size"),
         )
-        size = whole(draft.given.get("cp_size") or 1)
-        passes = max(whole(total) * size // (each * ranks), 1) if total else 1
+        size = whole_number(draft.source.get("cp_size") or 1)
+        passes = max(whole_number(total) * size // (each * ranks), 1) if total else 1
         batching(draft)
         batch(draft, ("micro_batch_size", 1), ("passes", passes), max(ranks // size, 1))
         if total:
             draft.note("global_batch_size", "mapped", "examples of a step over all ranks")
         resolve_batch(draft)
         draft.values.setdefault("finetuning_type", "full")
-        if draft.given.get("optim_config") is None:  # torch's AdamW without arguments
+        if draft.source.get("optim_config") is None:  # torch's AdamW without arguments
             draft.values["weight_decay"], draft.why["weight_decay"] = 0.01, "torch.optim.AdamW"
             explanation = "0.01, torch's default there, norms and biases too; matrices alone here"
             draft.row("weight_decay", 0.01, "unmapped", explanation)
@@ -82,11 +83,11 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
 
 def batching(draft: RecipeDraft) -> None:
     """Padded examples, examples in one row, or as many as fit into a pass's tokens."""
-    key, strategy = "batching_strategy", str(draft.given.get("batching_strategy") or "normal")
+    key, strategy = "batching_strategy", str(draft.source.get("batching_strategy") or "normal")
     if strategy == "padding_free":
         examples_kept(draft, key, True)
     elif strategy.startswith("dynamic"):
-        packed_rows(draft, key, whole(draft.setting("cutoff_len", CUTOFF)))
+        packed_rows(draft, key, whole_number(draft.setting("cutoff_len", CUTOFF)))
         if strategy == "dynamic_batching":
             draft.note(key, "unmapped", "padding counts as tokens there; rows have none here")
     elif strategy != "normal":
@@ -101,8 +102,8 @@ def adapter(draft: RecipeDraft, key: str, value: Any) -> None:
     if settings.pop("name", "lora") != "lora":
         return
     draft.say(key, "finetuning_type", "lora")
-    draft.say(key, "lora_rank", whole(settings.pop("r", 8)))
-    draft.say(key, "lora_alpha", whole(settings.pop("lora_alpha", 16)))
+    draft.say(key, "lora_rank", whole_number(settings.pop("r", 8)))
+    draft.say(key, "lora_alpha", whole_number(settings.pop("lora_alpha", 16)))
     draft.say(key, "lora_dropout", float(settings.pop("lora_dropout", 0.05)))
     targets = settings.pop("target_modules", "all")
     names = [t.strip() for t in targets.split(",")] if isinstance(targets, str) else list(targets)
@@ -143,7 +144,7 @@ def kernels(draft: RecipeDraft, key: str, value: Any) -> None:
 def quantised(draft: RecipeDraft, key: str, value: Any) -> None:
     settings = dict(value or {})
     bits = settings.get("quantization_bit")
-    base = {4: "nf4", 8: "int8"}.get(whole(bits)) if bits else None
+    base = {4: "nf4", 8: "int8"}.get(whole_number(bits)) if bits else None
     if base:
         draft.say(key, "lora_base", base)
     elif settings:
@@ -209,7 +210,7 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
         location = str(fields.pop("path", name))
         source: dict[str, Any] = {"path": str(found_file(location, draft.folder) or location)}
         size, weight = fields.pop("size", None), fields.pop("weight", None)
-        source |= {"max_examples": whole(size)} if size else {}
+        source |= {"max_examples": whole_number(size)} if size else {}
         source |= {"weight": float(weight)} if weight else {}
         if size or weight:
             draft.row(f"{key}.{name}", size or weight, "unmapped", "it is drawn with repeats there")

@@ -18,7 +18,7 @@ from hasten.recipe.importers.draft import (
     later,
     named,
     table,
-    whole,
+    whole_number,
 )
 from hasten.recipe.importers.training import (
     DEFAULTS,
@@ -74,7 +74,7 @@ ZERO = {
 
 
 def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
-    source = draft.given
+    source = draft.source
 
     def finish(draft: RecipeDraft) -> None:
         packing(draft)
@@ -82,12 +82,14 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
             source.get("micro_batch_size") is not None
             or source.get("global_batch_size") is not None
         ):
-            each = whole(draft.setting("micro_batch_size", 1))
-            passes = max(whole(draft.setting("global_batch_size", EXAMPLES)) // (each * ranks), 1)
+            each = whole_number(draft.setting("micro_batch_size", 1))
+            passes = max(
+                whole_number(draft.setting("global_batch_size", EXAMPLES)) // (each * ranks), 1
+            )
             batch(draft, ("micro_batch_size", 1), ("passes", passes), ranks)
             draft.note("global_batch_size", "mapped", "of a step over all ranks")
         else:
-            each = whole(draft.setting("per_device_train_batch_size", 1))
+            each = whole_number(draft.setting("per_device_train_batch_size", 1))
             passes = max(math.ceil(EXAMPLES / each / ranks), 1)
             size = ("per_device_train_batch_size", 1)
             batch(draft, size, ("gradient_accumulation_steps", passes), ranks)
@@ -117,10 +119,10 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
 
 
 def packing(draft: RecipeDraft) -> None:
-    if draft.given.get("packing") in (True, "true"):
+    if draft.source.get("packing") in (True, "true"):
         row = draft.setting("packing_length", draft.setting("max_length", 2048))
-        packed_rows(draft, "packing", whole(row))
-    elif draft.given.get("padding_free") in (True, "true"):
+        packed_rows(draft, "packing", whole_number(row))
+    elif draft.source.get("padding_free") in (True, "true"):
         examples_kept(draft, "padding_free", True)
 
 
@@ -138,7 +140,7 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
         path, _, count = name.partition("#")
         if ":" in path and not path.startswith(("/", ".")):
             path += ":train"  # a subset, of which the split train is read
-        sources.append({"path": path, "max_examples": whole(count)} if count else path)
+        sources.append({"path": path, "max_examples": whole_number(count)} if count else path)
         if "#" in name:
             explanation = f"the first {count} examples of {path}; there they are drawn"
             draft.row(f"{key}: {name}", name, "unmapped", explanation)
@@ -156,7 +158,7 @@ def eval_file(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def precision(draft: RecipeDraft, key: str, value: Any) -> None:
-    if draft.given.get("bf16") is None and draft.given.get("fp16") is None:
+    if draft.source.get("bf16") is None and draft.source.get("fp16") is None:
         dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp16"}.get(str(value))
         if dtype:
             half(dtype)(draft, key, True)

@@ -27,10 +27,10 @@ SFT_LOSSES = ("nll", "dft", "chunked_nll", "cross_entropy")  # TRL's SFTConfig
 
 
 def refuse_other_training(path: Path, source: Mapping[str, Any]) -> None:
-    """Refuse a file whose keys ask for another training, with the key and its value.
+    """Refuses a file with keys for an unsupported kind of training; names key and value.
 
     Raises:
-        InputError: it does.
+        InputError: the file has such a key.
     """
     refusal = _other_training(source)
     if refusal is not None:
@@ -43,7 +43,7 @@ def refuse_other_training(path: Path, source: Mapping[str, Any]) -> None:
 
 
 def _other_training(source: Mapping[str, Any]) -> tuple[str, str] | None:  # noqa: C901  # a clause for each refusal
-    """The key that asks for it, and what it is called."""
+    """The key that requests another kind of training, and the name of that training."""
     for key in STAGE_KEYS:
         value = source.get(key)
         if not is_off(value) and str(value).lower() not in OURS:

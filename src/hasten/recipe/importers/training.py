@@ -17,7 +17,7 @@ from hasten.recipe.importers.draft import (
     is_off,
     switch,
     table,
-    whole,
+    whole_number,
 )
 
 SCHEDULES = {
@@ -48,7 +48,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def epochs(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Whole passes; a part of one is rounded up, and said so."""
+    """Full passes; a fraction is rounded up, and this is reported."""
     if value is None:
         return
     passes = math.ceil(float(value))
@@ -59,7 +59,7 @@ def epochs(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def steps(draft: RecipeDraft, key: str, value: Any) -> None:
     if value is not None and float(value) > 0:
-        draft.say(key, "max_steps", whole(value))
+        draft.say(key, "max_steps", whole_number(value))
 
 
 def schedule(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -77,7 +77,7 @@ def schedule_settings(draft: RecipeDraft, key: str, value: Any) -> None:
     """``lr_scheduler_kwargs``: the lowest rate is followed, as a share or a rate."""
     settings = json.loads(value) if isinstance(value, str) and value.strip() else value
     for name, item in (settings or {}).items():
-        peak = draft.given.get("learning_rate")
+        peak = draft.source.get("learning_rate")
         if name == "min_lr_rate":
             draft.say(key, "min_lr_ratio", float(item))
         elif name == "min_lr" and peak:
@@ -90,7 +90,7 @@ def warmup(draft: RecipeDraft, key: str, value: Any) -> None:
     """Steps, or a share of all steps below 1, under either of the two names."""
     number = float(value or 0)
     if number:
-        draft.say(key, "warmup_steps", number if number < 1 else whole(number))
+        draft.say(key, "warmup_steps", number if number < 1 else whole_number(number))
 
 
 def optimizer(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -186,9 +186,9 @@ activation_checkpointing = switch(
 
 
 def share_or_count(draft: RecipeDraft, key: str, value: Any) -> None:
-    """What is held out: a share below 1, or a number of examples."""
+    """Maps the eval data: a share below 1, or a number of examples."""
     number = float(value or 0)
-    draft.say(key, "eval_data", number if number < 1 else whole(number))
+    draft.say(key, "eval_data", number if number < 1 else whole_number(number))
 
 
 def examples_kept(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -218,9 +218,9 @@ def batch(
         size: the key of examples of a pass on a rank, and the tool's default.
         accumulation: the key of passes, and the tool's default.
     """
-    key, each = size[0], whole(draft.setting(*size))
-    passes = whole(draft.setting(*accumulation))
-    draft.at_default = draft.given.get(key) is None
+    key, each = size[0], whole_number(draft.setting(*size))
+    passes = whole_number(draft.setting(*accumulation))
+    draft.at_default = draft.source.get(key) is None
     count = each * passes * ranks
     if draft.row_tokens:
         draft.say(key, "global_batch_tokens", count * draft.row_tokens)
@@ -229,7 +229,7 @@ def batch(
         draft.say(key, "global_batch_size", count)
         unit = "examples"
     draft.at_default = False
-    if accumulation[0] in draft.given:
+    if accumulation[0] in draft.source:
         explanation = f"{each} {unit} x {passes} passes x {ranks} ranks make the global batch"
         draft.note(accumulation[0], "mapped", explanation)
     if passes > 1 and not draft.row_tokens:
@@ -246,12 +246,12 @@ def resumed(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def saves(draft: RecipeDraft, key: str, value: Any) -> None:
     """``save_steps``, with ``save_strategy`` next to it."""
-    strategy = draft.given.get("save_strategy")
+    strategy = draft.source.get("save_strategy")
     number = float(value) if isinstance(value, int | float | str) and value not in ("", True) else 0
     if strategy == "epoch" or (strategy is not None and is_off(strategy)):
         draft.note(key, "needless", f"save_strategy is {strategy}")
     elif number >= 1:
-        draft.say(key, "checkpoint_every", whole(number))
+        draft.say(key, "checkpoint_every", whole_number(number))
     elif number > 0:
         explanation = "say checkpoint_every in steps, or dynamic; `hasten check` counts the steps"
         draft.note(key, "unmapped", explanation)
@@ -269,12 +269,12 @@ def save_strategy(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def evaluated(draft: RecipeDraft, key: str, value: Any) -> None:
     """``eval_steps`` of Trainer: a step count, or a share of all steps; off without a strategy."""
-    strategy = draft.setting("eval_strategy", draft.given.get("evaluation_strategy"))
+    strategy = draft.setting("eval_strategy", draft.source.get("evaluation_strategy"))
     number = float(value or 0)
     if strategy in (False, "no", "epoch"):
         draft.note(key, "needless", f"eval_strategy is {strategy}")
     elif number:
-        draft.say(key, "eval_every", number if number < 1 else whole(number))
+        draft.say(key, "eval_every", number if number < 1 else whole_number(number))
 
 
 def eval_strategy(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -292,7 +292,7 @@ def per_epoch(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def evaluations(draft: RecipeDraft, key: str, count: float) -> None:
     """So many evaluations of a whole training, as a share of all steps."""
-    if float(draft.given.get("max_steps") or 0) > 0:
+    if float(draft.source.get("max_steps") or 0) > 0:
         explanation = "say eval_every in steps; `hasten check` says how many there are"
         draft.note(key, "unmapped", explanation)
     elif count <= 1:
@@ -302,10 +302,10 @@ def evaluations(draft: RecipeDraft, key: str, count: float) -> None:
 
 
 def resolve_batch(draft: RecipeDraft) -> None:
-    """What keys mean together, once all of them are read."""
+    """Resolves keys that depend on each other, after all of them are read."""
     if "max_steps" in draft.values:  # as in Trainer
         draft.withdraw("epochs", "max_steps ends the training, as in that tool")
-    scheduler = draft.setting("lr_scheduler_type", draft.given.get("lr_scheduler"))
+    scheduler = draft.setting("lr_scheduler_type", draft.source.get("lr_scheduler"))
     if scheduler == "constant":
         explanation = (
             "a constant schedule ignores warm-up, as transformers' get_constant_schedule does"

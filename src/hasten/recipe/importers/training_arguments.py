@@ -19,7 +19,7 @@ from hasten.recipe.importers.draft import (
     later,
     named,
     table,
-    whole,
+    whole_number,
 )
 from hasten.recipe.importers.training import (
     DEFAULTS,
@@ -65,15 +65,15 @@ def is_trl(source: Mapping[str, Any]) -> bool:
 
 
 def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
-    """Keys that stand at their default in a dump of all are said nothing about."""
-    trl = is_trl(draft.given)
+    """Builds the draft; keys with their default value in a full dump have no row."""
+    trl = is_trl(draft.source)
     draft.tool = "TRL" if trl else "transformers"
 
     def finish(draft: RecipeDraft) -> None:
         if trl:
             trl_packing(draft)
             trl_loss(draft)
-        elif is_script(draft.given):
+        elif is_script(draft.source):
             blocks(draft)
         passes = ("gradient_accumulation_steps", 1)
         batch(draft, ("per_device_train_batch_size", 8), passes, ranks)
@@ -104,8 +104,8 @@ def lora(draft: RecipeDraft) -> None:
 
 def blocks(draft: RecipeDraft) -> None:
     """Texts end to end, in rows of ``block_size``."""
-    draft.at_default = draft.given.get("block_size") is None
-    row = whole(draft.setting("block_size", BLOCK))
+    draft.at_default = draft.source.get("block_size") is None
+    row = whole_number(draft.setting("block_size", BLOCK))
     draft.say("block_size", "cutoff_len", row)
     packed_rows(draft, "block_size", row)
     draft.at_default = False
@@ -114,11 +114,11 @@ def blocks(draft: RecipeDraft) -> None:
 
 
 def trl_packing(draft: RecipeDraft) -> None:
-    source = draft.given
+    source = draft.source
     if source.get("packing") in (True, "true"):
         strategy = source.get("packing_strategy") or "bfd"
         length = draft.setting("max_length", draft.setting("max_seq_length", TRL_LENGTH))
-        packed_rows(draft, "packing", whole(length))
+        packed_rows(draft, "packing", whole_number(length))
         if strategy == "wrapped":
             explanation = "examples are cut at the end of a row there; here each stays whole"
             draft.note("packing_strategy", "unmapped", explanation)
@@ -130,7 +130,7 @@ def trl_packing(draft: RecipeDraft) -> None:
 
 def trl_loss(draft: RecipeDraft) -> None:
     """TRL trains every token of ``messages``, unless it is asked not to."""
-    source, key = draft.given, "assistant_only_loss"
+    source, key = draft.source, "assistant_only_loss"
     if source.get(key) in (True, "true"):
         draft.note(key, "mapped", "loss is on the assistant's tokens")
         return
@@ -149,15 +149,17 @@ def dataset(draft: RecipeDraft, key: str, value: Any) -> None:
     """A hub's name with its configuration and split, or a path."""
     if not value:
         return
-    source, name = draft.given, str(value)
+    source, name = draft.source, str(value)
     config = source.get("dataset_config") or source.get("dataset_config_name")
-    split = draft.given.get("dataset_train_split") or "train"
+    split = draft.source.get("dataset_train_split") or "train"
     if config:
         name += f":{config}:{split}"
     elif split != "train":
         name += f":{split}"
     most = source.get("max_train_samples")
-    draft.say(key, "dataset", [{"path": name, "max_examples": whole(most)}] if most else name)
+    draft.say(
+        key, "dataset", [{"path": name, "max_examples": whole_number(most)}] if most else name
+    )
     if most:
         draft.note("max_train_samples", "mapped", "max_examples of the data set, the first ones")
 
@@ -197,10 +199,10 @@ def targets(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def length(draft: RecipeDraft, key: str, value: Any) -> None:
     if value is None and not draft.at_default:
-        if key in draft.given:
+        if key in draft.source:
             draft.note(key, "unmapped", "examples aren't cut there; cutoff_len limits them here")
         return
-    draft.say(key, "cutoff_len", whole(value))
+    draft.say(key, "cutoff_len", whole_number(value))
 
 
 def loss(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -264,6 +266,6 @@ KEYS: dict[str, Handler] = (
         "use_dora": named("lora_dora", bool),
         "shuffle_dataset": stopped_shuffle,
         "fsdp": sharding.words,
-        "fsdp_config": sharding.config(lambda given: bool(given.get("fsdp"))),
+        "fsdp_config": sharding.config(lambda settings: bool(settings.get("fsdp"))),
     }
 )

@@ -164,7 +164,7 @@ class Apart(Communication):
         if self.part is None or self._buffers is None:
             return  # no step was begun: all are as they started
         if self.part.synchronize():
-            self.setup.precision.publish()
+            self.setup.precision.update_model_weights()
             self._buffers.average()
         if self._traffic is not None:
             self._traffic.begin()  # what was waited for now is no step's
@@ -208,7 +208,7 @@ class Apart(Communication):
 
     def _done(self, tokens: int) -> None:
         if self._running().after_step(tokens, self._stop):
-            self.setup.precision.publish()
+            self.setup.precision.update_model_weights()
 
 
 def enable_local_steps(setup: Setup, technique: Technique, build: Build) -> None:

@@ -187,7 +187,7 @@ def _extensions(context: JobContext) -> Path:
 class Zero:
     """Ranks among which ZeRO deals out the model's state; each has its own examples."""
 
-    whole = False
+    replicated = False
 
     def __init__(self, setup: Setup) -> None:
         world = setup.context.world
@@ -266,7 +266,7 @@ class ZeroEngine:
             self.setup.routing.after_update(self.setup.rank_sync.sum)
             self.setup.routing.discard()
 
-    def discard(self) -> None:
+    def zero_grad(self) -> None:
         if self.setup.routing is not None:
             self.setup.routing.discard()
         self.zero.give_up()

@@ -142,7 +142,7 @@ def proof(shared: SharedExperts, more: str = "") -> EffectCheck:
 class ExpertsInDDP:
     """Experts on ``ranks`` neighbours each, the rest in DistributedDataParallel over all."""
 
-    whole = False
+    replicated = False
     pieces = False
 
     def __init__(self, world: World, ranks: int, bucket_cap_mb: int, device: str) -> None:
@@ -280,7 +280,7 @@ def refuse_own_choices(setup: Setup) -> None:
 class ExpertsInFSDP:
     """Experts on ``ranks`` neighbours each; of the rest every rank keeps a piece."""
 
-    whole = False
+    replicated = False
     pieces = True
 
     def __init__(
@@ -327,12 +327,12 @@ class ExpertsInFSDP:
                 "technique out, or give ep beside dp"
             )
         self._module, shared = module, self._held()
-        self.place(module)  # copies are made alike next, by what carries the device's memory
+        self.move_parts(module)  # copies are made alike next, by what carries the device's memory
         self._gradients = ExpertGradients(shared.parameters(), self._replicas, self.averages)
         shard_rest(module, shared, data_mesh(self.mesh), self._reshard)
         return module
 
-    def place(self, module: nn.Module) -> None:
+    def move_parts(self, module: nn.Module) -> None:
         """Shards are on the device already; experts, which FSDP2 leaves alone, go there."""
         for weight in self._held().parameters():
             weight.data = weight.data.to(self._device)

@@ -87,7 +87,7 @@ class LayoutOptions:
 class MeshLayout:
     """Ranks on a mesh of copies, shards and pieces of layers."""
 
-    whole = False
+    replicated = False
     pieces = True
 
     def __init__(self, setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:
@@ -165,7 +165,7 @@ class MeshLayout:
             compressed.enter(exchange, merges=self.sizes.dp == self.sizes.tp == 1)
         return exchange
 
-    def place(self, module: nn.Module) -> None:
+    def move_parts(self, module: nn.Module) -> None:
         """Shards are there already: FSDP2 moves a group as it cuts it. What it hasn't cut moves."""
         if not is_sharded(module):
             on_device(module, self._device)

@@ -56,7 +56,9 @@ class PipelineEngine(PlainEngine):
         self._filled: list[MicroBatch] = []  # of the step, as they run
         self._stage_pass = _StagePass()
         hook = nothing_beside if self.setup.routing is None else self._heard
-        self.runner = layout.cut.start(PassHooks(precision.region, precision.collect, hook))
+        self.runner = layout.cut.start(
+            PassHooks(precision.region, precision.accumulate_gradients, hook)
+        )
 
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
         layout, precision = self.layout, self.setup.precision
@@ -77,7 +79,7 @@ class PipelineEngine(PlainEngine):
         if layout.data_size > 1:
             precision.before_backward(reduces=True)
             layout.average()
-            precision.collect()
+            precision.accumulate_gradients()
         # After the average: a codec may round the two ends of a tied weight apart.
         layout.cut.tied.add(layout.carrier(precision.parameters()))
         self.passes, self.filler = self.passes + count, self.filler + count - original_count

@@ -229,7 +229,7 @@ class Stages(StageWeightsSplit):
     step are done, in DistributedDataParallel's buckets and by the communication method's codec.
     """
 
-    whole = False
+    replicated = False
 
     def __init__(self, setup: Setup, settings: PipelineSettings) -> None:
         world = setup.context.world
@@ -337,7 +337,7 @@ class StagesInPieces(StageWeightsSplit):
     neighbours. Hidden states travel whole; embedding and head are whole on each piece's rank.
     """
 
-    whole = False
+    replicated = False
     pieces = True
 
     def __init__(self, setup: Setup, settings: PipelineSettings, sizes: MeshSizes) -> None:
@@ -400,7 +400,7 @@ class StagesInPieces(StageWeightsSplit):
                 shard_stage(stage, self.cut.model.trunk.layers, data_mesh(self.mesh))
         return module
 
-    def place(self, module: nn.Module) -> None:
+    def move_parts(self, module: nn.Module) -> None:
         """Shards are on the device already; what isn't sharded goes there."""
         if self.data_size == 1:
             on_device(module, str(self._device))

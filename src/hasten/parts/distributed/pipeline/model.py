@@ -2,21 +2,24 @@
 
     pipeline = AsyncPipeline(stages=4, microbatch_size=8, overlap_communication=True)
     model = pipeline.partition_model(model)           # this process's stages, balanced by cost
+
     optimizer = AdamW(model.parameters())
     for batch in loader:                              # the same batch on every rank
-        loss = pipeline.step(model, batch)            # gradients are left, the loss returned
+        loss = pipeline.step(model, batch)            # computes gradients, returns the loss
         optimizer.step(); optimizer.zero_grad()
 
-Without an optimizer over its parameters the pipeline takes one of its own, see
+Without an optimizer over its parameters the pipeline creates its own, see
 :mod:`hasten.parts.distributed.pipeline.runtime`.
 
-With a process group of ``stages`` ranks each rank keeps its own part of the model and
-``torch.distributed.pipelining`` runs the schedule. Without one, all stages run in this process on
-the devices there are. A Hugging Face causal language model takes its usual batch (``input_ids``,
-``labels``, ...); the loss is the mean over all trained tokens of the batch, whatever the cut.
-An ``nn.Sequential`` takes ``(x, y)`` and a ``loss_fn(output, y)``: a mean over rows, or one of
-torch's own over labels, which may be ignored or weighted. Without one it is cross-entropy if ``y``
-has whole numbers, else the mean squared error.
+With a process group of ``stages`` ranks each rank keeps its own part of the model, and
+``torch.distributed.pipelining`` runs the schedule. Without one, all stages run in this
+process on the available devices.
+
+A Hugging Face causal language model takes its usual batch (``input_ids``, ``labels``,
+...). The loss is the mean over all trained tokens of the batch, for any cut. An
+``nn.Sequential`` takes ``(x, y)`` and a ``loss_fn(output, y)``. This is a mean over
+rows, or one of torch's own over labels, which may be ignored or weighted. The default
+is cross-entropy if ``y`` has whole numbers, else the mean squared error.
 """
 
 from __future__ import annotations
@@ -61,22 +64,24 @@ from hasten.parts.nn.losses import WholeLogitsLoss
 
 
 class AsyncPipeline:
-    """How a model is laid out as a pipeline and stepped.
+    """Lays out a model as a pipeline and runs its steps.
 
     Args:
-        stages: ranks (or devices of this process) that the model is spread over.
-        microbatch_size: rows of a micro-batch; a batch that it doesn't divide is cut into the
-            largest equal pieces that are no larger.
-        overlap_communication: messages travel while ranks compute; False: each is waited for
-            where torch's plain schedules do, for comparison.
+        stages: number of ranks (or devices of this process) for the model.
+        microbatch_size: rows of a micro-batch. A batch that it doesn't divide is cut into
+            the largest equal pieces that are no larger.
+        overlap_communication: messages are sent while ranks compute. False: the code waits
+            for each one as in torch's plain schedules, for comparison.
         schedule: one of :data:`hasten.parts.distributed.pipeline.schedules.SCHEDULES`.
-        checkpoint: "never"; "always": a stage keeps its inputs alone and computes the rest again in
-            the backward pass; "except_last": so for all micro-batches but the last.
-        group: the ranks of the pipeline; None: all, where torch.distributed is initialised.
-        loss_fn: for an ``nn.Sequential``, where ``step`` isn't given one.
-        optimizer: makes one from parameters; ``step`` then moves the weights too, and begins
-            without gradients. None: AdamW with ``learning_rate``, unless an optimizer is there or
-            somebody has asked the partitioned model for its parameters. False: gradients are left.
+        checkpoint: "never". "always": a stage stores only its inputs and computes its
+            activations again in the backward pass. "except_last": the same for all
+            micro-batches but the last.
+        group: the ranks of the pipeline; None: all, if torch.distributed is initialised.
+        loss_fn: for an ``nn.Sequential``, if ``step`` gets none.
+        optimizer: creates one from parameters. ``step`` then moves the weights too, and
+            starts without gradients. None: AdamW with ``learning_rate``, unless an
+            optimizer exists or the partitioned model's parameters were read. False:
+            gradients are only computed.
     """
 
     def __init__(
@@ -173,7 +178,7 @@ class AsyncPipeline:
 
     @property
     def events(self) -> list[StageEvent]:
-        """What all ranks did in the last recorded step."""
+        """Returns the passes of all ranks in the last recorded step."""
         return self._events
 
     @property
@@ -372,7 +377,7 @@ def put_together(pruned: Pruned, group: dist.ProcessGroup) -> Iterator[bool]:
 
 
 def _replace(owner: nn.Module, key: str, module: nn.Module | None) -> None:
-    """Put a module in its place, or take it out; layers stay in the order of their numbers."""
+    """Sets a module at its position or removes it; layers stay in numerical order."""
     if not isinstance(owner, nn.ModuleList):
         setattr(owner, key, OtherStage() if module is None else module)
         return

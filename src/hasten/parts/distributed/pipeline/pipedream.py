@@ -1,13 +1,14 @@
-"""PipeDream: an ``nn.Sequential`` over the devices of one process, called like the model itself.
+"""PipeDream: an ``nn.Sequential`` over one process's devices, called like the model.
 
     model = PipeDream(model, num_worker=4, chunks=8, checkpoint="always")
     loss = criterion(model(x), y)
     loss.backward()
 
-A batch goes in ``chunks`` pieces from stage to stage. On accelerators a pass is only queued, so
-stages work on different pieces at the same time (Huang et al., GPipe, arXiv:1811.06965). Several
-processes take :class:`~hasten.parts.distributed.pipeline.model.AsyncPipeline`, whose schedules
-order the backward passes as well.
+A batch goes in ``chunks`` pieces from stage to stage. On accelerators a pass is only
+queued, so stages work on different pieces at the same time (Huang et al., GPipe,
+arXiv:1811.06965). For several processes use
+:class:`~hasten.parts.distributed.pipeline.model.AsyncPipeline`. Its schedules order the
+backward passes as well.
 """
 
 from __future__ import annotations
@@ -25,20 +26,24 @@ from hasten.parts.distributed.pipeline.stages import Layers, balanced_layers, ra
 
 
 class PipeDream(nn.Module):
-    """``forward(x)`` returns what the whole model returns, on the device of its last stage.
+    """Runs a model as a pipeline; ``forward(x)`` returns the whole model's output.
 
-    The model itself is ``module``; its parameters and their names are unchanged. Layers that look
-    at a whole batch (BatchNorm) see a piece of it.
+    The output is on the device of the last stage. The model itself is ``module``; its
+    parameters and their names are unchanged. Layers that use a whole batch (BatchNorm) get
+    a piece of it.
 
     Args:
-        model: cut between its children, so that the slowest stage is as fast as can be.
-        num_worker, num_workers: stages; as many as there are accelerators if left out.
-        chunks: pieces of a batch; fewer where it has fewer rows.
-        checkpoint: "always": a stage keeps the inputs of a piece alone and computes the rest again
-            in the backward pass; "except_last": so for all pieces but the last; "never".
+        model: cut between its children; the cut makes the slowest stage as fast as
+            possible.
+        num_worker, num_workers: stages; default: the number of accelerators.
+        chunks: pieces of a batch; fewer if it has fewer rows.
+        checkpoint: "always": a stage stores only the inputs of a piece and computes its
+            activations again in the backward pass. "except_last": the same for all pieces
+            but the last. "never".
 
     Raises:
-        ValueError: the model can't be cut so, a setting makes no sense, or there are several ranks.
+        ValueError: the model can't be cut so, a setting is invalid, or there are several
+            ranks.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What runs a pipeline: a stage's pass, all ranks or one process, micro-batches, the update."""
+"""Runs a pipeline: a stage's pass, all ranks or one process, micro-batches, update."""
 
 from __future__ import annotations
 
@@ -56,10 +56,11 @@ def nothing_beside(number: int, run: Pass) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True)
 class PassHooks:
-    """What the training loop around a pipeline does in each pass.
+    """Hooks of the training loop around a pipeline, called in each pass.
 
-    ``beside`` runs a stage's forward pass over the micro-batch of a number and says, with what came
-    out, what the pass adds to the step's summed loss (a balance of experts), or None.
+    ``beside`` runs a stage's forward pass over the micro-batch with a given number. It
+    returns the output and the pass's addition to the step's summed loss (a balance of
+    experts), or None.
     """
 
     region: Callable[[], AbstractContextManager[Any]] = nullcontext  # around a forward pass
@@ -69,11 +70,13 @@ class PassHooks:
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """How a pipeline works, whatever runs it.
+    """Settings of a pipeline, for any runner.
 
-    ``ranks`` are the processes (or, in one process, devices) it is laid out for; ``checkpoint``
-    says of which micro-batches a stage keeps its input alone and computes the rest again: of all,
-    of all but the last (whose backward pass follows at once), of none.
+    ``ranks`` are the processes (or, in one process, devices) of the layout.
+
+    ``checkpoint`` selects the micro-batches for which a stage stores only its input and
+    computes its activations again. These are all, all but the last (its backward pass
+    follows at once), or none.
     """
 
     schedule: str
@@ -101,7 +104,7 @@ class PipelineSettings:
         return rank_of_stage(self.schedule, self.ranks)
 
     def recomputes(self, number: int, count: int) -> bool:
-        """Whether micro-batch ``number`` of ``count`` is computed again in its backward pass."""
+        """Returns True if micro-batch ``number`` of ``count`` is computed again in backward."""
         return self.checkpoint == "always" or (
             self.checkpoint == "except_last" and number < count - 1
         )
@@ -126,14 +129,14 @@ class PipelineWork:
         return self._batches[number]
 
     def begin(self, micro_batches: Sequence[Inputs], group: Any = None, scale: float = 1.0) -> None:
-        """A step, whose backward passes are of ``scale`` x the losses."""
+        """Begins a step with backward passes of ``scale`` x the losses."""
         self._batches, self._scale = micro_batches, scale
         self._losses.clear()
         self.recorder.begin(group)
 
     @property
     def total(self) -> Tensor:
-        """What the stages here brought to the step's summed loss; the last one the loss itself."""
+        """Returns the local stages' part of the summed loss; the last stage has the loss."""
         if not self._losses:
             return torch.zeros((), device=self._device)
         return torch.stack([loss.double() for loss in self._losses.values()]).sum()
@@ -164,8 +167,10 @@ class PipelineWork:
 
 
 class GradientSeed(torch.autograd.Function):
-    """Zero, added to what a stage sends on, so that a loss of the stage's own takes part in its
-    backward pass (as Megatron-LM's MoEAuxLossAutoScaler does)."""
+    """Zero, added to a stage's output to include a loss of its own in the backward pass.
+
+    Megatron-LM's MoEAuxLossAutoScaler does the same.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, scale: float) -> Tensor:
@@ -252,7 +257,7 @@ class RanksRunner:
         return self._everywhere(self.work.total)
 
     def _everywhere(self, total: Tensor) -> Tensor:
-        """What all ranks brought: the loss from the last, mostly nothing from the others."""
+        """Returns the sum over ranks: the loss from the last, mostly nothing from others."""
         summed = total.double()
         dist.all_reduce(summed, group=self.group)
         return summed
@@ -347,8 +352,8 @@ class RanksRunner:
 class _Chunk(nn.Module):
     """A stage as torch calls it: with hidden states and the number of the micro-batch.
 
-    The micro-batch itself (ids, positions, labels) lies on every rank already, so that nothing but
-    hidden states travels.
+    The micro-batch itself (ids, positions, labels) is already on every rank. So only hidden
+    states are sent.
     """
 
     def __init__(self, stage: nn.Module, index: int, work: PipelineWork) -> None:
@@ -362,11 +367,11 @@ class _Chunk(nn.Module):
 
 
 def receives_earlier(listed: Sequence[Any], ahead: int) -> list[Any]:
-    """Receives moved up by so many passes, in the order among themselves that they had.
+    """Moves receives earlier by ``ahead`` passes, without changing their order.
 
-    A gloo message starts to travel when both its ends are posted; torch posts a receive just before
-    the pass that needs it, so that the pass would wait for all of the way. On NCCL receives stay:
-    there, one that stands before a send can hold it up.
+    A gloo message starts when both its ends are posted. But torch posts a receive just
+    before the pass that needs it. So the pass would wait for the full transfer. On NCCL
+    receives stay: a receive before a send can block it.
     """
     reordered: list[Any] = []
     floor = 0  # no receive may overtake the one before it
@@ -463,7 +468,7 @@ class LocalRunner:
         self.work.seams.after_backward()
 
     def _to(self, tensor: Any, stage: int) -> Any:
-        """On the stage's device; the copy waits for nobody where memory and device allow."""
+        """Moves a tensor to the stage's device, without waiting if memory and device allow it."""
         if tensor is None:
             return None
         return tensor.to(self._devices[stage], non_blocking=self.work.settings.overlap)
@@ -487,10 +492,10 @@ TAKES = (
 
 
 def equal_micro_batches(batches: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
-    """``count`` micro-batches of the largest shape among those given.
+    """Returns ``count`` micro-batches of the largest shape among the given ones.
 
     Raises:
-        ValueError: an input whose filler isn't known.
+        ValueError: an input without a defined padding value.
     """
     strange = {name for batch in batches for name in batch} - {*FILLERS, *PACKED}
     if strange:
@@ -633,10 +638,11 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class Update:
-    """What follows the passes of a step.
+    """The optimizer step after the passes of a step.
 
     Args:
-        build: makes the optimizer; None: AdamW if nobody else has one; False: gradients are left.
+        build: creates the optimizer; None: AdamW if no other one exists; False: gradients
+            are only computed.
     """
 
     def __init__(
@@ -652,9 +658,9 @@ class Update:
     def before(
         self, stages: nn.Module, parameters_taken: bool, group: dist.ProcessGroup | None
     ) -> None:
-        """Before a step's passes; every rank of the pipeline calls it.
+        """Prepares the update before a step's passes; every rank of the pipeline calls it.
 
-        ``parameters_taken``: somebody has this rank's parameters.
+        ``parameters_taken``: this rank's parameters were read by other code.
         """
         trainable = [p for p in stages.parameters() if p.requires_grad]
         if [*map(id, trainable)] != [*map(id, self._parameters)]:
@@ -712,7 +718,10 @@ class Update:
 
 
 def _has_optimizer(parameters: list[nn.Parameter]) -> bool:
-    """Whether any optimizer of this process has one of them; the model was maybe whole then."""
+    """Returns True if any optimizer of this process has one of them.
+
+    The model was maybe not cut yet at that time.
+    """
     parameter_ids = {*map(id, parameters)}
     optimizers = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
     return any(

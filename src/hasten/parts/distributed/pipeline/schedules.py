@@ -1,9 +1,9 @@
-"""Pipeline schedules: which stages a rank holds, and in which order it works on them.
+"""Pipeline schedules: the stages of each rank, and their order of passes.
 
 The orders of interleaved, zero-bubble, ZBV and DualPipeV are those of
-``torch.distributed.pipelining``; GPipe's and 1F1B's are written here, because torch keeps theirs in
-code that runs them and not in a list that could be run (what 2.13 lists of 1F1B is for drawing, and
-leaves out the first forward pass of the last rank).
+``torch.distributed.pipelining``. GPipe's and 1F1B's are written here. torch has them
+only as code that runs them and not as a list that could be run. The 1F1B list of 2.13
+is for drawing, and leaves out the first forward pass of the last rank.
 
 | schedule    | stages of a rank        | source                                               |
 |-------------|-------------------------|------------------------------------------------------|
@@ -110,7 +110,7 @@ def enough_micro_batches(schedule: str, ranks: int, micro_batches: int) -> int:
 
 @lru_cache(maxsize=64)
 def orders(schedule: str, ranks: int, micro_batches: int) -> Orders:
-    """What each rank does, in its order. Raises ValueError where the schedule can't run so many."""
+    """Returns each rank's passes in order; ValueError if the schedule can't run so many."""
     if problem := why_impossible(schedule, ranks, micro_batches):
         raise ValueError(problem)
     if schedule == "gpipe":
@@ -147,7 +147,7 @@ def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> tupl
 
 @dataclass
 class _Standin:
-    """What torch's schedules read of a stage when they make their order; no group is needed."""
+    """Replaces a stage when torch's schedules compute their order; needs no group."""
 
     group_size: int
     num_stages: int

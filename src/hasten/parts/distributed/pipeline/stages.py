@@ -1,11 +1,13 @@
-"""A model cut into pipeline stages: each stage is a view that holds its own layers and no others.
+"""Pipeline stages of a model: each is a view that holds its own layers and no others.
 
-A view is the model's own class and code with other stages' layers left out, so that masks, rotary
-embedding and everything else that a forward pass does between layers stays the model's own. Views
-share parameters with the model they are taken from, and nothing is copied. Two kinds of model:
+A view is the model's own class and code without other stages' layers. So masks, rotary
+embedding and everything else between layers remain the model's own. Views share
+parameters with the original model, and nothing is copied. Two kinds of model are
+supported:
 
-- Hugging Face causal language models of ``KNOWN``: token ids enter the first stage, hidden states
-  travel, the last stage computes the loss. The others get hidden states as ``inputs_embeds``.
+- Hugging Face causal language models of ``KNOWN``: token ids enter the first stage,
+  hidden states are sent on, the last stage computes the loss. The others get hidden
+  states as ``inputs_embeds``.
 - ``nn.Sequential``: each child is a layer.
 """
 
@@ -39,13 +41,13 @@ SLACK = 1 + 1e-9  # sums of the same costs in another order differ by less
 def balanced_layers(
     costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0
 ) -> tuple[int, ...]:
-    """Layers of each stage; every stage gets one at least.
+    """Returns the number of layers of each stage; every stage gets at least one.
 
     Args:
-        costs: of each layer, in any unit.
-        stages: how many runs of layers to make.
-        first: what the first stage does beside its layers (embedding).
-        last: what the last stage does beside its layers (norm, head and loss).
+        costs: cost of each layer, in any unit.
+        stages: number of stages.
+        first: further cost of the first stage (embedding).
+        last: further cost of the last stage (norm, head and loss).
 
     Raises:
         ValueError: there are fewer layers than stages, or a cost is no number from 0 on.
@@ -84,7 +86,7 @@ def _bottleneck(layers: int, stages: int, stage: Stage) -> float:
 
 
 def _evenest(layers: int, stages: int, stage: Stage, bound: float) -> tuple[int, ...]:
-    """Of all cuts within the bound the one with the smallest sum of squares."""
+    """Returns the cut with the smallest sum of squares among all cuts within the bound."""
 
     @cache
     def best(end: int, index: int) -> tuple[float, tuple[int, ...]]:
@@ -166,7 +168,7 @@ class Cuttable(Protocol):
     layers: int
 
     def costs(self) -> tuple[list[float], float, float]:
-        """Estimated work of each layer, and what the first and the last stage do beside."""
+        """Estimated work of each layer, and the further work of the first and the last stage."""
 
     def measured(self, inputs: Inputs) -> tuple[list[float], float, float]:
         """The same in seconds, on one micro-batch."""
@@ -195,7 +197,7 @@ class LanguageModel:
 
     @property
     def tied(self) -> bool:
-        """Whether head and embedding are one matrix."""
+        """Returns True if head and embedding are one matrix."""
         head = getattr(self.causal.lm_head, "weight", None)
         return head is not None and head is getattr(self.trunk.embed_tokens, "weight", None)
 
@@ -205,7 +207,7 @@ class LanguageModel:
         return next(p.dtype for p in self.trunk.parameters() if p.is_floating_point())
 
     def costs(self) -> tuple[list[float], float, float]:
-        """An embedding is looked up, which costs next to nothing beside a product."""
+        """Estimates the costs; an embedding look-up is almost free compared with a product."""
         config = self.causal.config
         routed = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None)
         active = config.num_experts_per_tok / routed if routed else 1.0
@@ -350,7 +352,7 @@ def view(module: Any) -> Any:
 
 
 def _entering(inputs: Inputs, hidden: Tensor | None) -> dict[str, Any]:
-    """What a stage's model is called with: ids where it begins, hidden states where it goes on."""
+    """Returns the inputs of a stage's model: ids for the first stage, hidden states later."""
     if hidden is None:
         return dict(inputs)
     other_inputs = {k: v for k, v in inputs.items() if k != "input_ids"}
@@ -363,7 +365,7 @@ def _leaf(hidden: Tensor) -> Tensor:
 
 @contextmanager
 def _gradients_put_back(module: nn.Module) -> Iterator[None]:
-    """What a measurement does to ``.grad`` is forgotten."""
+    """Restores ``.grad`` after a measurement."""
     saved_gradients = [(p, p.grad) for p in module.parameters()]
     for parameter, _ in saved_gradients:
         parameter.grad = None
@@ -436,5 +438,5 @@ class TiedHead:
 
 
 def is_end(weight: Tensor) -> bool:
-    """Whether it is an end of a tied head, or a master that took the weight's marks over."""
+    """Returns True if it is an end of a tied head, or a master with such attributes."""
     return hasattr(weight, MARK)

@@ -1,8 +1,8 @@
-"""What the ranks of a pipeline did when, measured or simulated: events, their bubble, a drawing.
+"""Timetable of a pipeline's ranks, measured or simulated: events, bubble, drawing.
 
-An event is one pass of one stage over one micro-batch, from when its inputs are there to when its
-result is. The bubble is the share of the ranks' time, from the first event of a step to the last,
-in which a rank runs none.
+An event is one pass of one stage over one micro-batch. It lasts from the arrival of its
+inputs to its result. The bubble is the share of the ranks' time in which a rank runs
+none, from the first event of a step to the last.
 """
 
 from __future__ import annotations
