@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hasten.cli.chat import chat
 from hasten.cli.check import doctor
 from hasten.cli.checkpoint import app as checkpoint
 from hasten.cli.checkpoint import merge
@@ -65,7 +66,7 @@ def launched(
 
 COMMANDS: tuple[Callable[..., int | None], ...] = (
     *(demo, init, train, speedup, plan, tune, launch, monitor, profile, doctor, import_),
-    *(card, verification, hardware, bench, report, regress, merge),
+    *(card, verification, hardware, bench, report, regress, merge, chat),
 )
 for command in COMMANDS:
     app.command("import" if command is import_ else None)(command)
