@@ -22,11 +22,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("measure",),
     ("report",),
     ("training",),
-    ("release",),
     ("planner",),
     ("tune",),
     ("integrations",),
     ("monitor",),
+    ("release",),
     ("cli",),
     ("__init__", "__main__"),
 )

@@ -97,4 +97,5 @@ def test_bad_input_is_one_sentence(
     kept = {k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"}
     settings.write_text(json.dumps(kept))
     assert "has no chat template" in refused(run)
-    assert "takes 2048" in refused(full_run, "--system", "apples " * 3000)
+    longest = json.loads((full_run / "model/config.json").read_text())["max_position_embeddings"]
+    assert f"takes {longest}" in refused(full_run, "--system", "apples " * longest)

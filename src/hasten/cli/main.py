@@ -28,6 +28,7 @@ from hasten.cli.monitor import monitor
 from hasten.cli.plan import plan
 from hasten.cli.profile import profile
 from hasten.cli.report import card, regress, report
+from hasten.cli.serve import serve
 from hasten.cli.speedup import speedup
 from hasten.cli.train import train
 from hasten.cli.tune import tune
@@ -66,7 +67,7 @@ def launched(
 
 COMMANDS: tuple[Callable[..., int | None], ...] = (
     *(demo, init, train, speedup, plan, tune, launch, monitor, profile, doctor, import_),
-    *(card, verification, hardware, bench, report, regress, merge, chat),
+    *(card, verification, hardware, bench, report, regress, merge, chat, serve),
 )
 for command in COMMANDS:
     app.command("import" if command is import_ else None)(command)

@@ -23,6 +23,7 @@ from hasten.errors import InputError
 from hasten.models.adapters import merged, other_base
 from hasten.models.load import load_model, load_tokenizer, quiet, take_own_attention
 from hasten.models.weights import ADAPTER
+from hasten.parts.nn.quantised import Kind
 from hasten.recipe.build import model_for, requested_plan
 from hasten.recipe.prepared_data import stop_token
 from hasten.recipe.schema import Recipe, load_recipe
@@ -86,16 +87,25 @@ def load_run(run: Path, weights: str = "") -> LoadedModel:
     if not (folder / ADAPTER).is_file():
         return _ready(run.name, load_model(str(folder)), load_tokenizer(str(folder)), folder)
     recipe = recipe_of(run)
-    if other := other_base(folder, recipe.model):
-        raise InputError(
-            f"{folder} is an adapter of {other}, but {run / RECIPE} names the model "
-            f"{recipe.model}: set model there to the base that the adapter was trained on"
-        )
+    check_adapter_base(folder, recipe)
     tokenizer = load_tokenizer(str(folder))
     model: Any = model_for(recipe, tokenizer, stop_token(tokenizer, answer_end(tokenizer)))
+    return _ready(run.name, merged(model, folder, adapter_base(recipe)), tokenizer, folder)
+
+
+def adapter_base(recipe: Recipe) -> Kind | None:
+    """The format that a run's frozen base was rounded to, by its plan or its keys."""
     planned = [t for t in requested_plan(recipe) if isinstance(t, LoRA)]
-    base = planned[0].base if planned else recipe.lora_base
-    return _ready(run.name, merged(model, folder, base), tokenizer, folder)
+    return planned[0].base if planned else recipe.lora_base
+
+
+def check_adapter_base(folder: Path, recipe: Recipe) -> None:
+    """Raise InputError if a saved adapter names another base than the run's recipe."""
+    if other := other_base(folder, recipe.model):
+        raise InputError(
+            f"{folder} is an adapter of {other}, but the run's {RECIPE} names the model "
+            f"{recipe.model}: set model there to the base that the adapter was trained on"
+        )
 
 
 def load_base(run: Path, weights: str = "") -> LoadedModel:
