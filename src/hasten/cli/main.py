@@ -20,6 +20,7 @@ from hasten.cli.checkpoint import app as checkpoint
 from hasten.cli.checkpoint import merge
 from hasten.cli.data import app as data
 from hasten.cli.demo import demo
+from hasten.cli.eval import eval_
 from hasten.cli.hardware import bench, hardware
 from hasten.cli.import_ import import_
 from hasten.cli.init import init
@@ -67,10 +68,10 @@ def launched(
 
 COMMANDS: tuple[Callable[..., int | None], ...] = (
     *(demo, init, train, speedup, plan, tune, launch, monitor, profile, doctor, import_),
-    *(card, verification, hardware, bench, report, regress, merge, chat, serve),
+    *(card, verification, hardware, bench, report, regress, merge, chat, serve, eval_),
 )
 for command in COMMANDS:
-    app.command("import" if command is import_ else None)(command)
+    app.command(command.__name__.rstrip("_"))(command)
 
 
 def run() -> None:
