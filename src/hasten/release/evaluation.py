@@ -230,49 +230,18 @@ def _with_verdict(row: Comparison, p_value: float | None) -> Comparison:
 _LOCAL_FORMATS = ("json", "csv", "parquet", "text", "arrow")
 _TASK_KEYS = frozenset(
     (
-        "task",
-        "task_alias",
-        "tag",
-        "description",
-        "metadata",
-        "output_type",
-        "repeats",
-        "num_fewshot",
-        "metric_list",
-        "dataset_path",
-        "dataset_name",
-        "dataset_kwargs",
-        "training_split",
-        "validation_split",
-        "test_split",
-        "fewshot_split",
-        "doc_to_text",
-        "doc_to_target",
-        "doc_to_choice",
-        "gen_prefix",
-        "target_delimiter",
-        "fewshot_delimiter",
-        "generation_kwargs",
-        "filter_list",
+        *("task", "task_alias", "tag", "description", "metadata", "output_type", "repeats"),
+        *("num_fewshot", "metric_list", "dataset_path", "dataset_name", "dataset_kwargs"),
+        *("training_split", "validation_split", "test_split", "fewshot_split", "doc_to_text"),
+        *("doc_to_target", "doc_to_choice", "gen_prefix", "target_delimiter"),
+        *("fewshot_delimiter", "generation_kwargs", "filter_list"),
     )
 )
 # lm-eval would look for another name as a script, and run it.
 _METRICS = frozenset(
     (
-        "acc",
-        "acc_norm",
-        "acc_mutual_info",
-        "exact_match",
-        "perplexity",
-        "word_perplexity",
-        "byte_perplexity",
-        "bits_per_byte",
-        "f1",
-        "mcc",
-        "bleu",
-        "chrf",
-        "ter",
-        "brier_score",
+        *("acc", "acc_norm", "acc_mutual_info", "exact_match", "perplexity", "word_perplexity"),
+        *("byte_perplexity", "bits_per_byte", "f1", "mcc", "bleu", "chrf", "ter", "brier_score"),
     )
 )
 # lm-eval renders templates without a sandbox, so only columns, their items, and these methods and
