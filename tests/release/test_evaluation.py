@@ -17,7 +17,7 @@ from hasten.recipe.sample import prompt_of
 from hasten.release.evaluation import (
     EXACT,
     LOSS,
-    Metric,
+    TaskMetric,
     compare,
     eval_examples,
     read_task,
@@ -72,7 +72,9 @@ def test_intervals_hold_the_truth_as_often_as_they_promise(kind: str) -> None:
             hard = {i: float(draw.random() < 0.3) for i in weights}
             after = {i: max(value, float(draw.random() < 0.2)) for i, value in hard.items()}
             truth = 0.7 * 0.2
-        row = compare([Metric("t", kind, hard, weights)], [Metric("t", kind, after, weights)])[0]
+        row = compare(
+            [TaskMetric("t", kind, hard, weights)], [TaskMetric("t", kind, after, weights)]
+        )[0]
         assert row.low is not None
         assert row.high is not None
         held += row.low <= truth <= row.high
@@ -80,7 +82,7 @@ def test_intervals_hold_the_truth_as_often_as_they_promise(kind: str) -> None:
 
 
 def test_equal_models_are_never_called_better() -> None:
-    metrics = [Metric("t", EXACT, {0: 1.0, 1: 0.0, 2: 1.0}, dict.fromkeys(range(3), 1.0))]
+    metrics = [TaskMetric("t", EXACT, {0: 1.0, 1: 0.0, 2: 1.0}, dict.fromkeys(range(3), 1.0))]
     row = compare(metrics, metrics)[0]
     assert row.verdict == "undecided"
     assert row.low is not None

@@ -14,7 +14,7 @@ from hasten.cli.chat import Run, Weights
 from hasten.formatting import aligned
 
 if TYPE_CHECKING:
-    from hasten.release.evaluation import Comparison, Metric
+    from hasten.release.evaluation import MetricChange, TaskMetric
     from hasten.release.trained_model import LoadedModel
 
 
@@ -67,8 +67,8 @@ def eval_(
     if not files:
         sets["eval data"] = evaluation.eval_examples(run, lambda text: None)
 
-    def scores(model: LoadedModel) -> list[Metric]:
-        metrics: list[Metric] = []
+    def scores(model: LoadedModel) -> list[TaskMetric]:
+        metrics: list[TaskMetric] = []
         for name, examples in sets.items():
             metrics += evaluation.score(model, name, examples[:limit])
         if harness:
@@ -87,7 +87,7 @@ def eval_(
     print(text if as_json else _table(rows))
 
 
-def _table(rows: list[Comparison]) -> str:
+def _table(rows: list[MetricChange]) -> str:
     def number(value: float | None) -> str:
         return "–" if value is None else f"{value:.4f}"
 

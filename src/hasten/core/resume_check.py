@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from hasten.core.job import GlobalBatch, Schedule
@@ -18,12 +18,15 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Technique
 from hasten.errors import InputError
 
-MAY_CHANGE = ("max_steps", "epochs", "max_tokens", "ranks")
+ENDS = ("max_steps", "epochs", "max_tokens")
+MAY_CHANGE = (*ENDS, "ranks")
 SCHEDULE = {  # key -> field of Schedule
     "lr_schedule": "kind",
     "warmup_steps": "warmup_steps",
     "total_steps": "total_steps",
     "min_lr_ratio": "floor",
+    "schedule_steps": "shape_steps",
+    "constant_from": "constant_from",
 }
 COMPARED_STEPS = 10_000  # of two schedules at most, evenly spread
 
@@ -55,10 +58,46 @@ def batch_record(batch: GlobalBatch) -> dict[str, Any]:
 def changes_since(meta: Mapping[str, Any], setup: Setup) -> list[str]:
     """What of the job has changed since a checkpoint, a phrase each, where it may.
 
+    A run with another end has its schedule extended (`extended`), in ``setup``.
+
     Raises:
         InputError: it may not.
     """
-    return check_same_job(meta["job"], resume_check(setup), meta["progress"]["step"])
+    saved, step = meta["job"], meta["progress"]["step"]
+    schedule = extended(saved, resume_check(setup), setup.job.schedule, step)
+    setup.job = replace(setup.job, schedule=schedule)
+    return check_same_job(saved, resume_check(setup), step)
+
+
+def extended(
+    saved: Mapping[str, Any], here: Mapping[str, Any], schedule: Schedule, step: int
+) -> Schedule:
+    """The schedule of a run that resumes after ``step``, perhaps with another end.
+
+    It is laid out over all steps of the run, or with ``extend: constant`` keeps the rate of the
+    last step before the checkpoint. A run that was extended so once keeps that rate.
+
+    Raises:
+        InputError: the rate to be kept is zero.
+    """
+    if schedule.extend == "stretch" or not step:
+        return schedule
+    old = _schedule(saved)
+    if old.constant_from is None and not _other_end(saved, here):
+        return schedule
+    longer = replace(
+        schedule,
+        warmup_steps=old.warmup_steps,
+        shape_steps=old.shape_steps or old.total_steps,
+        constant_from=old.constant_from or step,
+    )
+    if longer(step) <= 1e-12:
+        raise InputError(
+            f"extend: constant keeps the learning rate of step {step:,}, the last one, and "
+            f"lr_schedule {longer.kind} has reached 0 there: use extend: stretch, or resume from "
+            "an earlier checkpoint"
+        )
+    return longer
 
 
 def check_same_job(saved: Mapping[str, Any], here: Mapping[str, Any], step: int) -> list[str]:
@@ -80,7 +119,9 @@ def check_same_job(saved: Mapping[str, Any], here: Mapping[str, Any], step: int)
             for name in {**saved[key], **here[key]}:
                 _compare(name, saved[key].get(name), here[key].get(name), alone, refused, allowed)
             continue
-        free = key in MAY_CHANGE or (key in SCHEDULE and _same_rates(saved, here, step))
+        free = key in MAY_CHANGE or (
+            key in SCHEDULE and (_same_rates(saved, here, step) or _is_stretched(key, saved, here))
+        )
         name = f"{key} (of lr_schedule {here['lr_schedule']})" if key == "total_steps" else key
         (allowed if free else refused).append(_phrase(name, saved[key], here[key]))
     if refused:
@@ -88,6 +129,13 @@ def check_same_job(saved: Mapping[str, Any], here: Mapping[str, Any], step: int)
             f"the checkpoint is of another training: {', '.join(refused)}; go on with what was, or "
             "start a new run in another output (its model may be the folder of saved weights)"
         )
+    if step and "total_steps" in here and "total_steps" in saved:
+        old, new = _schedule(saved), _schedule(here)
+        if not math.isclose(old(step), new(step), abs_tol=1e-12):
+            allowed.append(
+                f"the next step has {new(step):.3g} of the peak learning rate, and "
+                f"{old(step):.3g} without the change (extend)"
+            )
     return allowed
 
 
@@ -130,13 +178,33 @@ def _compare(
 
 
 def _same_rates(saved: Mapping[str, Any], here: Mapping[str, Any], step: int) -> bool:
-    """Whether the steps that are done had the learning rate that the schedule of now gives them."""
-    old, new = (
-        Schedule(**{field: record[key] for key, field in SCHEDULE.items()})
-        for record in (saved, here)
-    )
+    """True if the steps that are done had the learning rate that the schedule of now gives them."""
+    old, new = _schedule(saved), _schedule(here)
     steps = [*range(0, step, step // COMPARED_STEPS + 1), *([step - 1] if step else [])]
     return all(math.isclose(old(s), new(s), abs_tol=1e-12) for s in steps)
+
+
+def _schedule(record: Mapping[str, Any]) -> Schedule:
+    return Schedule(**{field: record[key] for key, field in SCHEDULE.items() if key in record})
+
+
+def _other_end(saved: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    return any(key in saved and saved[key] != here[key] for key in ENDS)
+
+
+def _is_stretched(key: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    """True if the schedule covers another number of steps only since the run has another end.
+
+    A warm-up that is the same share of all steps is stretched with it.
+    """
+    if not _other_end(saved, here) or _schedule(saved).constant_from or here["constant_from"]:
+        return False
+    if key != "warmup_steps":
+        return key == "total_steps"
+    pairs = [(record[key], record["total_steps"]) for record in (saved, here)]
+    # ceil(share * total) steps: the shares that give so many are in (low, high].
+    low, high = (max((w - 1) / t for w, t in pairs), min(w / t for w, t in pairs))
+    return bool(low < high)
 
 
 def _phrase(key: str, there: Any, here: Any) -> str:

@@ -107,29 +107,33 @@ def first_example(data: PreparedData) -> str:
     return f"the first example, trained parts in [[ ]]:\n{shown}"
 
 
-def evaluations_before(session: Session, file: Path) -> list[Evaluation]:
-    """What attempts before this one measured up to the step that it goes on from.
+def evaluations_before(session: Session, file: Path, metric: str) -> list[Evaluation]:
+    """What attempts before this one measured up to the step that it continues from.
 
-    The first rank reads the file, and all get the same; the user's own metrics stay behind.
+    The first rank reads the file, and all get the same: the eval loss and the one ``metric`` that
+    decides which evaluation is the best.
     """
-    rows = _rows(file, session.progress.step) if session.setup.context.world.is_main else []
+    rows = _rows(file, session.progress.step, metric) if session.setup.context.world.is_main else []
     everywhere = session.setup.layout.all_reduce_world
     count = int(everywhere(torch.tensor([len(rows)], dtype=torch.float64)).item())
     if not count:
         return []
-    mine = torch.tensor(rows or [[0.0] * 3] * count, dtype=torch.float64)
-    found = everywhere(mine.flatten()).reshape(count, 3).tolist()
-    return [Evaluation(int(step), int(tokens), loss) for step, tokens, loss in found]
+    mine = torch.tensor(rows or [[0.0] * 4] * count, dtype=torch.float64)
+    table = everywhere(mine.flatten()).reshape(count, 4).tolist()
+    return [
+        Evaluation(int(step), int(tokens), loss, {} if metric == "eval_loss" else {metric: value})
+        for step, tokens, loss, value in table
+    ]
 
 
-def _rows(file: Path, last: int) -> list[list[float]]:
-    """Step, tokens and eval loss of each whole line with a loss."""
+def _rows(file: Path, last: int, metric: str) -> list[list[float]]:
+    """Step, tokens, eval loss and metric of each whole line that has them."""
     rows: list[list[float]] = []
     with contextlib.suppress(OSError):
         for line in file.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
-                said = json.loads(line)
-                row = [float(said[key]) for key in ("step", "tokens", "eval_loss")]
+                values = json.loads(line)
+                row = [float(values[key]) for key in ("step", "tokens", "eval_loss", metric)]
                 rows += [row] if row[0] <= last else []
     return rows
 

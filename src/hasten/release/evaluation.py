@@ -48,7 +48,7 @@ LOWER_IS_BETTER = (
 
 
 @dataclass(frozen=True)
-class Metric:
+class TaskMetric:
     """One metric of one task: a value and a weight for each example, by its number.
 
     The metric is the weighted mean of the values: loss per token for examples of many tokens.
@@ -66,7 +66,7 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class MetricChange:
     """A metric before and after training, with the 95 % interval of the difference.
 
     ``verdict`` is better, worse, or undecided; None where nothing was compared.
@@ -124,7 +124,7 @@ def file_examples(loaded: LoadedModel, file: Path) -> Sequence[TokenizedExample]
     return examples
 
 
-def score(loaded: LoadedModel, task: str, examples: Sequence[TokenizedExample]) -> list[Metric]:
+def score(loaded: LoadedModel, task: str, examples: Sequence[TokenizedExample]) -> list[TaskMetric]:
     """Loss per trained token, and the share of prompts whose greedy answer is the written one.
 
     Exact match ignores white space at both ends; examples without a prompt have none.
@@ -147,8 +147,8 @@ def score(loaded: LoadedModel, task: str, examples: Sequence[TokenizedExample]) 
                 str(decode(ids, skip_special_tokens=True)).strip() for ids in (written, answer)
             )
             exact[number] = float(len(set(texts)) == 1)
-    metrics = [Metric(task, LOSS, losses, tokens)]
-    return metrics + ([Metric(task, EXACT, exact, dict.fromkeys(exact, 1.0))] if exact else [])
+    metrics = [TaskMetric(task, LOSS, losses, tokens)]
+    return metrics + ([TaskMetric(task, EXACT, exact, dict.fromkeys(exact, 1.0))] if exact else [])
 
 
 def _loss(loaded: LoadedModel, example: TokenizedExample) -> float:
@@ -172,7 +172,7 @@ def _answer_tokens(example: TokenizedExample, begin: int) -> list[int]:
 # Before and after.
 
 
-def compare(before: Iterable[Metric], after: Iterable[Metric]) -> list[Comparison]:
+def compare(before: Iterable[TaskMetric], after: Iterable[TaskMetric]) -> list[MetricChange]:
     """Each metric after training, with the difference to before over the examples of both."""
     earlier = {(metric.task, metric.name): metric for metric in before}
     rows = [_compared(earlier.get((m.task, m.name)), m) for m in after]
@@ -181,8 +181,8 @@ def compare(before: Iterable[Metric], after: Iterable[Metric]) -> list[Compariso
     return [_with_verdict(row, corrected.get(id(row))) for row in rows]
 
 
-def _compared(before: Metric | None, after: Metric) -> Comparison:
-    plain = Comparison(after.task, after.name, len(after.values), after.mean)
+def _compared(before: TaskMetric | None, after: TaskMetric) -> MetricChange:
+    plain = MetricChange(after.task, after.name, len(after.values), after.mean)
     common = sorted(before.values.keys() & after.values.keys()) if before else []
     if before is None or len(common) < 2:
         return plain
@@ -215,7 +215,7 @@ def _compared(before: Metric | None, after: Metric) -> Comparison:
     )
 
 
-def _with_verdict(row: Comparison, p_value: float | None) -> Comparison:
+def _with_verdict(row: MetricChange, p_value: float | None) -> MetricChange:
     if p_value is None or row.low is None or row.high is None:
         return row
     word = "undecided"
@@ -319,7 +319,7 @@ def check_harness() -> None:
 
 def score_tasks(
     loaded: LoadedModel, tasks: Sequence[Mapping[str, Any]], limit: int | None, cache: Path
-) -> list[Metric]:
+) -> list[TaskMetric]:
     """Every metric of the tasks that lm-eval gives for single examples, without any download.
 
     ``cache`` takes the tables that its data library writes.
@@ -362,7 +362,7 @@ def score_tasks(
                 if isinstance(row.get(metric), int | float)
             }
             if values:
-                metrics.append(Metric(name, metric, values, dict.fromkeys(values, 1.0)))
+                metrics.append(TaskMetric(name, metric, values, dict.fromkeys(values, 1.0)))
     return metrics
 
 
