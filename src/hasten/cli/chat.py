@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hasten.errors import InputError
+from hasten.formatting import shown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,7 +77,7 @@ def chat(
         if interactive and question == "/new":
             continue
         try:
-            answers = conversation.ask(question, shown=not as_json)
+            answers = conversation.ask(question, printed=not as_json)
         except InputError as error:
             if not interactive:
                 raise
@@ -102,8 +103,8 @@ class _Conversation:
         first = [Message("system", self._system)] if self._system else []
         self._turns: list[list[Message]] = [list(first) for _ in self._models]
 
-    def ask(self, question: str, shown: bool) -> list[str]:
-        """Every model's answer; printed as it is generated if ``shown``.
+    def ask(self, question: str, printed: bool) -> list[str]:
+        """Every model's answer; printed as it is generated if ``printed``.
 
         Raises:
             InputError: the conversation is too long; the question is not part of it.
@@ -112,7 +113,7 @@ class _Conversation:
         from hasten.release.trained_model import answer
 
         asked = [[*turns, Message("user", question)] for turns in self._turns]
-        with _Display(_names(self._models), shown) as display:
+        with _Display(_names(self._models), printed) as display:
             answers = [
                 answer(model, turns, self._sampling, display.writer(number))
                 for number, (model, turns) in enumerate(zip(self._models, asked, strict=True))
@@ -146,15 +147,15 @@ def _names(models: Sequence[LoadedModel]) -> list[str]:
 class _Display:
     """Prints answers while they are generated: two in columns on a terminal, else in turn."""
 
-    def __init__(self, names: Sequence[str], shown: bool) -> None:
+    def __init__(self, names: Sequence[str], printed: bool) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        self._names, self._shown = names, shown
+        self._names, self._printed = names, printed
         self._texts = [""] * len(names)
         self._begun: set[int] = set()
         console = Console()
-        columns = shown and len(names) > 1 and console.is_terminal
+        columns = printed and len(names) > 1 and console.is_terminal
         self._live = Live(console=console, refresh_per_second=8) if columns else None
 
     def __enter__(self) -> _Display:
@@ -172,10 +173,11 @@ class _Display:
         """The function that receives the pieces of one model's answer."""
 
         def write(text: str) -> None:
+            text = shown(text)  # a model may write control characters, which terminals obey
             self._texts[number] += text
             if self._live is not None:
                 self._live.update(self._columns())
-            elif self._shown:
+            elif self._printed:
                 if number not in self._begun and len(self._names) > 1:
                     print(f"{chr(10) if self._begun else ''}[{self._names[number]}]")
                 self._begun.add(number)

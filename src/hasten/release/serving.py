@@ -36,7 +36,7 @@ from starlette.routing import Route
 
 from hasten.errors import InputError, pip_install
 from hasten.machine.environment import child_environment
-from hasten.models.load import read_config
+from hasten.models.load import quiet, read_config
 from hasten.models.presets import PRESETS
 from hasten.models.weights import ADAPTER, read_json
 from hasten.monitor.server import (
@@ -193,7 +193,8 @@ class ModelServer:
     def run(self) -> None:
         """Answer until Ctrl-C, or until `stop`."""
         try:
-            with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again at its end
+            # uvicorn raises the interrupt again at its end; transformers logs each request.
+            with quiet(), contextlib.suppress(KeyboardInterrupt):
                 self._server.run(sockets=[self._socket])
         finally:
             self._socket.close()
