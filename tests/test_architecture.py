@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tune",),
     ("integrations",),
     ("monitor",),
+    ("release",),
     ("cli",),
     ("__init__", "__main__"),
 )

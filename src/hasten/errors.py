@@ -11,6 +11,8 @@ EXTRAS = {
     "gpu": "'liger-kernel>=0.6'",
     "deepspeed": "'deepspeed>=0.19,<0.20' ninja",
     "monitor": "'starlette>=0.45' 'uvicorn>=0.34'",
+    "serve": "'fastapi>=0.115' 'openai>=1.98' 'starlette>=0.45' 'uvicorn>=0.34'",
+    "eval": "'lm-eval>=0.4.9'",
     "tensorboard": "'tensorboard>=2.19'",
     "wandb": "'wandb>=0.19'",
     "mlflow": "'mlflow-skinny>=2.20' 'sqlalchemy>=2' 'alembic>=1.13' 'cryptography>=43'",

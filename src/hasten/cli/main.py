@@ -14,11 +14,13 @@ from typing import Annotated, Any
 
 import typer
 
+from hasten.cli.chat import chat
 from hasten.cli.check import doctor
 from hasten.cli.checkpoint import app as checkpoint
 from hasten.cli.checkpoint import merge
 from hasten.cli.data import app as data
 from hasten.cli.demo import demo
+from hasten.cli.eval import eval_
 from hasten.cli.hardware import bench, hardware
 from hasten.cli.import_ import import_
 from hasten.cli.init import init
@@ -27,6 +29,7 @@ from hasten.cli.monitor import monitor
 from hasten.cli.plan import plan
 from hasten.cli.profile import profile
 from hasten.cli.report import card, regress, report
+from hasten.cli.serve import serve
 from hasten.cli.speedup import speedup
 from hasten.cli.train import train
 from hasten.cli.tune import tune
@@ -65,10 +68,10 @@ def launched(
 
 COMMANDS: tuple[Callable[..., int | None], ...] = (
     *(demo, init, train, speedup, plan, tune, launch, monitor, profile, doctor, import_),
-    *(card, verification, hardware, bench, report, regress, merge),
+    *(card, verification, hardware, bench, report, regress, merge, chat, serve, eval_),
 )
 for command in COMMANDS:
-    app.command("import" if command is import_ else None)(command)
+    app.command(command.__name__.rstrip("_"))(command)
 
 
 def run() -> None:

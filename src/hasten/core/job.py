@@ -211,6 +211,7 @@ def permutation(count: int, seed: int, epoch: int) -> list[int]:
 # arXiv:2404.06395.
 
 Kind = Literal["constant", "linear", "cosine", "wsd"]
+Extend = Literal["stretch", "constant"]
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,10 @@ class Schedule:
         total_steps: steps of the whole run; the floor is reached on the last one.
         floor: lowest factor of the decay.
         decay_share: part of the run that WSD decays in.
+        extend: what a longer run does with it when it resumes: stretch it over all steps, or keep
+            the last rate (:func:`hasten.core.resume_check.extended`).
+        shape_steps: steps that the shape covers, if those are not ``total_steps``.
+        constant_from: from this step on the rate is that of the step before; None: never.
     """
 
     kind: Kind = "constant"
@@ -230,6 +235,9 @@ class Schedule:
     total_steps: int = 1
     floor: float = 0.0
     decay_share: float = 0.1
+    extend: Extend = "stretch"
+    shape_steps: int | None = None
+    constant_from: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("constant", "linear", "cosine", "wsd"):
@@ -243,13 +251,14 @@ class Schedule:
             )
 
     def __call__(self, step: int) -> float:
+        if self.constant_from:
+            step = min(step, self.constant_from - 1)
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
-        start = self.warmup_steps  # of the decay
+        start, total = self.warmup_steps, self.shape_steps or self.total_steps  # of the decay
         if self.kind == "wsd":
-            decay_steps = max(round(self.total_steps * self.decay_share), 1)
-            start = max(self.total_steps - decay_steps, start)
-        length = max(self.total_steps - 1 - start, 1)
+            start = max(total - max(round(total * self.decay_share), 1), start)
+        length = max(total - 1 - start, 1)
         progress = min(max((step - start) / length, 0.0), 1.0)
         shape = 1 - progress
         if self.kind == "constant":

@@ -18,14 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from hasten.core.job import Indexed
 from hasten.core.session import Progress, Session
+from hasten.core.setup import Setup
 from hasten.core.step import training, without_loss
 from hasten.core.timing import StepMetrics, data_stall, seconds_by_part, step_stability
 from hasten.machine import processes
 
 # Eval loss over every trained token of the eval examples, and the user's own metrics.
 
-EXAMPLES_AT_ONCE = 16
+EXAMPLES_AT_ONCE = 16  # of an evaluation, at most: more are no faster
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class Evaluation:
             "eval_loss": self.eval_loss,
             **self.metrics,
         }
+
+    def value(self, name: str) -> float | None:
+        """``eval_loss`` or one of the metrics; None if it wasn't measured or isn't finite."""
+        return _finite(self.eval_loss if name == "eval_loss" else self.metrics.get(name))
 
 
 def evaluate(session: Session) -> Evaluation:
@@ -69,19 +75,35 @@ def eval_loss(session: Session) -> float | None:
     if not len(eval_data):
         return None
     collate = setup.collate or setup.job.collate
-    ranks = setup.layout.data_size
-    indices = range(len(eval_data))[setup.layout.data_rank :: ranks]
+    parts = _eval_parts(setup, eval_data)
+    passes = torch.zeros(setup.context.world.size, dtype=torch.float64)
+    passes[setup.context.world.rank] = len(parts)
     sums = torch.zeros(2, dtype=torch.float64)
-    # Shards meet in every pass: a rank with fewer examples takes part without any loss.
-    for start in range(0, math.ceil(len(eval_data) / ranks), EXAMPLES_AT_ONCE):
-        examples = [eval_data[i] for i in indices[start : start + EXAMPLES_AT_ONCE]]
-        batch = collate(examples) if examples else without_loss(collate([eval_data[0]]))
+    # Ranks with parts of one model meet in every pass: some take part without any loss.
+    for number in range(int(setup.layout.all_reduce_world(passes).max())):
+        without = number >= len(parts)
+        batch = without_loss(collate([eval_data[0]])) if without else collate(parts[number])
         batch = batch.to(setup.job.device)
         with setup.precision.region():
             loss, _ = session.loss_module(**batch.inputs)
         sums += torch.tensor([float(loss), batch.counts.trained_tokens], dtype=torch.float64)
     total, count = setup.layout.all_reduce_data(sums).tolist()
     return total / count if count else None
+
+
+def _eval_parts(setup: Setup, eval_data: Indexed) -> list[list[Any]]:
+    """This rank's eval examples, cut as BATCH cuts a step: memory is at most that of training."""
+    job, layout = setup.job, setup.layout
+    examples = job.batch.examples or 0
+    if job.batch.tokens:
+        examples = job.batch.tokens // max(job.lengths, default=1)
+    at_once = min(max(examples // layout.data_size, 1), EXAMPLES_AT_ONCE)
+    mine = range(len(eval_data))[layout.data_rank :: layout.data_size]
+    parts: list[list[Any]] = []
+    for start in range(0, len(mine), at_once):
+        piece = [eval_data[i] for i in mine[start : start + at_once]]
+        parts += setup.split_micro_batches(piece)
+    return parts
 
 
 @contextlib.contextmanager
@@ -171,7 +193,10 @@ def defer_signals(session: Callable[[], Session | None]) -> Iterator[None]:
 
 
 def stop_flags(session: Session) -> tuple[bool, bool]:
-    """Whether any rank was asked to stop, and whether in haste; every rank calls it at the end."""
+    """Returns (stop, haste): True if any rank has such a request.
+
+    Every rank calls it at the end of a step.
+    """
     flags = torch.tensor([session.stop_requested, session.preempted], dtype=torch.float64)
     stop, haste = session.setup.layout.all_reduce_data(flags).tolist()
     session.preempted = session.preempted or bool(haste)
@@ -240,11 +265,13 @@ class EvaluationSchedule:
 
     Args:
         every_steps: evaluate so often; 0: at the end only.
-        patience: evaluations without a better eval loss before stopping; 0: never stop early.
+        patience: evaluations without a better one before stopping; 0: never stop early.
         earlier: what an attempt before this one measured, the same on every rank.
         on_step: called after every step (progress, metrics file).
         on_evaluation: called after every evaluation.
-        on_best: called when the eval loss is the lowest so far (keep the model).
+        on_best: called when an evaluation is the best so far (keep the model).
+        best_by: what decides which evaluation is the best: ``eval_loss`` or a metric's name.
+        lower_is_better: of that value.
     """
 
     every_steps: int = 0
@@ -253,6 +280,8 @@ class EvaluationSchedule:
     on_step: Callable[[StepMetrics], None] = lambda metrics: None
     on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None
     on_best: Callable[[Evaluation], None] = lambda evaluation: None
+    best_by: str = "eval_loss"
+    lower_is_better: bool = True
 
 
 @dataclass
@@ -272,11 +301,15 @@ class Outcome:
     peak_memory_bytes: int = 0
     model_flops: float = 0.0
     stopped: str = "done"  # done | early stop | time limit | interrupted | left
+    best_by: str = "eval_loss"
+    lower_is_better: bool = True
 
     @property
     def best(self) -> Evaluation | None:
-        measured = [e for e in self.evaluations if _finite(e.eval_loss) is not None]
-        return min(measured, key=lambda e: e.eval_loss or 0.0, default=None)
+        """The first of the best evaluations, by ``best_by``; None if that was never measured."""
+        sign = 1.0 if self.lower_is_better else -1.0
+        measured = [e for e in self.evaluations if e.value(self.best_by) is not None]
+        return min(measured, key=lambda e: sign * (e.value(self.best_by) or 0.0), default=None)
 
     def tokens(self, session: Session) -> int:
         """Returns the number of tokens that this process trained."""
@@ -325,7 +358,12 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
     what follows: the session is intact.
     """
     watch = watch or EvaluationSchedule()
-    outcome = Outcome(replace(session.progress), evaluations=[*watch.earlier])
+    outcome = Outcome(
+        replace(session.progress),
+        evaluations=[*watch.earlier],
+        best_by=watch.best_by,
+        lower_is_better=watch.lower_is_better,
+    )
     began = time.perf_counter()
     with interruptible(session):
         for metrics in training(session):

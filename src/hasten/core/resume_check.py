@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from hasten.core.job import GlobalBatch, Schedule
@@ -21,12 +21,15 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Technique
 from hasten.errors import InputError
 
-MAY_CHANGE = ("max_steps", "epochs", "max_tokens", "ranks")
+ENDS = ("max_steps", "epochs", "max_tokens")
+MAY_CHANGE = (*ENDS, "ranks")
 SCHEDULE = {  # key -> field of Schedule
     "lr_schedule": "kind",
     "warmup_steps": "warmup_steps",
     "total_steps": "total_steps",
     "min_lr_ratio": "floor",
+    "schedule_steps": "shape_steps",
+    "constant_from": "constant_from",
 }
 COMPARED_STEPS = 10_000  # of two schedules at most, evenly spread
 
@@ -64,7 +67,41 @@ def changes_since(meta: Mapping[str, Any], setup: Setup) -> list[str]:
     Raises:
         InputError: a change isn't permitted.
     """
-    return check_same_job(meta["job"], resume_check(setup), meta["progress"]["step"])
+    saved, step = meta["job"], meta["progress"]["step"]
+    schedule = extended(saved, resume_check(setup), setup.job.schedule, step)
+    setup.job = replace(setup.job, schedule=schedule)
+    return check_same_job(saved, resume_check(setup), step)
+
+
+def extended(
+    saved: Mapping[str, Any], here: Mapping[str, Any], schedule: Schedule, step: int
+) -> Schedule:
+    """The schedule of a run that resumes after ``step``, perhaps with another end.
+
+    It is laid out over all steps of the run, or with ``extend: constant`` keeps the rate of the
+    last step before the checkpoint. A run that was extended so once keeps that rate.
+
+    Raises:
+        InputError: the rate to be kept is zero.
+    """
+    if schedule.extend == "stretch" or not step:
+        return schedule
+    old = _schedule(saved)
+    if old.constant_from is None and not _other_end(saved, here):
+        return schedule
+    longer = replace(
+        schedule,
+        warmup_steps=old.warmup_steps,
+        shape_steps=old.shape_steps or old.total_steps,
+        constant_from=old.constant_from or step,
+    )
+    if longer(step) <= 1e-12:
+        raise InputError(
+            f"extend: constant keeps the learning rate of step {step:,}, the last one, and "
+            f"lr_schedule {longer.kind} has reached 0 there: use extend: stretch, or resume from "
+            "an earlier checkpoint"
+        )
+    return longer
 
 
 def check_same_job(
@@ -90,7 +127,10 @@ def check_same_job(
                     name, saved[key].get(name), new_settings[key].get(name), alone, refused, allowed
                 )
             continue
-        free = key in MAY_CHANGE or (key in SCHEDULE and _same_rates(saved, new_settings, step))
+        free = key in MAY_CHANGE or (
+            key in SCHEDULE
+            and (_same_rates(saved, new_settings, step) or _is_stretched(key, saved, new_settings))
+        )
         name = (
             f"{key} (of lr_schedule {new_settings['lr_schedule']})" if key == "total_steps" else key
         )
@@ -100,6 +140,13 @@ def check_same_job(
             f"the checkpoint is of another training: {', '.join(refused)}; go on with what was, or "
             "start a new run in another output (its model may be the folder of saved weights)"
         )
+    if step and "total_steps" in new_settings and "total_steps" in saved:
+        old, new = _schedule(saved), _schedule(new_settings)
+        if not math.isclose(old(step), new(step), abs_tol=1e-12):
+            allowed.append(
+                f"the next step has {new(step):.3g} of the peak learning rate, and "
+                f"{old(step):.3g} without the change (extend)"
+            )
     return allowed
 
 
@@ -146,12 +193,32 @@ def _compare(
 
 def _same_rates(saved: Mapping[str, Any], new_settings: Mapping[str, Any], step: int) -> bool:
     """Returns True if both schedules give the same learning rates for all completed steps."""
-    old, new = (
-        Schedule(**{field: record[key] for key, field in SCHEDULE.items()})
-        for record in (saved, new_settings)
-    )
+    old, new = _schedule(saved), _schedule(new_settings)
     steps = [*range(0, step, step // COMPARED_STEPS + 1), *([step - 1] if step else [])]
     return all(math.isclose(old(s), new(s), abs_tol=1e-12) for s in steps)
+
+
+def _schedule(record: Mapping[str, Any]) -> Schedule:
+    return Schedule(**{field: record[key] for key, field in SCHEDULE.items() if key in record})
+
+
+def _other_end(saved: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    return any(key in saved and saved[key] != here[key] for key in ENDS)
+
+
+def _is_stretched(key: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    """True if the schedule covers another number of steps only since the run has another end.
+
+    A warm-up that is the same share of all steps is stretched with it.
+    """
+    if not _other_end(saved, here) or _schedule(saved).constant_from or here["constant_from"]:
+        return False
+    if key != "warmup_steps":
+        return key == "total_steps"
+    pairs = [(record[key], record["total_steps"]) for record in (saved, here)]
+    # ceil(share * total) steps: the shares that give so many are in (low, high].
+    low, high = (max((w - 1) / t for w, t in pairs), min(w / t for w, t in pairs))
+    return bool(low < high)
 
 
 def _phrase(key: str, saved: Any, new: Any) -> str:

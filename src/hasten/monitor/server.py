@@ -112,9 +112,9 @@ class CheckedRequests:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if scope["method"] != "GET":
             await refuse(send, 405, "only GET: the monitor changes nothing")
-        elif not self._is_here(headers):
+        elif not names_this_server(headers, self._names):
             await refuse(send, 421, "this name is not the monitor's; use the address it printed")
-        elif not self._is_own_page(headers):
+        elif not is_same_origin(headers):
             await refuse(send, 403, "other pages may not read the monitor")
         elif self._has_token(headers):
             await self._app(scope, receive, with_headers(send))
@@ -123,39 +123,20 @@ class CheckedRequests:
         else:
             await refuse(send, 401, "the token is missing or wrong; open the address with ?token=")
 
-    def _is_here(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        hosts = _all(headers, b"host")
-        return len(hosts) == 1 and _name(hosts[0]) in self._names
-
-    def _is_own_page(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        origins = _all(headers, b"origin")
-        if not origins:
-            return True
-        scheme, separator, host = origins[0].partition("://")
-        has_web_origin = separator and scheme in ("http", "https") and len(origins) == 1
-        return bool(has_web_origin) and host.lower() == _all(headers, b"host")[0].lower()
-
     def _has_token(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        tokens = [
-            word[len("bearer ") :].strip()
-            for word in _all(headers, b"authorization")
-            if word[: len("bearer ")].lower() == "bearer "
-        ]
+        tokens = bearer_tokens(headers)
         for cookies in _all(headers, b"cookie"):
             for cookie in cookies.split(";"):
                 name, _, value = cookie.strip().partition("=")
                 if name == self._cookie:
                     tokens.append(value)
-        return any(self._is_token(word) for word in tokens)
+        return any(is_token(word, self._token) for word in tokens)
 
     def _token_in(self, query: bytes) -> bool:
         if len(query) > LONGEST:
             return False
         tokens = parse_qs(query.decode("latin-1"), max_num_fields=8).get("token", [])
-        return len(tokens) == 1 and self._is_token(tokens[0])
-
-    def _is_token(self, token: str) -> bool:
-        return len(token) <= LONGEST and hmac.compare_digest(token.encode(), self._token.encode())
+        return len(tokens) == 1 and is_token(tokens[0], self._token)
 
     async def _welcome(self, send: Send) -> None:
         """The token moves from the address, which browsers remember, into a cookie."""
@@ -163,6 +144,36 @@ class CheckedRequests:
         headers = [(b"location", b"/"), (b"set-cookie", cookie.encode()), *COMMON]
         await send({"type": "http.response.start", "status": 303, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
+
+
+def names_this_server(headers: list[tuple[bytes, bytes]], names: frozenset[str]) -> bool:
+    """True if the Host header has one of the names, whatever its port."""
+    hosts = _all(headers, b"host")
+    return len(hosts) == 1 and _name(hosts[0]) in names
+
+
+def is_same_origin(headers: list[tuple[bytes, bytes]]) -> bool:
+    """True unless a browser sends the request for a page of another origin."""
+    origins = _all(headers, b"origin")
+    if not origins:
+        return True
+    scheme, separator, host = origins[0].partition("://")
+    own = separator and scheme in ("http", "https") and len(origins) == 1
+    return bool(own) and host.lower() == _all(headers, b"host")[0].lower()
+
+
+def is_token(text: str, token: str) -> bool:
+    """True if the text is the token; compares in constant time."""
+    return len(text) <= LONGEST and hmac.compare_digest(text.encode(), token.encode())
+
+
+def bearer_tokens(headers: list[tuple[bytes, bytes]]) -> list[str]:
+    """The tokens of ``Authorization: Bearer`` headers."""
+    return [
+        value[len("bearer ") :].strip()
+        for value in _all(headers, b"authorization")
+        if value[: len("bearer ")].lower() == "bearer "
+    ]
 
 
 async def refuse(send: Send, status: int, sentence: str) -> None:
@@ -256,7 +267,7 @@ class MonitorServer:
 
     def __init__(self, watching: RunsReader, address: str, port: int, token: str) -> None:
         self._watching = watching
-        self._socket = _listen(address, port)
+        self._socket = listen(address, port, "the monitor")
         self.port: int = self._socket.getsockname()[1]
         host = f"[{address}]" if ":" in address else address
         self.url = f"http://{host}:{self.port}/"
@@ -375,7 +386,12 @@ def _hash(page: str, tag: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def listen(address: str, port: int, server: str) -> socket.socket:
+    """A socket that listens at an address; ``server`` is named if that is refused.
+
+    Raises:
+        InputError: the address or port can't be used.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -386,7 +402,7 @@ def _listen(address: str, port: int) -> socket.socket:
         listener.close()
         why = getattr(error, "strerror", None) or str(error)
         raise InputError(
-            f"the monitor can't listen at {address}, port {port}: {why}; give another --port, "
+            f"{server} can't listen at {address}, port {port}: {why}; give another --port, "
             "or 0 for any that is free"
         ) from error
     return listener

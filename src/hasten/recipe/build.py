@@ -54,7 +54,7 @@ from hasten.parts.data.collate import padded
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn.causal_lm import routed_experts
 from hasten.parts.nn.head_form import asks_router_loss, head_form
-from hasten.parts.nn.losses import LossTerms, WholeLogitsLoss, token_accuracy
+from hasten.parts.nn.losses import ROWS, LossTerms, WholeLogitsLoss, token_accuracy
 from hasten.parts.optim.weight_average import decayed_groups
 from hasten.recipe.gpu_check import check_kernels
 from hasten.recipe.peak_flops import resolve_ceiling
@@ -70,6 +70,7 @@ from hasten.recipe.prepared_data import PreparedData, advice_on, prepare_data
 from hasten.recipe.schema import Recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.techniques.adapter import LoRA
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.pipeline import Pipeline
@@ -299,7 +300,10 @@ def job_of(recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan) 
         adapter=_adapter(recipe),
         routing=RealTokens if context.model.router_loss else None,
         eval_data=data.eval_data,
-        metrics={name: partial(METRICS[name], examples=data.eval_data) for name in measures},
+        metrics={
+            name: partial(METRICS[name], examples=data.eval_data, at_once=_examples_at_once(plan))
+            for name in measures
+        },
         max_grad_norm=recipe.max_grad_norm,
         seed=recipe.seed,
         device=context.device,
@@ -308,8 +312,16 @@ def job_of(recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan) 
     sampler = prepare(job, plan, context, Path(recipe.output)).sampler
     steps = total_steps(job, sampler) if sampler else 1
     warmup = share_of(recipe.warmup_steps, steps)
-    schedule = Schedule(recipe.lr_schedule, warmup, steps, floor=recipe.min_lr_ratio)
+    schedule = Schedule(
+        recipe.lr_schedule, warmup, steps, floor=recipe.min_lr_ratio, extend=recipe.extend
+    )
     return replace(job, schedule=schedule)
+
+
+def _examples_at_once(plan: Plan) -> int:
+    """Examples of one pass of a metric: those of a micro-batch, if the plan limits them."""
+    sizes = (t.micro_batch_size for t in plan if isinstance(t, GradientAccumulation))
+    return min(ROWS, next(sizes, 0) or ROWS)
 
 
 def build_model(recipe: Recipe, data: PreparedData, skeleton: bool = False) -> nn.Module:

@@ -110,30 +110,33 @@ def first_example(data: PreparedData) -> str:
     return f"the first example, trained parts in [[ ]]:\n{shown}"
 
 
-def evaluations_before(session: Session, file: Path) -> list[Evaluation]:
+def evaluations_before(session: Session, file: Path, metric: str) -> list[Evaluation]:
     """Evaluations of earlier attempts up to the step from which this one resumes.
 
     The first rank reads the file, and all ranks get the same rows. Metrics that a user
     added are left out.
     """
-    rows = _rows(file, session.progress.step) if session.setup.context.world.is_main else []
+    rows = _rows(file, session.progress.step, metric) if session.setup.context.world.is_main else []
     everywhere = session.setup.layout.all_reduce_world
     count = int(everywhere(torch.tensor([len(rows)], dtype=torch.float64)).item())
     if not count:
         return []
-    local_rows = torch.tensor(rows or [[0.0] * 3] * count, dtype=torch.float64)
-    shared_rows = everywhere(local_rows.flatten()).reshape(count, 3).tolist()
-    return [Evaluation(int(step), int(tokens), loss) for step, tokens, loss in shared_rows]
+    local_rows = torch.tensor(rows or [[0.0] * 4] * count, dtype=torch.float64)
+    table = everywhere(local_rows.flatten()).reshape(count, 4).tolist()
+    return [
+        Evaluation(int(step), int(tokens), loss, {} if metric == "eval_loss" else {metric: value})
+        for step, tokens, loss, value in table
+    ]
 
 
-def _rows(file: Path, last: int) -> list[list[float]]:
-    """Step, tokens and eval loss of each whole line with a loss."""
+def _rows(file: Path, last: int, metric: str) -> list[list[float]]:
+    """Step, tokens, eval loss and metric of each whole line that has them."""
     rows: list[list[float]] = []
     with contextlib.suppress(OSError):
         for line in file.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
-                entry = json.loads(line)
-                row = [float(entry[key]) for key in ("step", "tokens", "eval_loss")]
+                values = json.loads(line)
+                row = [float(values[key]) for key in ("step", "tokens", "eval_loss", metric)]
                 rows += [row] if row[0] <= last else []
     return rows
 

@@ -134,6 +134,10 @@ class Recipe(BaseModel):
     warmup_steps: int | float = Field(
         0, ge=0, description="steps of linear rise; below 1: this share of all steps"
     )
+    extend: Literal["stretch", "constant"] = Field(
+        "stretch",
+        description="schedule of a run that resumes with another end: over all steps, or last rate",
+    )
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="lowest rate / peak rate")
     weight_decay: float = Field(0.0, ge=0, description="AdamW, matrices only")
     adam_betas: tuple[float, float] = Field(
@@ -156,6 +160,9 @@ class Recipe(BaseModel):
         default_factory=list, description="of eval examples, beside the loss: token_accuracy"
     )
     patience: int = Field(0, ge=0, description="evaluations without gain before stopping; 0: off")
+    best_metric: Literal["eval_loss", "token_accuracy"] = Field(
+        "eval_loss", description="what decides which weights are saved as best, and patience"
+    )
     log_to: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(
         default_factory=list, description="write the numbers for these tools too"
     )
@@ -378,6 +385,8 @@ class Recipe(BaseModel):
             )
         if self.min_nproc is not None and self.min_nproc > self.nproc:
             raise ValueError(f"min_nproc is {self.min_nproc}, above nproc, which is {self.nproc}")
+        if self.best_metric != "eval_loss" and self.best_metric not in self.metrics:
+            raise ValueError(f"best_metric: {self.best_metric} must be one of metrics")
         if self.patience and not self.eval_every:
             raise ValueError("patience needs eval_every, the steps between two evaluations")
         return self

@@ -293,7 +293,11 @@ def _watch(
     watch = EvaluationSchedule(
         every_steps=share_of(recipe.eval_every, session.setup.job.schedule.total_steps),
         patience=recipe.patience,
-        earlier=evaluations_before(session, run.output / EVALUATED) if attempt_number() > 1 else (),
+        best_by=recipe.best_metric,
+        lower_is_better=recipe.best_metric == "eval_loss",
+        earlier=evaluations_before(session, run.output / EVALUATED, recipe.best_metric)
+        if attempt_number() > 1
+        else (),
         on_step=lambda metrics: heartbeat.beat(metrics.step),
         on_evaluation=lambda evaluation: heartbeat.beat(evaluation.step),
     )

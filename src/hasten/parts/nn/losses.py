@@ -530,20 +530,21 @@ class TokenRecords(Protocol):
     def __getitem__(self, index: int, /) -> TokenizedExample: ...
 
 
-def token_accuracy(model: nn.Module, examples: TokenRecords) -> float:
+def token_accuracy(model: nn.Module, examples: TokenRecords, at_once: int = ROWS) -> float:
     """Share (0 to 1) of the examples' trained tokens that come first among the model's logits.
 
     Args:
         model: a Hugging Face causal language model, with an adapter or without, in ``eval`` mode.
         examples: from position 1 on, each trained token is predicted from those before it.
+        at_once: examples of one pass.
 
     Raises:
         ValueError: no example has a trained token.
     """
     right = total = 0
     device = next(model.parameters()).device
-    for start in range(0, len(examples), ROWS):
-        rows = [examples[i] for i in range(start, min(start + ROWS, len(examples)))]
+    for start in range(0, len(examples), at_once):
+        rows = [examples[i] for i in range(start, min(start + at_once, len(examples)))]
         batch = {name: tensor.to(device) for name, tensor in padded(rows).items()}
         hits, count = _hits(model, batch["input_ids"], batch["labels"])
         right, total = right + hits, total + count
