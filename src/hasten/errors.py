@@ -10,6 +10,7 @@ EXTRAS = {
     "hub": "'datasets>=4'",
     "gpu": "'liger-kernel>=0.6'",
     "deepspeed": "'deepspeed>=0.19,<0.20' ninja",
+    "gguf": "'gguf>=0.17,<1'",
     "monitor": "'starlette>=0.45' 'uvicorn>=0.34'",
     "tensorboard": "'tensorboard>=2.19'",
     "wandb": "'wandb>=0.19'",

@@ -412,10 +412,16 @@ def _fitted(
     return PreparedData(tokenizer, Subset(train, ours), Subset(train, theirs), note)
 
 
-def _opened(recipe: Recipe, folder: Path, key: str) -> PreparedData | None:
+def stored_data(recipe: Recipe, folder: Path) -> PreparedData | None:
+    """The data that a run has prepared in ``folder``, whatever its files are now; None if gone."""
+    return _opened(recipe, folder, None)
+
+
+def _opened(recipe: Recipe, folder: Path, key: str | None) -> PreparedData | None:
+    """The prepared data of a folder if its key is ``key``, or of any key."""
     try:
         note = PreparedDataIndex(**json.loads((folder / "index.json").read_text()))
-        if note.key != key:
+        if key not in (None, note.key):
             return None
         train = TokenStore(folder / note.train)
         eval_data = TokenStore(folder / note.eval_data) if note.eval_data else None

@@ -1,0 +1,1 @@
+"""What follows a finished run: its model as files that others load."""
