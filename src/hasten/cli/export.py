@@ -73,8 +73,9 @@ def export(
         raise InputError("--adapter and --to gguf exclude each other: a GGUF file is a full model")
     if push is not None:
         check_upload(push)
-    chosen: Any = (weights, "adapter" if adapter else to.value, gguf_type)
-    request = Export(run, output, *chosen, report=_report(report))
+    chosen: Any = {"form": "adapter" if adapter else to.value}
+    chosen |= {"weights": weights, "gguf_type": gguf_type}
+    request = Export(run, output, report=_report(report), **chosen)
     result = write(request, typer.echo if not as_json else lambda text: None)
     if as_json:
         typer.echo((output / "export.json").read_text(encoding="utf-8").strip())

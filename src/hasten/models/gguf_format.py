@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -113,31 +113,28 @@ def check_convertible(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 def _differences(config: PreTrainedConfig) -> Iterator[str]:
     """What of a config llama.cpp's graph of the architecture doesn't have."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
-    kind = rope.get("rope_type", "default")
+    scaling = rope.get("rope_type", "default")
     supported = ("default", "linear", "yarn") + (
         ("llama3",) if config.model_type == "llama" else ()
     )
-    if kind not in supported:
-        yield f"rope_type is {kind!r}, and supported are {', '.join(supported)}"
+    if scaling not in supported:
+        yield f"rope_type is {scaling!r}, and supported are {', '.join(supported)}"
     if config.hidden_act != "silu":
         yield f"hidden_act is {config.hidden_act!r}, and supported is silu"
-    if getattr(config, "mlp_bias", False):
-        yield "mlp_bias is true"
-    if getattr(config, "use_sliding_window", False):
-        yield "use_sliding_window is true"
-    if not config.model_type.startswith("deepseek"):
-        return
-    if getattr(config, "attention_bias", False):
-        yield "attention_bias is true"
-    if config.model_type == "deepseek_v3" and not getattr(config, "rope_interleave", True):
-        yield "rope_interleave is false"
+    is_latent = ARCHITECTURES[config.model_type] == "deepseek2"
+    required = {"mlp_bias": False, "use_sliding_window": False}
+    if is_latent:
+        required |= {"attention_bias": False, "rope_interleave": True}
+    for key, value in required.items():
+        if bool(getattr(config, key, value)) != value:
+            yield f"{key} is {str(not value).lower()}"
     layers = config.num_hidden_layers
-    if config.q_lora_rank and layers in LAYERS_WITHOUT_QUERY_RANK:
+    if is_latent and config.q_lora_rank and layers in LAYERS_WITHOUT_QUERY_RANK:
         yield f"q_lora_rank is {config.q_lora_rank}, and a model of {layers} layers has none there"
-    if config.model_type == "deepseek_v2" and config.topk_method != "greedy":
-        groups = getattr(config, "n_group", None) or 1
-        if groups > 1:
-            yield f"topk_method is {config.topk_method!r}, and supported is greedy"
+    # In groups llama.cpp takes the sum of the best two experts, V2 the best one.
+    in_groups = getattr(config, "topk_method", None) == "group_limited_greedy"
+    if config.model_type == "deepseek_v2" and in_groups and (config.n_group or 1) > 1:
+        yield f"topk_method is {config.topk_method!r}, and supported is greedy"
 
 
 def tensor_rules(config: PreTrainedConfig) -> list[TensorRule]:
@@ -160,9 +157,7 @@ def tensor_rules(config: PreTrainedConfig) -> list[TensorRule]:
         ]
         for rule in layer_rules:
             targets = tuple(block + target for target in rule.targets)
-            rules.append(
-                TensorRule(prefix + rule.source, targets, rule.split, rule.join, rule.is_exact)
-            )
+            rules.append(replace(rule, source=prefix + rule.source, targets=targets))
     return rules
 
 
@@ -178,12 +173,11 @@ def _attention(config: PreTrainedConfig) -> Iterator[TensorRule]:
     for letter in "qkv":
         for part in ("weight", "bias"):
             count = counts.get(letter, 0)
-            yield TensorRule(
-                f"self_attn.{letter}_proj.{part}",
-                (f"attn_{letter}.{part}",),
-                *((_interleaving(count), _halving(count)) if count else ()),
-                is_exact=part == "bias",
-            )
+            source, target = f"self_attn.{letter}_proj.{part}", f"attn_{letter}.{part}"
+            rule = TensorRule(source, (target,), is_exact=part == "bias")
+            if count:
+                rule = replace(rule, split=_interleaving(count), join=_halving(count))
+            yield rule
     for part in ("weight", "bias"):
         yield TensorRule(
             f"self_attn.o_proj.{part}", (f"attn_output.{part}",), is_exact=part == "bias"

@@ -130,8 +130,8 @@ class Exported:
 
     def rows(self) -> list[tuple[str, ...]]:
         """A table with a head."""
-        head = ("logits", "examples", "largest difference", "rms", "same token", "tolerance", "")
-        rows = [head]
+        head = ("logits of", "examples", "largest difference", "rms", "same token", "tolerance", "")
+        rows: list[tuple[str, ...]] = [head]
         for c in self.comparisons:
             numbers = (f"{c.largest:.2g}", f"{c.mean:.2g}", f"{c.same_token:.2%}")
             limit, verdict = "none", "for information"
@@ -248,10 +248,9 @@ def _write(
     if trained.lora is not None:
         model = merge(model)
     if request.form == "gguf":
-        kind = request.gguf_type
-        file = folder / f"{request.output.resolve().name}-{kind.upper()}.gguf"
-        write_gguf(model, tokenizer, file, kind, file.stem, stop)
-        return kind, _read_back(model, file), [], []
+        file = folder / f"{request.output.resolve().name}-{request.gguf_type.upper()}.gguf"
+        write_gguf(model, tokenizer, file, request.gguf_type, file.stem, stop)
+        return request.gguf_type, _read_back(model, file), [], []
     unsaved = save_model(model, tokenizer, folder, formats)
     model.to("meta")  # makes room for the copy that is read back
     after = load_model(str(folder))
@@ -427,15 +426,19 @@ def _repair_generation(model: Any) -> str:
 
 
 def _tokens(data: PreparedData | None, vocabulary: int) -> tuple[list[Tensor], str]:
-    """The first tokens of eval examples, else of training examples, else drawn ones."""
+    """The first tokens of 20 eval examples; training examples if there are fewer."""
     if data is None:
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randint(vocabulary, (EXAMPLES, 64), generator=generator)
         return list(drawn), f"{EXAMPLES} sequences of drawn tokens (the run's data is gone)"
-    examples: Any = data.eval_data if len(data.eval_data) else data.train
-    count = min(EXAMPLES, len(examples))
-    rows = [torch.from_numpy(examples[i].input_ids[:TOKENS].astype("int64")) for i in range(count)]
-    return rows, f"{count} {'eval' if len(data.eval_data) else 'training'} examples"
+    rows: list[Tensor] = []
+    names = []
+    for name, examples in (("eval", data.eval_data), ("training", data.train)):
+        count = min(EXAMPLES - len(rows), len(examples))
+        for i in range(count):
+            rows.append(torch.from_numpy(examples[i].input_ids[:TOKENS].astype("int64")))
+        names += [f"{count} {name} examples"] if count else []
+    return rows, " and ".join(names)
 
 
 @torch.no_grad()
@@ -460,9 +463,16 @@ def compare(
         mean.append(difference.norm() / old.double().norm())
         same += int((new.argmax(-1) == old.argmax(-1)).sum())
         positions += len(old)
-    # torch's maximum of a NaN is a NaN, Python's isn't.
-    worst = [float(torch.stack(values).max()) for values in (largest, mean)]
-    return Comparison(name, kind, len(before), positions, *worst, same / positions, tolerance)
+    return Comparison(
+        name,
+        kind,
+        examples=len(before),
+        positions=positions,
+        largest=float(torch.stack(largest).max()),  # unlike Python's, NaN if one is
+        mean=float(torch.stack(mean).max()),
+        same_token=same / positions,
+        tolerance=tolerance,
+    )
 
 
 # The files beside the weights.

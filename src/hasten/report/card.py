@@ -64,6 +64,7 @@ def card_text(
     adapter = library == "peft"
     base = str(recipe["model"])
     random = " (random weights)" if recipe.get("from_scratch") or base in PRESETS else ""
+    base = base if _is_hub_name(base) else Path(base).name  # a path is of no use to others
     what = "An adapter (LoRA) for" if adapter else "A language model trained from"
     parts = [
         _front_matter(recipe, library),
@@ -98,9 +99,13 @@ def _front_matter(recipe: JobContext, library: str) -> str:
         "pipeline_tag": "text-generation",
         "tags": ["hasten", *(["lora"] if library == "peft" else [])],
     }
-    if base not in PRESETS and not base.startswith((".", "/", "~")) and base.count("/") == 1:
-        meta["base_model"] = base  # a hub name; a local path says nothing to others
+    if base not in PRESETS and _is_hub_name(base):
+        meta["base_model"] = base
     return f"---\n{yaml.safe_dump(meta, sort_keys=False).strip()}\n---"
+
+
+def _is_hub_name(base: str) -> bool:
+    return not base.startswith((".", "/", "~")) and base.count("/") == 1
 
 
 def _data(recipe: JobContext) -> str:
