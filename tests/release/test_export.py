@@ -165,6 +165,7 @@ def _base_of(run: Path) -> Any:
     return load_model("v2-lite-tiny", vocab_size=len(load_tokenizer(str(run / "adapter"))))
 
 
+@pytest.mark.slow
 def test_an_export_has_the_format_of_its_base_and_a_valid_generation_config(
     base: Path, tmp_path: Path
 ) -> None:
@@ -181,6 +182,7 @@ def test_an_export_has_the_format_of_its_base_and_a_valid_generation_config(
     assert 0 < comparison["mean"] <= 5e-2
 
 
+@pytest.mark.slow
 def test_an_adapter_alone_is_exported_without_paths_of_the_machine(
     base: Path, tmp_path: Path
 ) -> None:

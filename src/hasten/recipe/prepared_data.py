@@ -551,7 +551,7 @@ def template_advice(recipe: Recipe, data: PreparedData) -> list[str]:
             token = shown(str(data.tokenizer.convert_ids_to_tokens(stop)))
             found.append(
                 f"answers end with {token}, an end token at which the base model doesn't stop: "
-                f"merge the adapter, or generate with eos_token_id={[*stops, stop]}"
+                f"export the merged model, or generate with eos_token_id={[*stops, stop]}"
             )
     if data.note.thoughts:
         found.append(
