@@ -87,7 +87,7 @@ class Export:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LogitComparison:
     """Logits of two models on the same tokens.
 
     ``largest`` is the largest difference over the largest logit, ``mean`` the root mean square of
@@ -120,7 +120,7 @@ class Exported:
     ``problems`` are differences beside the logits; ``unsaved`` parts couldn't be written.
     """
 
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[LogitComparison, ...]
     problems: tuple[str, ...] = ()
     unsaved: tuple[str, ...] = ()
 
@@ -454,7 +454,7 @@ def compare(
     after: Sequence[Tensor],
     before: Sequence[Tensor],
     tolerance: float | None,
-) -> Comparison:
+) -> LogitComparison:
     """Compares logits of the same tokens; the values of the worst example."""
     largest, mean, same, positions = [], [], 0, 0
     for new, old in zip(after, before, strict=True):
@@ -463,7 +463,7 @@ def compare(
         mean.append(difference.norm() / old.double().norm())
         same += int((new.argmax(-1) == old.argmax(-1)).sum())
         positions += len(old)
-    return Comparison(
+    return LogitComparison(
         name,
         kind,
         examples=len(before),
