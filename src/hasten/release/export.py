@@ -384,7 +384,8 @@ def _load_checkpoint(model: Any, path: Path) -> None:
         raise InputError(str(error)) from error
     learned = {name for name, p in model.named_parameters() if p.requires_grad}
     state = model.state_dict()
-    is_adapted = len(learned) < len(list(model.parameters()))
+    # A full model's buffers change in training, too: the biases that balance its experts.
+    is_adapted = any(".lora_" in name for name in learned)
     wanted = learned if is_adapted else state.keys()
     stored = {
         name: tensors[_IN_CHECKPOINT + name] for name in wanted if _IN_CHECKPOINT + name in tensors
