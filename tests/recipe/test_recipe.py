@@ -94,6 +94,7 @@ def test_what_is_wrong_in_a_file_is_one_sentence(tmp_path: Path, text: str, word
         ({"loss_spike": {"sigmas": float("nan")}}, "loss_spike"),
         ({"global_batch_size": 4, "global_batch_tokens": 9}, "not both"),
         ({"patience": 2}, "eval_every"),
+        ({"best_metric": "token_accuracy"}, "must be one of metrics"),
         ({"price": {"per_device_hour": 1}}, "price"),
         ({"price": {"currency": "EUR", "per_device_hour": 1, "spot": 2}}, "price"),
         ({"plan": "packed"}, "plan"),

@@ -1,8 +1,8 @@
-"""A model's card: README.md in its folder, from what its run wrote down and nothing else.
+"""Model card: README.md in the model's folder, written only from the run's own files.
 
-The front matter is that of Hugging Face's hub (huggingface.co/docs/hub/model-cards). What nobody
-but the author can say (licence, use, limits) is left open in so many words. A card that somebody
-has written or changed stays: only what carries our mark is written anew.
+The front matter is that of Hugging Face's hub (huggingface.co/docs/hub/model-cards).
+Facts that only the author has (licence, use, limits) are marked as open. A card that a
+person wrote or changed stays: only a file with hasten's mark is written again.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def write_card(
         report: what an experiment's ``report.json`` holds: gains, verdicts, quality.
         comparison: rows with a head: the exported files compared with the trained model.
     """
-    place = folder / CARD
-    if place.exists() and MARK not in place.read_text(encoding="utf-8", errors="replace"):
+    card_path = folder / CARD
+    if card_path.exists() and MARK not in card_path.read_text(encoding="utf-8", errors="replace"):
         return False
     adapter = (folder / "adapter_config.json").is_file()
     library = "gguf" if any(folder.glob("*.gguf")) else "peft" if adapter else "transformers"
-    write_atomic(place, card_text(recipe, summary, report, library, comparison))
+    write_atomic(card_path, card_text(recipe, summary, report, library, comparison))
     return True
 
 
@@ -109,8 +109,8 @@ def _is_hub_name(base: str) -> bool:
 
 
 def _data(recipe: JobContext) -> str:
-    found = recipe["dataset"]
-    sources = [found] if isinstance(found, str) else list(found)
+    dataset = recipe["dataset"]
+    sources = [dataset] if isinstance(dataset, str) else list(dataset)
     names = [one if isinstance(one, str) else one["path"] for one in sources]
     return ", ".join(code(Path(name).name or name) for name in names)
 
@@ -122,8 +122,8 @@ def _training(recipe: JobContext, summary: JobContext) -> Iterable[tuple[str, st
     yield "steps", f"{summary['steps']:,} ({summary['stopped']})"
     yield "tokens", f"{summary['tokens']:,}, of which {summary['trained_tokens']:,} carry loss"
     rate = summary["tokens_per_second"]  # None: the run was resumed behind its last step
-    told = "" if rate is None else f", {rate:,.0f} tokens/s"
-    yield "time", f"{summary['seconds']:,.0f} s{told}"
+    rate_text = "" if rate is None else f", {rate:,.0f} tokens/s"
+    yield "time", f"{summary['seconds']:,.0f} s{rate_text}"
     yield "processes", f"{summary['world_size']} on {where}"
     yield "peak memory of one", f"{summary['peak_memory_bytes'] / 1e9:,.2f} GB"
     loss = summary["eval_loss"]
@@ -151,5 +151,5 @@ def _evidence(report: JobContext) -> str:
     read = read_report(report)
     table = table_of(read)
     rows = [[cell(row[key]) for key in SHOWN] for row in (table.columns, *table.rows)]
-    said = (read["quality"] or {}).get("text")
-    return markdown_table(rows).rstrip() + (f"\n\n{cell(said)}" if said else "")
+    quality_text = (read["quality"] or {}).get("text")
+    return markdown_table(rows).rstrip() + (f"\n\n{cell(quality_text)}" if quality_text else "")
