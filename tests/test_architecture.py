@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("measure",),
     ("report",),
     ("training",),
+    ("release",),
     ("planner",),
     ("tune",),
     ("integrations",),

@@ -10,6 +10,7 @@ EXTRAS = {
     "hub": "'datasets>=4'",
     "gpu": "'liger-kernel>=0.6'",
     "deepspeed": "'deepspeed>=0.19,<0.20' ninja",
+    "gguf": "'gguf>=0.17,<1'",
     "monitor": "'starlette>=0.45' 'uvicorn>=0.34'",
     "serve": "'fastapi>=0.115' 'openai>=1.98' 'starlette>=0.45' 'uvicorn>=0.34'",
     "eval": "'lm-eval>=0.4.9'",

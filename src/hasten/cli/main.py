@@ -17,10 +17,9 @@ import typer
 from hasten.cli.chat import chat
 from hasten.cli.check import doctor
 from hasten.cli.checkpoint import app as checkpoint
-from hasten.cli.checkpoint import merge
 from hasten.cli.data import app as data
 from hasten.cli.demo import demo
-from hasten.cli.eval import eval_
+from hasten.cli.export import export
 from hasten.cli.hardware import bench, hardware
 from hasten.cli.import_ import import_
 from hasten.cli.init import init
@@ -28,8 +27,7 @@ from hasten.cli.launch import launch
 from hasten.cli.monitor import monitor
 from hasten.cli.plan import plan
 from hasten.cli.profile import profile
-from hasten.cli.report import card, regress, report
-from hasten.cli.serve import serve
+from hasten.cli.report import regress, report
 from hasten.cli.speedup import speedup
 from hasten.cli.train import train
 from hasten.cli.tune import tune
@@ -68,7 +66,7 @@ def launched(
 
 COMMANDS: tuple[Callable[..., int | None], ...] = (
     *(demo, init, train, speedup, plan, tune, launch, monitor, profile, doctor, import_),
-    *(card, verification, hardware, bench, report, regress, merge, chat, serve, eval_),
+    *(export, verification, hardware, bench, report, regress),
 )
 for command in COMMANDS:
     app.command(command.__name__.rstrip("_"))(command)

@@ -1,4 +1,4 @@
-"""``hasten report``, ``card`` and ``regress``: results read, told or measured anew."""
+"""``hasten report`` and ``hasten regress``: results printed, or measured again."""
 
 from __future__ import annotations
 
@@ -121,47 +121,6 @@ def _summary(summary: dict[str, Any]) -> None:
 
 def _number(value: float | None, form: str) -> str:
     return "not measured" if value is None else form.format(value)
-
-
-# ``hasten card``: a finished run's model card, with the findings of an experiment.
-
-FOLDERS = ("model", "adapter", "model_average", "adapter_average", "merged")
-
-
-def card(
-    run: Annotated[Path, typer.Argument(help="the folder of a finished run")],
-    report: Annotated[
-        Path | None, typer.Option(help="report.json of hasten speedup: gains and verdicts join")
-    ] = None,
-) -> None:
-    """Write a finished run's model card, README.md beside the weights."""
-    from hasten.recipe.schema import load_recipe
-    from hasten.report.card import CARD, write_card
-
-    if not (run / "recipe.yaml").is_file() or not (run / "summary.json").is_file():
-        raise InputError(f"{run} holds no recipe.yaml and summary.json; give a finished run")
-    recipe = load_recipe(run / "recipe.yaml").model_dump(mode="json")
-    summary = _read(run / "summary.json")
-    findings = None if report is None else _read(report)
-    if findings is not None and not isinstance(findings.get("variants"), list):
-        raise InputError(f"{report} is not the report.json of an experiment")
-    folders = [run / name for name in FOLDERS if (run / name).is_dir()]
-    if not folders:
-        raise InputError(f"{run} holds no model and no adapter")
-    for folder in folders:
-        if not write_card(folder, recipe, summary, findings):
-            raise InputError(f"{folder / CARD} was written by somebody else; move it away first")
-        print(f"saved: {folder / CARD}")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        contents = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} can't be read: {error}") from error
-    if not isinstance(contents, dict):
-        raise InputError(f"{path} holds no object")
-    return contents
 
 
 # ``hasten regress``: a stored experiment done again on today's installation, gain against gain.

@@ -167,42 +167,46 @@ def merge(model: PeftModel) -> PreTrainedModel:
     if quantised_layers(model):
         raise InputError(
             "an adapter can't be merged into a quantised base, whose few bits would round it away: "
-            "save the adapter, and merge it into the full weights with merged()"
+            "attach it to the full weights with with_adapter(), and merge it there"
         )
     return model.merge_and_unload()
 
 
-def merged(model: PreTrainedModel, adapter: Path, base: Kind | None = None) -> PreTrainedModel:
-    """Returns ``model`` with the saved adapter of a folder added to its full weights.
+def round_base(model: PreTrainedModel, base: Kind) -> None:
+    """Rounds the weights that a base of few bits rounds, in place: what training computed with."""
+    for name in set(_adaptable_linears(model)) - _computing_apart(model):
+        weight = model.get_submodule(name).weight
+        weight.data = rounded(weight.data, base)
 
-    ``base`` is the format of the weights with which the adapter was trained. The weights
-    are rounded to it first, so the result is exactly the trained model. Raises InputError
-    for a folder that isn't an adapter of this model.
+
+def with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
+    """Returns ``model`` with the saved adapter of a folder on top; nothing is merged.
+
+    Raises:
+        InputError: the folder holds no adapter, or one of another model.
     """
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import SafetensorError, safe_open
 
     if not (adapter / ADAPTER).is_file():
         raise InputError(f"{adapter} holds no adapter: give the folder of a finished LoRA run")
-    if base:
-        for name in set(_adaptable_linears(model)) - _computing_apart(model):
-            weight = model.get_submodule(name).weight
-            weight.data = rounded(weight.data, base)
     try:
         with quiet(), warnings.catch_warnings():
-            warnings.filterwarnings("error", "Found missing adapter keys")  # peft goes on else
-            adapted = PeftModel.from_pretrained(model, str(adapter))
+            warnings.filterwarnings("error", "Found missing adapter keys")  # peft only warns
+            adapted: PeftModel = PeftModel.from_pretrained(model, str(adapter))
         with safe_open(adapter / "adapter_model.safetensors", "pt") as saved:
-            strange = sorted(set(saved.keys()) - set(get_peft_model_state_dict(adapted)))
+            # Left to itself, peft asks the hub about the size of the base's embedding.
+            names = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+            strange = sorted(set(saved.keys()) - set(names))
     except (RuntimeError, ValueError, UserWarning, OSError, SafetensorError) as error:
         reason = str(error).split("\n")[0]
         raise InputError(f"{adapter} is no adapter of this model: {reason}") from error
-    if strange:  # peft drops them without a word
+    if strange:  # peft drops them silently
         raise InputError(
             f"{adapter} is no adapter of this model, which has no place for {strange[0]} and "
             f"{len(strange) - 1} others: give the base that it was trained on"
         )
-    return merge(adapted)
+    return adapted
 
 
 def other_base(adapter: Path, source: str) -> str:

@@ -297,7 +297,7 @@ def job_of(recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan) 
         lengths=data.train.lengths.tolist(),
         collate=with_language_counts(partial(padded, pad_id=data.tokenizer.pad_token_id or 0)),
         batch=batch_of(recipe),
-        adapter=_adapter(recipe),
+        adapter=_adapt(recipe),
         routing=RealTokens if context.model.router_loss else None,
         eval_data=data.eval_data,
         metrics={
@@ -383,11 +383,19 @@ class Building:
         return build_model(self.recipe, self.data, skeleton=True)
 
 
-def _adapter(recipe: Recipe) -> Callable[[nn.Module], nn.Module]:
+def _adapt(recipe: Recipe) -> Callable[[nn.Module], nn.Module]:
+    lora = lora_of(recipe, Plan())
+    return (lambda model: model) if lora is None else lora.adapt
+
+
+def lora_of(recipe: Recipe, plan: Plan) -> LoRA | None:
+    """The adapter that the plan or the recipe's keys ask for; None if all weights learn."""
+    if (planned := next((t for t in plan if isinstance(t, LoRA)), None)) is not None:
+        return planned
     if recipe.finetuning_type == "full":
-        return lambda model: model
+        return None
     targets = recipe.lora_targets
-    lora = LoRA(
+    return LoRA(
         rank=recipe.lora_rank,
         alpha=recipe.lora_alpha,
         dropout=recipe.lora_dropout,
@@ -396,7 +404,6 @@ def _adapter(recipe: Recipe) -> Callable[[nn.Module], nn.Module]:
         dora=recipe.lora_dora,
         base=recipe.lora_base,
     )
-    return lora.adapt
 
 
 def total_steps(job: Job, sampler: Sampler) -> int:

@@ -415,10 +415,16 @@ def _fitted(
     return PreparedData(tokenizer, Subset(train, ours), Subset(train, theirs), note)
 
 
-def _opened(recipe: Recipe, folder: Path, key: str) -> PreparedData | None:
+def stored_data(recipe: Recipe, folder: Path) -> PreparedData | None:
+    """The data that a run has prepared in ``folder``, whatever its files are now; None if gone."""
+    return _opened(recipe, folder, None)
+
+
+def _opened(recipe: Recipe, folder: Path, key: str | None) -> PreparedData | None:
+    """The prepared data of a folder if its key is ``key``, or of any key."""
     try:
         note = PreparedDataIndex(**json.loads((folder / "index.json").read_text()))
-        if note.key != key:
+        if key not in (None, note.key):
             return None
         train = TokenStore(folder / note.train)
         eval_data = TokenStore(folder / note.eval_data) if note.eval_data else None
@@ -548,7 +554,7 @@ def template_advice(recipe: Recipe, data: PreparedData) -> list[str]:
             token = shown(str(data.tokenizer.convert_ids_to_tokens(stop)))
             advice.append(
                 f"answers end with {token}, an end token at which the base model doesn't stop: "
-                f"merge the adapter, or generate with eos_token_id={[*stops, stop]}"
+                f"export the merged model, or generate with eos_token_id={[*stops, stop]}"
             )
     if data.note.thoughts:
         advice.append(

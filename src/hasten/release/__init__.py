@@ -1,1 +1,1 @@
-"""After the training: the model of a finished run is asked, served and evaluated."""
+"""What follows a finished run: its model as files that others load."""

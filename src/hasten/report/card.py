@@ -7,7 +7,7 @@ person wrote or changed stays: only a file with hasten's mark is written again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,11 @@ JobContext = Mapping[str, Any]
 
 
 def write_card(
-    folder: Path, recipe: JobContext, summary: JobContext, report: JobContext | None = None
+    folder: Path,
+    recipe: JobContext,
+    summary: JobContext,
+    report: JobContext | None = None,
+    comparison: Sequence[Sequence[str]] = (),
 ) -> bool:
     """Write the card into a model's or adapter's folder; False where a card of others stays.
 
@@ -35,24 +39,35 @@ def write_card(
         recipe: the resolved recipe.
         summary: what ``summary.json`` holds.
         report: what an experiment's ``report.json`` holds: gains, verdicts, quality.
+        comparison: rows with a head: the exported files compared with the trained model.
     """
     card_path = folder / CARD
     if card_path.exists() and MARK not in card_path.read_text(encoding="utf-8", errors="replace"):
         return False
     adapter = (folder / "adapter_config.json").is_file()
-    write_atomic(card_path, card_text(recipe, summary, report, adapter))
+    library = "gguf" if any(folder.glob("*.gguf")) else "peft" if adapter else "transformers"
+    write_atomic(card_path, card_text(recipe, summary, report, library, comparison))
     return True
 
 
 def card_text(
-    recipe: JobContext, summary: JobContext, report: JobContext | None, adapter: bool
+    recipe: JobContext,
+    summary: JobContext,
+    report: JobContext | None,
+    library: str,
+    comparison: Sequence[Sequence[str]] = (),
 ) -> str:
-    """The card: the same for the same run, whenever it is written."""
+    """The card: the same for the same run, whenever it is written.
+
+    ``library`` loads the weights: transformers, peft or gguf.
+    """
+    adapter = library == "peft"
     base = str(recipe["model"])
     random = " (random weights)" if recipe.get("from_scratch") or base in PRESETS else ""
+    base = base if _is_hub_name(base) else Path(base).name  # a path is of no use to others
     what = "An adapter (LoRA) for" if adapter else "A language model trained from"
     parts = [
-        _front_matter(recipe, adapter),
+        _front_matter(recipe, library),
         MARK,
         f"# {'Adapter' if adapter else 'Model'} from {code(base)}",
         f"{what} {code(base)}{random} on {_data(recipe)}.",
@@ -63,6 +78,12 @@ def card_text(
     ]
     if report is not None:
         parts += ["## What each switch gained, measured on this job", _evidence(report)]
+    if comparison:
+        rows = [[cell(value) for value in row] for row in comparison]
+        parts += [
+            "## Exported files compared with the trained model",
+            markdown_table(rows).rstrip(),
+        ]
     parts += [
         "## Left to the author",
         "Licence, intended use and limits are not known to the trainer; the licences of base model "
@@ -71,16 +92,20 @@ def card_text(
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(recipe: JobContext, adapter: bool) -> str:
+def _front_matter(recipe: JobContext, library: str) -> str:
     base = str(recipe["model"])
     meta: dict[str, Any] = {
-        "library_name": "peft" if adapter else "transformers",
+        "library_name": library,
         "pipeline_tag": "text-generation",
-        "tags": ["hasten", *(["lora"] if adapter else [])],
+        "tags": ["hasten", *(["lora"] if library == "peft" else [])],
     }
-    if base not in PRESETS and not base.startswith((".", "/", "~")) and base.count("/") == 1:
-        meta["base_model"] = base  # a hub name; a local path says nothing to others
+    if base not in PRESETS and _is_hub_name(base):
+        meta["base_model"] = base
     return f"---\n{yaml.safe_dump(meta, sort_keys=False).strip()}\n---"
+
+
+def _is_hub_name(base: str) -> bool:
+    return not base.startswith((".", "/", "~")) and base.count("/") == 1
 
 
 def _data(recipe: JobContext) -> str:

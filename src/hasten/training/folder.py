@@ -30,7 +30,7 @@ FAULT_LINES = ("quarantined.jsonl", "spikes.jsonl", "restarts.jsonl")
 ADJUSTMENTS = "adjustments.jsonl"  # settings that were tried while training
 WATCHED = ("run.json", ADJUSTMENTS, "machine.jsonl", "ranks", "tensorboard", "wandb", "mlflow")
 RESULTS = (*STEP_LINES, *FAULT_LINES, *WATCHED, "summary.json", "rejected.jsonl", "recipe.yaml")
-MODELS = ("model", "adapter", "model_average", "adapter_average", "merged")
+MODELS = ("model", "adapter", "model_average", "adapter_average")
 
 
 def archive_previous_run(output: Path, keep_checkpoints: bool) -> str:
