@@ -102,7 +102,8 @@ def _difference(one: Tensor | None, other: Tensor | None, left_name: str, right_
     if torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)):
         return ""
     difference: Any = (one.double() - other.double()).abs()
-    return f"differs by {difference.max().item():.3g} at most, in {(difference != 0).sum()} of {one.numel()}"
+    count = int((difference != 0).sum())
+    return f"differs by {difference.max().item():.3g} at most, in {count} of {one.numel()}"
 
 
 def _all(folder: Path) -> list[Path]:

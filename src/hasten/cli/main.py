@@ -19,6 +19,7 @@ from hasten.cli.check import doctor
 from hasten.cli.checkpoint import app as checkpoint
 from hasten.cli.data import app as data
 from hasten.cli.demo import demo
+from hasten.cli.eval import eval_
 from hasten.cli.export import export
 from hasten.cli.hardware import bench, hardware
 from hasten.cli.import_ import import_
@@ -28,6 +29,7 @@ from hasten.cli.monitor import monitor
 from hasten.cli.plan import plan
 from hasten.cli.profile import profile
 from hasten.cli.report import regress, report
+from hasten.cli.serve import serve
 from hasten.cli.speedup import speedup
 from hasten.cli.train import train
 from hasten.cli.tune import tune
@@ -66,7 +68,7 @@ def launched(
 
 COMMANDS: tuple[Callable[..., int | None], ...] = (
     *(demo, init, train, speedup, plan, tune, launch, monitor, profile, doctor, import_),
-    *(export, verification, hardware, bench, report, regress),
+    *(export, verification, hardware, bench, report, regress, chat, serve, eval_),
 )
 for command in COMMANDS:
     app.command(command.__name__.rstrip("_"))(command)

@@ -1,1 +1,1 @@
-"""What follows a finished run: its model as files that others load."""
+"""After the training: the model of a finished run is chatted with, served, evaluated, exported."""
