@@ -24,7 +24,8 @@ from typing import Any
 
 import psutil
 
-from hasten.formatting import duration, number, open_regular
+from hasten.foreign_files import open_regular
+from hasten.formatting import duration, number
 from hasten.monitor import events as told
 from hasten.monitor.events import Event, Events, short
 from hasten.monitor.series import Series

@@ -24,6 +24,7 @@ from typing import Any, TypeGuard
 
 from hasten import formatting
 from hasten.errors import InputError
+from hasten.foreign_files import read_json_object
 from hasten.formatting import aligned, words
 from hasten.report.svg import visible
 
@@ -95,19 +96,7 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         InputError: it can't be read, is too large, or is something else.
     """
-    try:
-        with path.open("rb") as file:
-            raw = file.read(LARGEST_FILE + 1)
-        if len(raw) > LARGEST_FILE:
-            raise InputError(f"{path} is larger than {LARGEST_FILE} bytes; that is not a run's")
-        found = json.loads(raw)
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path} can't be read: {str(error)[:120]}") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{path} is not a report: it holds a {type(found).__name__}")
-    return found
+    return read_json_object(path, "report", LARGEST_FILE)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hasten.foreign_files import read_json_object
 from hasten.formatting import did_you_mean
 
 # The keys of a DeepSpeed configuration and what becomes of each where hasten trains by itself.
@@ -74,14 +75,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: no such file, not JSON, an unknown key.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"can't read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is not a DeepSpeed configuration: it must be a JSON object")
+    found = read_json_object(path, "DeepSpeed configuration")
     check_keys(found, str(path))
     return found
 
