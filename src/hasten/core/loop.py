@@ -169,6 +169,16 @@ def defer_signals(session: Callable[[], Session | None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def ignore_stop_signals() -> None:
+    """Ignores SIGTERM and SIGUSR1 until the process ends, for a process that leaves with its code.
+
+    A scheduler repeats them; the default action would replace the exit code, even while Python
+    finalises.
+    """
+    for number in HASTE:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def asked(session: Session) -> tuple[bool, bool]:
     """Whether any rank was asked to stop, and whether in haste; every rank calls it at the end."""
     mine = torch.tensor([session.stop_requested, session.preempted], dtype=torch.float64)

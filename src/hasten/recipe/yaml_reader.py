@@ -132,8 +132,8 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     for word in overrides:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            raise InputError(f"can't read {word!r}: overrides are written key=value")
-        found[key.strip()] = read_yaml(value, f"override {word!r}")
+            raise InputError(f"can't read {word[:60]!r}: overrides are written key=value")
+        found[key.strip()] = read_yaml(value, f"override {word[:60]!r}")
     return found
 
 

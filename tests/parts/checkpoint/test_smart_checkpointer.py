@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 import time
@@ -123,7 +124,7 @@ def test_an_optimizer_state_of_another_shape_is_refused_and_nothing_is_changed(
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    state = optimizer.state_dict()
+    state = copy.deepcopy(optimizer.state_dict())
     state["state"][0]["exp_avg"] = change(state["state"][0]["exp_avg"])
     kept = CheckpointedState()
     kept.add({"optimizer": optimizer})

@@ -105,7 +105,7 @@ def _plain(state: Any) -> Any:
 
 
 def _check_same(name: str, held: Any, state: Any, place: Path) -> None:
-    """Raises ValueError unless a module has the same tensors, an optimizer state the same shapes."""
+    """Raises ValueError if a module's tensors or an optimizer's states have other shapes."""
     if isinstance(held, nn.Module):
         here = {k: getattr(v, "shape", None) for k, v in held.state_dict().items()}
         saved = state if isinstance(state, dict) else {}
