@@ -90,7 +90,7 @@ def test_any_bytes_are_read_or_refused_in_one_sentence(data: bytes) -> None:
 
 def test_an_object_is_expected(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("[1]")
-    with pytest.raises(InputError, match="holds a list, expected an object; give a report"):
+    with pytest.raises(InputError, match="is not a report: it holds a list, expected an object"):
         read_json_object(tmp_path / "a.json", "report")
 
 

@@ -94,7 +94,7 @@ def read_json_object(path: Path, what: str, limit: int = LARGEST_JSON) -> dict[s
     content = parse_json(read_bounded(path, limit, what), str(path))
     if not isinstance(content, dict):
         raise InputError(
-            f"{path} holds a {type(content).__name__}, expected an object; give a {what}"
+            f"{path} is not a {what}: it holds a {type(content).__name__}, expected an object"
         )
     return content
 

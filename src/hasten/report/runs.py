@@ -16,19 +16,23 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, overload
 
 from hasten import formatting
 from hasten.errors import InputError
-from hasten.foreign_files import read_json_object
+from hasten.foreign_files import open_regular, read_json_object
 from hasten.formatting import aligned, words
 from hasten.report.svg import visible
 
-LARGEST_FILE = 256 << 20  # bytes: a line per step is about 500
+LARGEST_FILE = 256 << 20  # bytes
+LARGEST_LOG = 1 << 30  # bytes: a line per step is about 500
+LONGEST_LINE = 1 << 20  # bytes
 UNCOUNTED = "tokens: num_input_tokens_seen may count padding, so it isn't taken for tokens"
 
 
@@ -54,7 +58,7 @@ class RunFacts:
     step_seconds: float | None = None  # median
     eval_loss: float | None = None
     peak_memory_bytes: float | None = None
-    curve: tuple[Point, ...] = ()
+    curve: Sequence[Point] = ()
     recipe: Mapping[str, Any] | None = None
     plan: tuple[str, ...] | None = None
     hardware: Mapping[str, Any] | None = None
@@ -99,30 +103,87 @@ def read_object(path: Path) -> dict[str, Any]:
     return read_json_object(path, "report", LARGEST_FILE)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; an unfinished last line is left out.
+class Curve(Sequence[Point]):
+    """Points in 24 bytes each, so that the curve of a million steps takes no gigabyte."""
+
+    def __init__(self) -> None:
+        self._steps, self._tokens, self._losses = array("d"), array("d"), array("d")
+
+    def append(self, step: float, tokens: float | None, loss: float) -> None:
+        """Adds the point of the next step."""
+        self._steps.append(step)
+        self._tokens.append(math.nan if tokens is None else tokens)
+        self._losses.append(loss)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @overload
+    def __getitem__(self, index: int) -> Point: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Point]: ...
+    def __getitem__(self, index: int | slice) -> Point | Sequence[Point]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        tokens = self._tokens[index]
+        known = None if math.isnan(tokens) else tokens
+        return Point(int(self._steps[index]), known, self._losses[index])
+
+
+@dataclass
+class _Log:
+    """Sums over the lines of a metrics.jsonl; they are read one by one and not stored."""
+
+    curve: Curve = field(default_factory=Curve)
+    lines: int = 0
+    last_step: int | None = None
+    tokens: float | None = 0.0  # None: a line has none
+    seconds: array[float] = field(default_factory=lambda: array("d"))
+    peak_memory_bytes: float | None = None
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Adds a line."""
+        self.lines += 1
+        self.last_step = _whole(entry.get("step"))
+        tokens, loss = number(entry.get("tokens")), number(entry.get("loss"))
+        known = tokens is not None and self.tokens is not None
+        self.tokens = self.tokens + tokens if known else None  # type: ignore[operator]
+        if loss is not None:
+            self.curve.append(self.last_step or self.lines, number(self.tokens), loss)
+        if seconds := number(entry.get("step_seconds")):
+            self.seconds.append(seconds)
+        if peak := number(entry.get("peak_memory_bytes")):
+            self.peak_memory_bytes = max(peak, self.peak_memory_bytes or 0.0)
+
+
+def _read_log(path: Path) -> _Log:
+    """Reads a metrics.jsonl line by line; an unfinished last line is left out.
 
     Raises:
-        InputError: another line isn't an object.
+        InputError: the file can't be read or is too large, or another line isn't an object.
     """
+    log, count = _Log(), 0
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise InputError(f"{path} is larger than {LARGEST_FILE} bytes; that is not a run's")
-        lines = path.read_bytes().splitlines()
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > LARGEST_LOG:
+                raise InputError(f"{path} is larger than {LARGEST_LOG} bytes; that is not a run's")
+            while line := file.readline(LONGEST_LINE + 1):
+                count += 1
+                if len(line) > LONGEST_LINE:
+                    raise InputError(f"{path}:{count} is longer than {LONGEST_LINE} bytes")
+                try:
+                    entry = json.loads(line) if line.strip() else {}
+                except (ValueError, RecursionError) as error:
+                    if not file.read(1):
+                        break
+                    why = str(error)[:80]
+                    raise InputError(f"{path}:{count} is not JSON: {why}") from error
+                if not isinstance(entry, dict):
+                    raise InputError(f"{path}:{count} is not an object of JSON")
+                log.add(entry)
     except OSError as error:
         raise InputError(f"{path} can't be read: {error.strerror or error}") from error
-    found = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = json.loads(line) if line.strip() else {}
-        except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                break
-            raise InputError(f"{path}:{number} is not JSON: {str(error)[:80]}") from error
-        if not isinstance(entry, dict):
-            raise InputError(f"{path}:{number} is not an object of JSON")
-        found.append(entry)
-    return found
+    return log
 
 
 def number(value: object) -> float | None:
@@ -131,7 +192,8 @@ def number(value: object) -> float | None:
 
 
 def _trained(path: Path, summary: Mapping[str, Any], read_recipe: Any) -> RunFacts:
-    lines = read_lines(path / "metrics.jsonl") if (path / "metrics.jsonl").is_file() else []
+    metrics = path / "metrics.jsonl"
+    curve = _read_log(metrics).curve if metrics.is_file() else ()
     recipe = path / "recipe.yaml"
     values = read_recipe(recipe) if read_recipe and recipe.is_file() else None
     plan = summary.get("plan")
@@ -146,7 +208,7 @@ def _trained(path: Path, summary: Mapping[str, Any], read_recipe: Any) -> RunFac
         step_seconds=number(summary.get("step_seconds_median")),
         eval_loss=number(summary.get("eval_loss")),
         peak_memory_bytes=number(summary.get("peak_memory_bytes")),
-        curve=_curve(lines),
+        curve=curve,
         recipe=_object(values),
         plan=None if names is None else tuple(names),
         hardware=_object(summary.get("hardware")),
@@ -157,22 +219,19 @@ def _trained(path: Path, summary: Mapping[str, Any], read_recipe: Any) -> RunFac
 
 def _logged(path: Path) -> RunFacts:
     """A run that left its lines alone: one under way, or one of a host's callback."""
-    lines = read_lines(path / "metrics.jsonl")
-    tokens, seconds = ([number(e.get(k)) for e in lines] for k in ("tokens", "step_seconds"))
-    known = [s for s in seconds if s]
-    whole = bool(lines) and None not in tokens and len(known) == len(lines)
-    total = math.fsum(t for t in tokens if t) if None not in tokens else None
-    peaks = [p for e in lines if (p := number(e.get("peak_memory_bytes")))]
+    log = _read_log(path / "metrics.jsonl")
+    total, seconds = number(log.tokens), number(_sum(log.seconds)) if log.seconds else None
+    every = bool(log.lines) and len(log.seconds) == log.lines
     return RunFacts(
         name=path.name or str(path),
         kind="metrics.jsonl",
-        steps=_whole(lines[-1].get("step")) if lines else 0,
+        steps=log.last_step if log.lines else 0,
         tokens=total,
-        seconds=math.fsum(known) if known else None,
-        tokens_per_second=total / math.fsum(known) if whole and total is not None else None,
-        step_seconds=statistics.median(known) if known else None,
-        peak_memory_bytes=max(peaks, default=None),
-        curve=_curve(lines),
+        seconds=seconds,
+        tokens_per_second=total / seconds if every and total is not None and seconds else None,
+        step_seconds=number(statistics.median(log.seconds)) if log.seconds else None,
+        peak_memory_bytes=log.peak_memory_bytes,
+        curve=log.curve,
     )
 
 
@@ -262,17 +321,12 @@ def _checkpoint_number(path: Path) -> float:
     )
 
 
-def _curve(lines: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:
-    points, total = [], 0.0
-    known = True
-    for place, entry in enumerate(lines, start=1):
-        tokens, loss = number(entry.get("tokens")), number(entry.get("loss"))
-        known = known and tokens is not None
-        total += tokens or 0.0
-        if loss is not None:
-            step = _whole(entry.get("step"))
-            points.append(Point(step or place, total if known else None, loss))
-    return tuple(points)
+def _sum(values: Iterable[float]) -> float:
+    """The sum, infinite if it is beyond what a number holds."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
 
 
 def _whole(value: object) -> int | None:
