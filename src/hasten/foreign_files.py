@@ -61,7 +61,8 @@ def read_bounded(path: Path, limit: int, what: str) -> bytes:
     except ValueError as error:
         raise InputError(f"{str(path)!r} can't be a file's name; rename the {what}") from error
     if len(data) > limit:
-        raise InputError(f"{path} is larger than {limit} bytes; that is not a {what}")
+        most = f"{limit >> 20} MiB" if limit >= 1 << 20 else f"{limit} bytes"
+        raise InputError(f"{path} is larger than {most}; that is not a {what}")
     return data
 
 

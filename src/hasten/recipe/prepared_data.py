@@ -464,18 +464,17 @@ def _opened(recipe: Recipe, folder: Path, key: str) -> PreparedData | None:
         note = PreparedDataIndex(**read_json_object(index, "index of prepared data"))
         if note.key != key:
             return None
-        train, *others = (
-            TokenStore(path_inside(folder, name, str(index)))
-            for name in (note.train, note.eval_data)
-            if name is not None
-        )
+        train = TokenStore(path_inside(folder, note.train, str(index)))
+        eval_data = None
+        if note.eval_data is not None:
+            eval_data = TokenStore(path_inside(folder, note.eval_data, str(index)))
         saved = path_inside(folder, note.tokenizer, str(index))
         if _tokenizer_hash(saved) != note.tokenizer_hash:
             return None
         tokenizer = load_tokenizer(str(saved))
     except (OSError, ValueError, TypeError):
         return None  # absent, damaged or of another version: prepared again
-    return _fitted(recipe, note, tokenizer, train, *(others or [None]))
+    return _fitted(recipe, note, tokenizer, train, eval_data)
 
 
 def _tokenizer_hash(folder: Path) -> str:
@@ -486,7 +485,7 @@ def _tokenizer_hash(folder: Path) -> str:
             name, data = path.relative_to(folder).as_posix(), file.read()
         digest.update(f"{name}\0{len(data)}\0".encode())
         digest.update(data)
-    return digest.hexdigest()
+    return str(digest.hexdigest())
 
 
 def _tokenizer(recipe: Recipe, source: Conversations, tell: Tell) -> PreTrainedTokenizerBase:

@@ -19,10 +19,12 @@ import math
 import os
 import statistics
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard, overload
+
+import numpy as np
 
 from hasten import formatting
 from hasten.errors import InputError
@@ -106,8 +108,17 @@ def read_object(path: Path) -> dict[str, Any]:
 class Curve(Sequence[Point]):
     """Points in 24 bytes each, so that the curve of a million steps takes no gigabyte."""
 
-    def __init__(self) -> None:
+    def __init__(self, points: Sequence[Point] = ()) -> None:
         self._steps, self._tokens, self._losses = array("d"), array("d"), array("d")
+        if isinstance(points, Curve):
+            self._steps, self._tokens, self._losses = points.columns()
+            return
+        for point in points:
+            self.append(point.step, point.tokens, point.loss)
+
+    def columns(self) -> tuple[array[float], array[float], array[float]]:
+        """Steps, tokens (NaN: not known) and losses."""
+        return self._steps, self._tokens, self._losses
 
     def append(self, step: float, tokens: float | None, loss: float) -> None:
         """Adds the point of the next step."""
@@ -420,14 +431,14 @@ def _common_end(runs: Sequence[RunFacts]) -> tuple[float | None, str]:
 def _loss_at(curve: Sequence[Point], where: float | None, unit: str) -> float | None:
     if where is None or not curve:
         return None
-    place: Callable[[Point], float] = (
-        (lambda p: p.tokens or 0.0) if unit == "tokens" else (lambda p: float(p.step))
-    )
-    before = [point for point in curve if place(point) <= where]
-    near = [point.loss for point in before if place(point) > (1 - STRETCH) * where]
-    if near:
-        return statistics.fmean(near)
-    return before[-1].loss if before else None
+    steps, tokens, losses = (np.asarray(column) for column in Curve(curve).columns())
+    places = np.nan_to_num(tokens) if unit == "tokens" else steps
+    before = places <= where
+    near = before & (places > (1 - STRETCH) * where)
+    if near.any():
+        with np.errstate(over="ignore"):
+            return number(float(losses[near].mean()))
+    return float(losses[before][-1]) if before.any() else None
 
 
 def _differing(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
