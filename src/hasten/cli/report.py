@@ -111,7 +111,7 @@ def _summary(found: dict[str, Any]) -> None:
             ("peak memory", size(found["peak_memory_bytes"])),
             ("eval loss", _number(found["eval_loss"], "{:.4f}")),
             ("ranks", str(found["world_size"])),
-            ("saved", found["saved"]),
+            ("saved", found["saved"] or "the weights couldn't be saved"),
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"summary.json lacks or garbles {error}; was it edited?") from error

@@ -282,9 +282,13 @@ def as_supervised_ranks(recipe: Recipe, held: ExitStack) -> int:
 
     ranks = SupervisedRanks(arguments, environ, recipe.nproc, host.usable_cores())
     code = supervise(ranks, supervision_of(recipe), output / "data", output / "restarts.jsonl")
-    if code == 0 and json.loads((output / "summary.json").read_text())["unsaved"]:
+    if code != 0:
+        return code
+    try:
+        unsaved = json.loads((output / "summary.json").read_text())["unsaved"]
+    except (OSError, ValueError):  # the rank has said why
         return UNSAVED
-    return code
+    return UNSAVED if unsaved else 0
 
 
 def _conclude(summary: dict[str, Any]) -> None:
@@ -313,8 +317,12 @@ def _conclude(summary: dict[str, Any]) -> None:
         print(f"cost {summary['cost']['total']:.4f} {summary['cost']['currency']}")
     if summary["energy"]["kwh"] is not None:
         print(f"energy {summary['energy']['kwh']:.4g} kWh, {summary['energy']['source']}")
-    print(f"saved: {summary['saved']}")
-    warn_of_unsaved(summary["unsaved"])
+    if summary["saved"] is None:
+        for problem in ("the weights are NOT saved", *summary["unsaved"]):
+            print(f"error: {problem}", file=sys.stderr)
+    else:
+        print(f"saved: {summary['saved']}")
+        warn_of_unsaved(summary["unsaved"])
     if summary["stopped"] in ("interrupted", "left"):
         print(resume_words("checkpoints" in summary["effective"]))
 
