@@ -15,8 +15,9 @@ import json
 import os
 import re
 import stat
+from io import BufferedReader
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO
+from typing import Any
 
 from hasten.errors import InputError
 
@@ -29,7 +30,7 @@ class DuplicateKeyError(ValueError):
     """A JSON object that has a key twice; readers disagree about which value counts."""
 
 
-def open_regular(path: Path, *, follow_links: bool = True) -> BinaryIO:
+def open_regular(path: Path, *, follow_links: bool = True) -> BufferedReader:
     """Opens a regular file for reading bytes.
 
     Raises:

@@ -105,12 +105,12 @@ def read_object(path: Path) -> dict[str, Any]:
     return read_json_object(path, "report", LARGEST_FILE)
 
 
-class Curve(Sequence[Point]):
+class LossPoints(Sequence[Point]):
     """Points in 24 bytes each, so that the curve of a million steps takes no gigabyte."""
 
     def __init__(self, points: Sequence[Point] = ()) -> None:
         self._steps, self._tokens, self._losses = array("d"), array("d"), array("d")
-        if isinstance(points, Curve):
+        if isinstance(points, LossPoints):
             self._steps, self._tokens, self._losses = points.columns()
             return
         for point in points:
@@ -145,7 +145,7 @@ class Curve(Sequence[Point]):
 class _Log:
     """Sums over the lines of a metrics.jsonl; they are read one by one and not stored."""
 
-    curve: Curve = field(default_factory=Curve)
+    curve: LossPoints = field(default_factory=LossPoints)
     lines: int = 0
     last_step: int | None = None
     tokens: float | None = 0.0  # None: a line has none
@@ -431,7 +431,7 @@ def _common_end(runs: Sequence[RunFacts]) -> tuple[float | None, str]:
 def _loss_at(curve: Sequence[Point], where: float | None, unit: str) -> float | None:
     if where is None or not curve:
         return None
-    steps, tokens, losses = (np.asarray(column) for column in Curve(curve).columns())
+    steps, tokens, losses = (np.asarray(column) for column in LossPoints(curve).columns())
     places = np.nan_to_num(tokens) if unit == "tokens" else steps
     before = places <= where
     near = before & (places > (1 - STRETCH) * where)
