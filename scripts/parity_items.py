@@ -242,7 +242,7 @@ def resume(inputs: Path) -> Iterator[Item]:
     for given in LISTS["looked at"]:
         commands = [words_of(command, inputs) for command in given]
         yield Item("resume", " ".join(commands[0][:2]), commands, copies={"run": "plain/run"})
-    yield Item("resume", "merge", (("merge", "run"),), copies={"run": "lora/run"})
+    yield Item("resume", "export", (("export", "run", "-o", "out"),), copies={"run": "lora/run"})
 
 
 def cut_run(folder: Path) -> None:

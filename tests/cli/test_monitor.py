@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hasten.cli import monitor as module
+from hasten.cli.arguments import FEWEST
 from hasten.monitor.alerts import KINDS
 from watched import TOKEN, append, get, step_line, write_run
 
@@ -211,4 +212,4 @@ def test_a_disk_that_cannot_be_measured_is_refused_where_it_was_named(
 
 
 def test_a_token_of_ones_own_may_be_given() -> None:
-    assert len(TOKEN) >= module.FEWEST
+    assert len(TOKEN) >= FEWEST

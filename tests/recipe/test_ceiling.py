@@ -23,7 +23,7 @@ from hasten.recipe.peak_flops import (
     meter_of,
     mfu_words,
     read_rates,
-    resolve_batch,
+    resolve_ceiling,
     write_rates,
 )
 from hasten.recipe.schema import Recipe
@@ -81,7 +81,7 @@ def test_auto_is_the_datasheet_of_a_known_gpu_times_their_number(tmp_path: Path)
     assert meter.per_token == model_flops(model).per_token
 
 
-@pytest.mark.parametrize("known", [ON_CPU, on_gpu("NVIDIA H100 NVL")], ids=["cpu", "unknown gpu"])
+@pytest.mark.parametrize("context", [ON_CPU, on_gpu("NVIDIA H100 NVL")], ids=["cpu", "unknown gpu"])
 def test_auto_without_a_known_device_counts_flops_and_no_mfu(
     tmp_path: Path, context: JobContext
 ) -> None:
@@ -111,8 +111,8 @@ def test_measure_is_done_once_per_folder_and_anew_on_another_machine(
     given = [rates(), rates(device_name="another")]
     monkeypatch.setattr(peak_flops, "measure", lambda **asked: calls.append(asked) or given[0])
     wish, said = recipe(tmp_path, ceiling="measure"), list[str]()
-    resolve_batch(wish, ON_CPU, said.append)
-    resolve_batch(wish, ON_CPU, said.append)
+    resolve_ceiling(wish, ON_CPU, said.append)
+    resolve_ceiling(wish, ON_CPU, said.append)
     assert len(calls) == len(said) == 1
     assert calls[0]["seconds"] == 2.0
     found = ceiling_of(wish, ON_CPU)
@@ -120,7 +120,7 @@ def test_measure_is_done_once_per_folder_and_anew_on_another_machine(
     assert found.rate == 3e12
     write_rates(given[1], tmp_path / "run" / "data" / "ceiling.json")
     assert ceiling_of(wish, ON_CPU) is None
-    resolve_batch(wish, ON_CPU)
+    resolve_ceiling(wish, ON_CPU)
     assert len(calls) == 2
 
 
@@ -128,7 +128,7 @@ def test_ranks_never_measure_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peak_flops, "measure", lambda **asked: pytest.fail("measured"))
-    resolve_batch(recipe(tmp_path, ceiling="measure"), replace(ON_CPU, world=World(1, 1, 2)))
+    resolve_ceiling(recipe(tmp_path, ceiling="measure"), replace(ON_CPU, world=World(1, 1, 2)))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_file_that_can_t_be_used_is_one_sentence(
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(InputError, match=message) as caught:
-        resolve_batch(recipe(tmp_path, ceiling=str(path)), ON_CPU)
+        resolve_ceiling(recipe(tmp_path, ceiling=str(path)), ON_CPU)
     assert str(caught.value).startswith("ceiling: ")
     assert "\n" not in str(caught.value)
     assert "hasten bench --json FILE" in str(caught.value)

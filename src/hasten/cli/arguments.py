@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import sys
@@ -28,12 +29,22 @@ Write = Annotated[
 WriteTo = Annotated[
     Path | None, typer.Option("--write-to", help="the same into a new file", metavar="NEW.yaml")
 ]
+FEWEST = 16  # characters of a token: fewer could be guessed
 STARTED = time.perf_counter()  # of the command
 
 
 def command_line() -> str:
     """The command as it was given."""
     return "hasten " + " ".join(shlex.quote(word) for word in sys.argv[1:])
+
+
+def check_token(token: str | None) -> None:
+    """Raise InputError for a token of ``--token`` that is short or has other characters."""
+    if token is not None and not re.fullmatch(rf"[A-Za-z0-9_.~-]{{{FEWEST},200}}", token):
+        raise InputError(
+            f"--token must be {FEWEST} to 200 letters, digits, or - _ . ~; without it "
+            "there is a new one each time"
+        )
 
 
 def named(text: str | None) -> tuple[str, ...]:

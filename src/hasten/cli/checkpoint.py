@@ -1,4 +1,4 @@
-"""``hasten checkpoint`` and ``hasten merge``: what checkpoints hold, and an adapter merged in.
+"""``hasten checkpoint``: what checkpoints hold, and pickled weights converted.
 
 Nothing here writes into such a folder; ``convert`` is for weights of elsewhere. The commands import
 torch only when they run.
@@ -7,23 +7,20 @@ torch only when they run.
 from __future__ import annotations
 
 import datetime
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hasten.errors import UNSAVED, InputError
+from hasten.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 DAMAGED = 4  # the exit code of a proof that failed, as in hasten.cli.main
-MODEL = "model/"  # where the weights are, if they were protected by this name
-WRAPPED = "model."  # in a run they are those of the loss module, which holds the model
 
-app = typer.Typer(help="Look at checkpoints, verify or export them.", no_args_is_help=True)
+app = typer.Typer(help="Look at checkpoints, verify or compare them.", no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(help="a folder of checkpoints, or one checkpoint")]
 One = Annotated[Path, typer.Argument(help="one checkpoint, or a folder: its newest")]
@@ -70,45 +67,16 @@ def verify(folder: Folder) -> None:
         raise typer.Exit(DAMAGED)
 
 
-@app.command("export")
-def export(
-    checkpoint: One,
-    to: Annotated[Path, typer.Option("--to", help="the .safetensors file to write")],
-    everything: Annotated[
-        bool, typer.Option("--all", help="optimizer and the rest too, under their own names")
-    ] = False,
-) -> None:
-    """Write a checkpoint's weights, unpacked and verified, as one safetensors file."""
-    from safetensors.torch import save_file
-
-    if to.exists():
-        raise InputError(f"{to} exists; name a file that doesn't")
-    path, tensors, meta = _loaded(checkpoint)
-    if not everything:
-        prefix = MODEL + WRAPPED if {"job", "plan"} & meta.keys() else MODEL
-        tensors = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-    if not tensors:
-        raise InputError(f"{path} holds nothing called {MODEL}...; --all writes all tensors")
-    temporary = to.with_name(f".{to.name}.writing")
-    try:
-        save_file({name: t.contiguous() for name, t in tensors.items()}, temporary)
-        temporary.replace(to)
-    except Exception as error:
-        temporary.unlink(missing_ok=True)
-        raise InputError(f"{to} can't be written: {error}") from error
-    typer.echo(f"{len(tensors)} tensors of {path.name}: {to}")
-
-
 @app.command("diff")
 def diff(one: One, other: One) -> None:
     """Compare two checkpoints tensor by tensor: what differs, and by how much at most."""
-    (left, ours, _), (right, theirs, _) = _loaded(one), _loaded(other)
+    (left_path, ours, _), (right_path, theirs, _) = _loaded(one), _loaded(other)
     equal = 0
     for name in sorted(ours.keys() | theirs.keys()):
-        words = _difference(ours.get(name), theirs.get(name), left.name, right.name)
-        equal += not words
-        if words:
-            typer.echo(f"{name}  {words}")
+        difference = _difference(ours.get(name), theirs.get(name), left_path.name, right_path.name)
+        equal += not difference
+        if difference:
+            typer.echo(f"{name}  {difference}")
     typer.echo(f"{equal} tensors are equal bit for bit")
 
 
@@ -124,17 +92,18 @@ def convert(
     typer.echo(f"{count} tensors: {to}")
 
 
-def _difference(one: Tensor | None, other: Tensor | None, left: str, right: str) -> str:
+def _difference(one: Tensor | None, other: Tensor | None, left_name: str, right_name: str) -> str:
     import torch
 
     if one is None or other is None:
-        return f"only in {left if other is None else right}"
+        return f"only in {left_name if other is None else right_name}"
     if one.dtype != other.dtype or one.shape != other.shape:
         return f"{one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"
     if torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)):
         return ""
-    apart: Any = (one.double() - other.double()).abs()
-    return f"differs by {apart.max().item():.3g} at most, in {(apart != 0).sum()} of {one.numel()}"
+    difference: Any = (one.double() - other.double()).abs()
+    count = int((difference != 0).sum())
+    return f"differs by {difference.max().item():.3g} at most, in {count} of {one.numel()}"
 
 
 def _all(folder: Path) -> list[Path]:
@@ -142,10 +111,10 @@ def _all(folder: Path) -> list[Path]:
 
     if (folder / MANIFEST).is_file():
         return [folder]
-    found = checkpoints(_home(folder))
-    if not found:
+    folders = checkpoints(_home(folder))
+    if not folders:
         raise InputError(f"{folder} holds no checkpoint")
-    return found
+    return folders
 
 
 def _home(folder: Path) -> Path:
@@ -156,10 +125,10 @@ def _home(folder: Path) -> Path:
     return inside if checkpoints(inside) and not checkpoints(folder) else folder
 
 
-def _loaded(place: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
+def _loaded(folder: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
     from hasten.parts.checkpoint import load
 
-    path = _all(place)[-1]
+    path = _all(folder)[-1]
     try:
         return path, *load(path)
     except ValueError as error:
@@ -170,63 +139,11 @@ def _set_aside(folder: Path) -> list[tuple[Path, str]]:
     """What was renamed out of the way, with the reason that lies in it."""
     from hasten.parts.checkpoint.format import REASON
 
-    found = []
+    archived = []
     for path in sorted(p for p in folder.glob(".*-step-*") if p.is_dir()):
         kind = path.name[1:].partition("-")[0]
         if kind in ("damaged", "aside"):
             note = path / REASON
-            said = note.read_text(encoding="utf-8").strip() if note.is_file() else ""
-            found.append((path, said or "of a way that wasn't taken"))
-    return found
-
-
-# ``hasten merge``: a LoRA run's adapter added into the full weights, as one model.
-
-
-def merge(
-    run: Annotated[Path, typer.Argument(help="the folder of a finished LoRA run")],
-    to: Annotated[
-        Path | None, typer.Option(help="folder of the full model; RUN/merged if left out")
-    ] = None,
-    adapter: Annotated[
-        str, typer.Option(help="which of the run's folders: adapter, adapter_average or best")
-    ] = "adapter",
-) -> int:
-    """Add a run's LoRA adapter into the full weights and save them as one model."""
-    from hasten.cli.train import warn_of_unsaved
-    from hasten.data.chat_template import answer_end
-    from hasten.models.adapters import merged, other_base
-    from hasten.models.load import load_tokenizer
-    from hasten.models.save import save_model
-    from hasten.recipe.build import model_for, requested_plan
-    from hasten.recipe.prepare import saved_formats
-    from hasten.recipe.prepared_data import stop_token
-    from hasten.recipe.schema import load_recipe
-    from hasten.report.card import write_card
-    from hasten.techniques.adapter import LoRA
-
-    source, target = run / adapter, to or run / "merged"
-    if not (run / "recipe.yaml").is_file():
-        raise InputError(f"{run} holds no recipe.yaml; give the folder of a finished LoRA run")
-    if not (source / "adapter_config.json").is_file():
-        raise InputError(
-            f"{source} holds no adapter; a run without LoRA saves full weights already"
-        )
-    if target.resolve() == source.resolve():
-        raise InputError(f"{target} is the adapter itself; choose another folder for the model")
-    recipe = load_recipe(run / "recipe.yaml")
-    tokenizer = load_tokenizer(str(source))
-    model: Any = model_for(recipe, tokenizer, stop_token(tokenizer, answer_end(tokenizer)))
-    planned = [t for t in requested_plan(recipe) if isinstance(t, LoRA)]  # else the recipe's keys
-    base = (planned[0] if planned else LoRA(base=recipe.lora_base)).base
-    unsaved = save_model(merged(model, source, base), tokenizer, target, saved_formats(recipe))
-    if other := other_base(source, recipe.model):
-        print(f"the adapter names {other} as its base, and was merged into {recipe.model}")
-    if base:
-        print(f"the base was rounded to {base}, as it was while the adapter learned")
-    if (run / "summary.json").is_file():
-        summary = json.loads((run / "summary.json").read_text())
-        write_card(target, recipe.model_dump(mode="json"), summary)
-    print(f"saved: {target}")
-    warn_of_unsaved(unsaved)
-    return UNSAVED if unsaved else 0
+            reason = note.read_text(encoding="utf-8").strip() if note.is_file() else ""
+            archived.append((path, reason or "of a way that wasn't taken"))
+    return archived

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import secrets
 import sys
 from pathlib import Path
@@ -11,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hasten.cli.arguments import check_token
 from hasten.errors import InputError, pip_install
 
 if TYPE_CHECKING:
     from hasten.monitor.watching import RunsReader
-
-FEWEST = 16  # characters of a token: fewer could be guessed
 
 
 def monitor(
@@ -54,16 +52,12 @@ def monitor(
     from hasten.monitor.watching import RunsReader, check_places
     from hasten.recipe.yaml_reader import read_yaml
 
-    if token is not None and not re.fullmatch(rf"[A-Za-z0-9_.~-]{{{FEWEST},200}}", token):
-        raise InputError(
-            f"--token must be {FEWEST} to 200 letters, digits, or - _ . ~; without it "
-            "there is a new one each time"
-        )
+    check_token(token)
     check_places(places)
     command = None if alert is None else Command(checked_command(read_yaml(alert, "--alert")))
     limits = AlertLimits(stall_seconds, slow_rank=slow_rank, disk_bytes=disk_gb * 1e9)
-    told = (lambda run: None) if command is None else Alerts(command, limits).look
-    watching = RunsReader(places, told)
+    notify = (lambda run: None) if command is None else Alerts(command, limits).look
+    watching = RunsReader(places, notify)
     if terminal:
         from hasten.monitor.terminal import watch_in_terminal
 

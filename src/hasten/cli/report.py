@@ -41,15 +41,15 @@ def report(
         print(json.dumps({"studies": studies}, indent=1) if as_json else section(studies).strip())
         return
     if len(paths) > 1 or _is_other(paths[0]):
-        found = compare_runs([run for path in paths for run in read_runs(path, _recipe)])
-        print(json.dumps(found, indent=1) if as_json else render(found))
+        comparison = compare_runs([run for path in paths for run in read_runs(path, _recipe)])
+        print(json.dumps(comparison, indent=1) if as_json else render(comparison))
         return
     run = paths[0]
     experiment = run if run.suffix == ".json" else run / "report.json"
     if experiment.is_file():
         shown = read_object(experiment)
-        told = predicted_section(experiment.parent)
-        shown = shown | ({} if told is None else {"predicted": told})
+        prediction = predicted_section(experiment.parent)
+        shown = shown | ({} if prediction is None else {"predicted": prediction})
         page = write_report(shown, _folder_of(experiment))
         print(json.dumps(shown, indent=1) if as_json else render_markdown(shown))
         if not as_json:
@@ -95,23 +95,23 @@ def _recipe(path: Path) -> dict[str, Any] | None:
     """A resolved recipe as plain values; of another version's too, so keys aren't checked."""
     from hasten.recipe.yaml_reader import read_yaml_file
 
-    found = read_yaml_file(path, "recipe")
-    return found if isinstance(found, dict) else None
+    recipe = read_yaml_file(path, "recipe")
+    return recipe if isinstance(recipe, dict) else None
 
 
-def _summary(found: dict[str, Any]) -> None:
+def _summary(summary: dict[str, Any]) -> None:
     try:
         rows = [
-            ("steps", f"{found['steps']:,} ({found['stopped']})"),
-            ("tokens", f"{found['tokens']:,}, of them trained {found['trained_tokens']:,}"),
-            ("time", duration(found["seconds"])),
-            ("tokens/s", _number(found["tokens_per_second"], "{:,.0f}")),
-            ("MFU", _number(found.get("mfu"), "{:.1%}")),
-            ("median step", f"{found['step_seconds_median']:.3f} s"),
-            ("peak memory", size(found["peak_memory_bytes"])),
-            ("eval loss", _number(found["eval_loss"], "{:.4f}")),
-            ("ranks", str(found["world_size"])),
-            ("saved", found["saved"] or "the weights couldn't be saved"),
+            ("steps", f"{summary['steps']:,} ({summary['stopped']})"),
+            ("tokens", f"{summary['tokens']:,}, of them trained {summary['trained_tokens']:,}"),
+            ("time", duration(summary["seconds"])),
+            ("tokens/s", _number(summary["tokens_per_second"], "{:,.0f}")),
+            ("MFU", _number(summary.get("mfu"), "{:.1%}")),
+            ("median step", f"{summary['step_seconds_median']:.3f} s"),
+            ("peak memory", size(summary["peak_memory_bytes"])),
+            ("eval loss", _number(summary["eval_loss"], "{:.4f}")),
+            ("ranks", str(summary["world_size"])),
+            ("saved", summary["saved"] or "the weights couldn't be saved"),
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"summary.json lacks or garbles {error}; was it edited?") from error
@@ -156,12 +156,12 @@ def card(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        contents = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"{path} can't be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(contents, dict):
         raise InputError(f"{path} holds no object")
-    return found
+    return contents
 
 
 # ``hasten regress``: a stored experiment done again on today's installation, gain against gain.
@@ -207,11 +207,13 @@ def regress(
         print(line)
     with Display() as display:
         kinds: dict[str, Any] = dict(stored.kinds)
-        found = measured(prepared(recipe, display, ranks=True), plans, kinds, design, True, display)
-    before = {variant.name: stored.measured[variant.name] for variant in found.variants}
-    for text in found.design["dropped"]:
+        experiment = measured(
+            prepared(recipe, display, ranks=True), plans, kinds, design, True, display
+        )
+    before = {variant.name: stored.measured[variant.name] for variant in experiment.variants}
+    for text in experiment.design["dropped"]:
         print(f"left out: {text}")
-    result = changes(before, measurements(found.variants), margin)
+    result = changes(before, measurements(experiment.variants), margin)
     print(table(result))
     worse = lost(result)
     print(conclusion(result, margin))
@@ -246,11 +248,11 @@ def differences(bundle: Bundle) -> list[str]:
     from hasten.machine import host
     from hasten.report.runs import MACHINE
 
-    here = host.versions()
+    versions = host.versions()
     moved = [
-        f"{name} {bundle.versions.get(name)} -> {here.get(name)}"
-        for name in sorted({*bundle.versions, *here})
-        if bundle.versions.get(name) != here.get(name)
+        f"{name} {bundle.versions.get(name)} -> {versions.get(name)}"
+        for name in sorted({*bundle.versions, *versions})
+        if bundle.versions.get(name) != versions.get(name)
     ]
     lines = [f"since then: {', '.join(moved)}" if moved else "since then: the same versions"]
     machine = asdict(host.hardware())
@@ -260,21 +262,21 @@ def differences(bundle: Bundle) -> list[str]:
     return lines
 
 
-def conclusion(found: Sequence[ArmChange], margin: float) -> str:
+def conclusion(changes: Sequence[ArmChange], margin: float) -> str:
     """Who lost; where nobody did, whether that is shown of all."""
     from hasten.report.bundle import lost
 
-    if worse := lost(found):
+    if worse := lost(changes):
         return f"lost: {', '.join(worse)}"
-    unknown = [c.name for c in found if c.verdict in ("undecided", "not measured")]
-    rest = f"; not known of {', '.join(unknown)}" if unknown else ""
-    return f"nothing lost by more than {100 * margin:g}%{rest}"
+    unknown = [c.name for c in changes if c.verdict in ("undecided", "not measured")]
+    suffix = f"; not known of {', '.join(unknown)}" if unknown else ""
+    return f"nothing lost by more than {100 * margin:g}%{suffix}"
 
 
-def table(found: Sequence[ArmChange]) -> str:
+def table(changes: Sequence[ArmChange]) -> str:
     """A row per variant: its ratio to the baseline then and now, and now over then."""
     rows = [["variant", "then [95 %]", "now [95 %]", "now/then [95 %]", ""]]
-    for change in found:
+    for change in changes:
         spans = (_span(i) for i in (change.before, change.now, change.ratio))
         word = f"{change.verdict}: {change.reason}" if change.reason else change.verdict
         rows.append([change.name, *spans, word])
@@ -286,11 +288,11 @@ def _bundled_recipe(bundle: Bundle, overrides: Sequence[str], path: Path, output
     from hasten.recipe.schema import recipe_from
     from hasten.recipe.yaml_reader import read_overrides
 
-    given = read_overrides(overrides)
-    for key in given:
+    changes = read_overrides(overrides)
+    for key in changes:
         if key not in MAY_CHANGE:
             raise InputError(f"{key}: of a stored experiment only {', '.join(MAY_CHANGE)} change")
-    values: dict[Any, Any] = {**bundle.recipe, **given, "output": str(output)}
+    values: dict[Any, Any] = {**bundle.recipe, **changes, "output": str(output)}
     return recipe_from(values, str(path))
 
 

@@ -57,8 +57,8 @@ def evaluate(session: Session) -> Evaluation:
     with evaluation_mode(session.loss_module):
         loss = eval_loss(session)
         if job.metrics:
-            with session.setup.layout.gather(session.model) as whole:
-                if whole:
+            with session.setup.layout.gather(session.model) as gathered:
+                if gathered:
                     metrics = {n: float(metric(session.model)) for n, metric in job.metrics.items()}
     return Evaluation(progress.step, progress.tokens, loss, metrics)
 
@@ -70,11 +70,11 @@ def eval_loss(session: Session) -> float | None:
         return None
     collate = setup.collate or setup.job.collate
     ranks = setup.layout.data_size
-    mine = range(len(eval_data))[setup.layout.data_rank :: ranks]
+    indices = range(len(eval_data))[setup.layout.data_rank :: ranks]
     sums = torch.zeros(2, dtype=torch.float64)
     # Shards meet in every pass: a rank with fewer examples takes part without any loss.
     for start in range(0, math.ceil(len(eval_data) / ranks), EXAMPLES_AT_ONCE):
-        examples = [eval_data[i] for i in mine[start : start + EXAMPLES_AT_ONCE]]
+        examples = [eval_data[i] for i in indices[start : start + EXAMPLES_AT_ONCE]]
         batch = collate(examples) if examples else without_loss(collate([eval_data[0]]))
         batch = batch.to(setup.job.device)
         with setup.precision.region():
@@ -111,9 +111,10 @@ COMMAND_SECONDS = 30.0  # a command of a notice that takes longer says nothing
 
 
 def request_stop(session: Session, haste: bool, reason: str = "interrupted") -> None:
-    """Stop after this step, on all ranks; ``haste``: the machine goes away.
+    """Stops the run after this step, on all ranks.
 
-    ``reason`` is what the summary of the rank that was asked says of it.
+    ``haste`` means that the machine is about to be lost. ``reason`` appears in the summary
+    of the rank that received the request.
     """
     session.stop_reason = reason
     session.preempted = session.preempted or haste
@@ -154,8 +155,8 @@ def defer_signals(session: Callable[[], Session | None]) -> Iterator[None]:
     before = {s: signal.getsignal(s) for s in HASTE}
 
     def hear(number: int, frame: object) -> None:
-        found = session()
-        if found is not None and found.preempted:
+        active_session = session()
+        if active_session is not None and active_session.preempted:
             return
         signal.signal(number, before[signal.Signals(number)])
         signal.raise_signal(number)
@@ -179,10 +180,13 @@ def ignore_stop_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def asked(session: Session) -> tuple[bool, bool]:
-    """Whether any rank was asked to stop, and whether in haste; every rank calls it at the end."""
-    mine = torch.tensor([session.stop_requested, session.preempted], dtype=torch.float64)
-    stop, haste = session.setup.layout.all_reduce_data(mine).tolist()
+def stop_flags(session: Session) -> tuple[bool, bool]:
+    """Returns (stop, haste): True if any rank has such a request.
+
+    Every rank calls it at the end of a step.
+    """
+    flags = torch.tensor([session.stop_requested, session.preempted], dtype=torch.float64)
+    stop, haste = session.setup.layout.all_reduce_data(flags).tolist()
     session.preempted = session.preempted or bool(haste)
     return bool(stop), bool(haste)
 
@@ -214,7 +218,7 @@ class ShutdownNotice:
     def __exit__(self, *error: object) -> None:
         self._over.set()
 
-    def there(self) -> bool:
+    def arrived(self) -> bool:
         """Look now."""
         if self._file is not None and os.path.exists(self._file):  # unlike Path's, never raises
             return True
@@ -234,7 +238,7 @@ class ShutdownNotice:
 
     def _watch(self) -> None:
         while not self._over.is_set():
-            if self.there():
+            if self.arrived():
                 self._on_notice()
                 return
             self._over.wait(self._every)
@@ -266,9 +270,10 @@ class EvaluationSchedule:
 
 @dataclass
 class Outcome:
-    """What a run did, from its first step to its last.
+    """Results of a run, from its first step to its last.
 
-    ``before`` is what an earlier process had done; times and rates are of this one alone.
+    ``before`` is the progress of an earlier process. Times and rates are those of this
+    process alone.
     """
 
     before: Progress = field(default_factory=Progress)
@@ -287,7 +292,7 @@ class Outcome:
         return min(measured, key=lambda e: e.eval_loss or 0.0, default=None)
 
     def tokens(self, session: Session) -> int:
-        """Those that this process trained."""
+        """Returns the number of tokens that this process trained."""
         return session.progress.tokens - self.before.tokens
 
     def summary(self, session: Session) -> dict[str, Any]:
@@ -326,11 +331,11 @@ class Outcome:
 
 
 def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
-    """Train to the job's stop, evaluating as ``watch`` says and once at the end.
+    """Trains until the job's stop; evaluates by the schedule ``watch`` and at the end.
 
-    An interrupt lets the current step finish on all ranks (``interruptible``); where the machine
-    goes away, the evaluation at the end is left out. What comes after is up to the caller: the
-    session is intact.
+    After an interrupt, the current step finishes on all ranks (``interruptible``). If the
+    machine is about to be lost, the evaluation at the end is left out. The caller decides
+    what follows: the session is intact.
     """
     watch = watch or EvaluationSchedule()
     outcome = Outcome(replace(session.progress), evaluations=[*watch.earlier])
@@ -352,14 +357,14 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
                 ):
                     outcome.stopped = "early stop"
                     break
-    stopped, in_haste = asked(session)
+    stopped, in_haste = stop_flags(session)
     if stopped:
         outcome.stopped = "left" if in_haste else session.stop_reason
     if in_haste:
         outcome.seconds = time.perf_counter() - began
         return outcome
-    here = outcome.evaluations[len(watch.earlier) :]
-    if not here or here[-1].step != session.progress.step:
+    evaluations = outcome.evaluations[len(watch.earlier) :]
+    if not evaluations or evaluations[-1].step != session.progress.step:
         _evaluate(session, watch, outcome)
     outcome.seconds = time.perf_counter() - began
     return outcome
@@ -383,5 +388,5 @@ def _evaluate(session: Session, watch: EvaluationSchedule, outcome: Outcome) -> 
 
 
 def _finite(loss: float | None) -> float | None:
-    """A loss that JSON can say."""
+    """Returns the loss if JSON can represent it, otherwise None."""
     return loss if loss is not None and math.isfinite(loss) else None

@@ -58,7 +58,7 @@ def _literal(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_literal, value))}]"
     if isinstance(value, str):
-        pieces = [piece for piece in re.split(r"({bos}|{eos})", value) if piece] or [""]
+        pieces = [part for part in re.split(r"({bos}|{eos})", value) if part] or [""]
         names = {"{bos}": "bos_token", "{eos}": "eos_token"}
         return " ~ ".join(names.get(p) or json.dumps(p, ensure_ascii=False) for p in pieces)
     return json.dumps(value)
@@ -96,8 +96,8 @@ def choose_chat_template(tokenizer: PreTrainedTokenizerBase, choice: str) -> str
 
 def missing_tokens(tokenizer: PreTrainedTokenizerBase, choice: str) -> list[str]:
     """The special tokens of a format that the tokenizer splits into ordinary text."""
-    known = tokenizer.get_added_vocab()
-    return [token for token in _TOKENS.get(choice, ()) if token not in known]
+    vocabulary = tokenizer.get_added_vocab()
+    return [token for token in _TOKENS.get(choice, ()) if token not in vocabulary]
 
 
 def template_file(path: Path) -> str:

@@ -68,9 +68,9 @@ def busy_seconds() -> float:
     total = 0.0
     for core, times in enumerate(psutil.cpu_times(percpu=True)):
         if usable is None or core in usable:
-            known = times._asdict()
-            total += sum(known.get(name, 0.0) for name in ("user", "nice", "system"))
-            total += sum(known.get(name, 0.0) for name in ("irq", "softirq", "steal"))
+            by_kind = times._asdict()
+            total += sum(by_kind.get(name, 0.0) for name in ("user", "nice", "system"))
+            total += sum(by_kind.get(name, 0.0) for name in ("irq", "softirq", "steal"))
     return total
 
 
@@ -240,17 +240,17 @@ def words_file(folder: Path, rank: int) -> Path:
 def read_heartbeat(folder: Path, rank: int) -> HeartbeatState:
     """What the rank last wrote."""
     try:
-        found = heartbeat_file(folder, rank).read_bytes()
+        content = heartbeat_file(folder, rank).read_bytes()
     except OSError:
         return HeartbeatState()
-    return HeartbeatState(*BEAT.unpack(found)) if len(found) == BEAT.size else HeartbeatState()
+    return HeartbeatState(*BEAT.unpack(content)) if len(content) == BEAT.size else HeartbeatState()
 
 
 def read_words(folder: Path, rank: int) -> dict[str, Any] | None:
     """A rank's last words, or None."""
     with contextlib.suppress(OSError, ValueError):
-        found: dict[str, Any] = json.loads(words_file(folder, rank).read_text())
-        return found
+        record: dict[str, Any] = json.loads(words_file(folder, rank).read_text())
+        return record
     return None
 
 
@@ -260,10 +260,10 @@ def attempt_folder() -> Path | None:
     Raises:
         InputError: the variable names no folder.
     """
-    found = environment.variable(FOLDER)
-    if found and not os.path.isdir(found):
-        raise InputError(f"{FOLDER} is {found!r}, which is no folder; {_UNSET}")
-    return Path(found) if found else None
+    folder = environment.variable(FOLDER)
+    if folder and not os.path.isdir(folder):
+        raise InputError(f"{FOLDER} is {folder!r}, which is no folder; {_UNSET}")
+    return Path(folder) if folder else None
 
 
 def started_by_hasten() -> bool:

@@ -46,20 +46,20 @@ def run_numbers(run: Run, now: float) -> dict[str, Any]:
     seconds = [s for line in run.recent if (s := number(line.get("step_seconds"))) is not None]
     middle = statistics.median(seconds) if seconds else None
     sign = run.last_sign
-    status, words = _status(run, now, sign, middle)
+    status, description = _status(run, now, sign, middle)
     step, total = number(last.get("step")), number(start.get("total_steps"))
     finished = status in FINISHED
     goes_on = status in ("running", "silent", "reading")
-    left = max(total - step, 0) if total and step is not None and goes_on else None
+    remaining_steps = max(total - step, 0) if total and step is not None and goes_on else None
     mean = _mean(seconds)
     return {
         "status": status,
-        "words": words,
+        "words": description,
         "step": step,
         "total_steps": total,
         "tokens": number(summary.get("tokens")) if finished else run.tokens,
         "seconds": run.seconds,
-        "eta_seconds": left * mean if left is not None and mean else None,
+        "eta_seconds": remaining_steps * mean if remaining_steps is not None and mean else None,
         "last_sign": sign,
         "loss": number(last.get("loss")),
         "eval_loss": run.eval_data,
@@ -100,8 +100,8 @@ def _status(run: Run, now: float, sign: float | None, middle: float | None) -> t
     if run.share_read < 1 and not run.torn:
         return "reading", f"reading the run's files, {run.share_read:.0%}"
     if run.summary:
-        found = run.summary.get("stopped")
-        return (found, found) if found in FINISHED else ("done", "done")
+        stopped = run.summary.get("stopped")
+        return (stopped, stopped) if stopped in FINISHED else ("done", "done")
     if _is_gone(run.start):
         torn = "; its last line is cut off" if run.torn else ""
         return "ended", f"its process is gone and left no summary.json{torn}"
@@ -137,9 +137,12 @@ def _machine(line: Mapping[str, Any]) -> dict[str, float | None]:
 
 def _cost(run: Run, finished: bool) -> dict[str, Any]:
     """What the steps have cost so far; of a finished run, what its summary says."""
-    told = run.summary.get("cost")
-    if finished and isinstance(told, dict):
-        return {"cost": number(told.get("total")), "currency": short(told.get("currency") or "")}
+    summary_cost = run.summary.get("cost")
+    if finished and isinstance(summary_cost, dict):
+        return {
+            "cost": number(summary_cost.get("total")),
+            "currency": short(summary_cost.get("currency") or ""),
+        }
     hour = number(run.start.get("price_per_hour"))
     cost = None if hour is None else hour * run.seconds / 3600
     return {"cost": cost, "currency": short(run.start.get("currency") or "")}
@@ -148,12 +151,12 @@ def _cost(run: Run, finished: bool) -> dict[str, Any]:
 def _slowest(ranks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The rank whose own work (data, copy, forward: before it waits for others) takes longest."""
     times = {rank: number(line.get("own_seconds")) for rank, line in ranks.items()}
-    own = {rank: seconds for rank, seconds in times.items() if seconds and seconds > 0}
-    if len(own) < 2:
+    busy_seconds = {rank: seconds for rank, seconds in times.items() if seconds and seconds > 0}
+    if len(busy_seconds) < 2:
         return {"slowest_rank": None, "slowest_rank_ratio": None}
-    slowest = max(own, key=lambda rank: own[rank])
-    others = statistics.median(s for rank, s in own.items() if rank != slowest)
-    return {"slowest_rank": slowest, "slowest_rank_ratio": own[slowest] / others}
+    slowest = max(busy_seconds, key=lambda rank: busy_seconds[rank])
+    others = statistics.median(s for rank, s in busy_seconds.items() if rank != slowest)
+    return {"slowest_rank": slowest, "slowest_rank_ratio": busy_seconds[slowest] / others}
 
 
 def _communication(run: Run) -> float | None:
@@ -164,8 +167,11 @@ def _communication(run: Run) -> float | None:
         return recent
     if not isinstance(parts, dict):
         return None
-    found, whole = number(parts.get("communication")), sum(number(v) or 0 for v in parts.values())
-    return found / whole if found is not None and whole else None
+    comm_seconds, total_seconds = (
+        number(parts.get("communication")),
+        sum(number(v) or 0 for v in parts.values()),
+    )
+    return comm_seconds / total_seconds if comm_seconds is not None and total_seconds else None
 
 
 def _mean_of(lines: Iterable[Mapping[str, Any]], name: str) -> float | None:
@@ -245,11 +251,11 @@ class FollowedFile:
 
     def _read(self, file: Any) -> FollowedLines:
         now = os.fstat(file.fileno())
-        found = FollowedLines()
+        followed = FollowedLines()
         identity = (now.st_dev, now.st_ino)
         if self._offset and not self._same(file, identity, now.st_size):
             self._forget()
-            found.anew = True
+            followed.anew = True
         self._identity = identity
         file.seek(self._offset)
         data = file.read(LOOK_BYTES) or b""
@@ -258,15 +264,15 @@ class FollowedFile:
             self._skipping, end = True, len(data)
             self._consume(data)
         else:
-            found.lines = self._parsed(data[:end])
+            followed.lines = self._parsed(data[:end])
             self._consume(data[:end])
-        found.more = bool(end) and self._offset < now.st_size
-        self.torn = not found.more and self._offset < now.st_size
+        followed.more = bool(end) and self._offset < now.st_size
+        self.torn = not followed.more and self._offset < now.st_size
         self.share = self._offset / now.st_size if now.st_size else 1.0
-        return found
+        return followed
 
     def _parsed(self, data: bytes) -> list[dict[str, Any]]:
-        found = []
+        rows = []
         for line in data.split(b"\n")[:-1]:  # it ends with a line's end
             if self._skipping:  # the rest of the line that was too long
                 self._skipping = False
@@ -274,10 +280,10 @@ class FollowedFile:
                 continue
             value = _value(line)
             if isinstance(value, dict):
-                found.append(value)
+                rows.append(value)
             elif line.strip():
                 self.unreadable += 1
-        return found
+        return rows
 
     def _consume(self, data: bytes) -> None:
         if data:
@@ -462,22 +468,22 @@ class Run:
         start, summary = self.folder / "run.json", self.folder / "summary.json"
         changed = False
         if self._is_new(start):
-            found, before = told.read_object(start), told.earlier_plan(self.folder)
+            contents, before = told.read_object(start), told.earlier_plan(self.folder)
             with self.lock:
-                changed, self.start = True, found
+                changed, self.start = True, contents
                 self.events.forget("plan")
-                other = told.of_plan(found.get("plan"), before) if before is not None else None
+                other = told.of_plan(contents.get("plan"), before) if before is not None else None
                 if other is not None:
                     self.events.add(other)
         if self._is_new(summary):
-            found = told.read_object(summary)
+            contents = told.read_object(summary)
             with self.lock:
-                changed, self.summary = True, found
+                changed, self.summary = True, contents
         for path in sorted((self.folder / "ranks").glob("*.json"))[:MOST_RANKS]:
             if self._is_new(path):
-                found = told.read_object(path)
+                contents = told.read_object(path)
                 with self.lock:
-                    changed, self.ranks[path.stem] = True, found
+                    changed, self.ranks[path.stem] = True, contents
         return changed
 
     def _is_new(self, path: Path) -> bool:

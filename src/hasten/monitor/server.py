@@ -50,15 +50,17 @@ def exposition(runs: Sequence[tuple[str, dict[str, Any]]]) -> str:
     """All runs, by name and standing; what isn't known is left out."""
     lines = []
     for field, meaning in HELP.items():
-        rows = [(name, found[field]) for name, found in runs if found.get(field) is not None]
+        rows = [
+            (name, standing[field]) for name, standing in runs if standing.get(field) is not None
+        ]
         if rows:
             lines.append(f"# HELP {PREFIX}{field} {meaning}")
             lines.append(f"# TYPE {PREFIX}{field} gauge")
             lines += [f'{PREFIX}{field}{{run="{escaped(n)}"}} {float(v)!r}' for n, v in rows]
     lines.append(f"# HELP {PREFIX}status 1 for the run's status just now")
     lines.append(f"# TYPE {PREFIX}status gauge")
-    for name, found in runs:
-        labels = f'run="{escaped(name)}",status="{escaped(found["status"])}"'
+    for name, standing in runs:
+        labels = f'run="{escaped(name)}",status="{escaped(standing["status"])}"'
         lines.append(f"{PREFIX}status{{{labels}}} 1.0")
     return "\n".join(lines) + "\n"
 
@@ -136,11 +138,11 @@ class CheckedRequests:
         if not origins:
             return True
         scheme, separator, host = origins[0].partition("://")
-        own = separator and scheme in ("http", "https") and len(origins) == 1
-        return bool(own) and host.lower() == _all(headers, b"host")[0].lower()
+        has_web_origin = separator and scheme in ("http", "https") and len(origins) == 1
+        return bool(has_web_origin) and host.lower() == _all(headers, b"host")[0].lower()
 
     def _has_token(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        given = [
+        tokens = [
             word[len("bearer ") :].strip()
             for word in _all(headers, b"authorization")
             if word[: len("bearer ")].lower() == "bearer "
@@ -149,17 +151,17 @@ class CheckedRequests:
             for cookie in cookies.split(";"):
                 name, _, value = cookie.strip().partition("=")
                 if name == self._cookie:
-                    given.append(value)
-        return any(self._is_token(word) for word in given)
+                    tokens.append(value)
+        return any(self._is_token(word) for word in tokens)
 
     def _token_in(self, query: bytes) -> bool:
         if len(query) > LONGEST:
             return False
-        words = parse_qs(query.decode("latin-1"), max_num_fields=8).get("token", [])
-        return len(words) == 1 and self._is_token(words[0])
+        tokens = parse_qs(query.decode("latin-1"), max_num_fields=8).get("token", [])
+        return len(tokens) == 1 and self._is_token(tokens[0])
 
-    def _is_token(self, given: str) -> bool:
-        return len(given) <= LONGEST and hmac.compare_digest(given.encode(), self._token.encode())
+    def _is_token(self, token: str) -> bool:
+        return len(token) <= LONGEST and hmac.compare_digest(token.encode(), self._token.encode())
 
     async def _welcome(self, send: Send) -> None:
         """The token moves from the address, which browsers remember, into a cookie."""
@@ -169,9 +171,9 @@ class CheckedRequests:
         await send({"type": "http.response.body", "body": b""})
 
 
-async def refuse(send: Send, status: int, words: str) -> None:
+async def refuse(send: Send, status: int, sentence: str) -> None:
     """Answer with one sentence and nothing else."""
-    body = f"hasten monitor: {words}\n".encode()
+    body = f"hasten monitor: {sentence}\n".encode()
     headers = [
         (b"content-type", b"text/plain; charset=utf-8"),
         (b"content-length", str(len(body)).encode()),
@@ -195,23 +197,23 @@ def with_headers(send: Send) -> Send:
 
 def names_for(address: str) -> frozenset[str]:
     """The names under which a server bound to an address may be asked for."""
-    own = {"localhost", "127.0.0.1", "[::1]"}
+    local_names = {"localhost", "127.0.0.1", "[::1]"}
     try:
         bound = ipaddress.ip_address(address)
     except ValueError:
-        return frozenset({*own, address.lower()})
+        return frozenset({*local_names, address.lower()})
     if not bound.is_unspecified:
-        return frozenset({*own, _written(bound)})
+        return frozenset({*local_names, _written(bound)})
     node = platform.node().lower()
-    found = {*own, node, node.partition(".")[0]} - {""}
+    names = {*local_names, node, node.partition(".")[0]} - {""}
     for addresses in psutil.net_if_addrs().values():
         for each in addresses:
             text = each.address.partition("%")[0]
             try:
-                found.add(_written(ipaddress.ip_address(text)))
+                names.add(_written(ipaddress.ip_address(text)))
             except ValueError:  # a card's hardware address
                 continue
-    return frozenset(found)
+    return frozenset(names)
 
 
 def _written(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
@@ -399,11 +401,11 @@ def _update_text(run: Run, cursor: Cursor) -> str:
 
 
 def _standings(watching: RunsReader) -> str:
-    found: list[tuple[str, dict[str, Any]]] = []
+    standings: list[tuple[str, dict[str, Any]]] = []
     for run in watching.runs:
         with run.lock:
-            found.append((run.name, run.standing()))
-    return exposition(found)
+            standings.append((run.name, run.standing()))
+    return exposition(standings)
 
 
 def page_and_policy() -> tuple[str, str]:

@@ -1,9 +1,9 @@
-"""The data of a recipe: read, split, tokenised once into the run's folder, mapped ever after.
+"""Data of a recipe: read, split, tokenised once into the run's folder, then mapped.
 
-Reading spools the examples to disk, so memory doesn't grow with their number; one process prepares
-at a time, and others wait for it. What was prepared is noted in ``data/index.json`` under a key of
-everything that decides it, so that other processes of the run (ranks, variants of an experiment)
-and later runs open it at once.
+Reading spools the examples to disk, so memory doesn't grow with their number. One
+process prepares at a time, and others wait for it. The result is recorded in
+``data/index.json`` under a key of everything that decides it. Other processes of the
+run (ranks, variants of an experiment) and later runs therefore open it at once.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Conversations:
 def read_source(
     recipe: Recipe, tell: Tell, gathered: Callable[[], ConversationSink] = list
 ) -> Conversations:
-    """Everything that the recipe's words on data mean; tells what was found.
+    """Reads all data that the recipe names; reports its files and formats.
 
-    ``gathered`` makes what the examples of a file are put into: lists, or spools on disk.
+    ``gathered`` makes the container for the examples of a file: lists, or spools on disk.
 
     Raises:
         InputError: a missing or unusable file, too many rejected examples.
@@ -160,12 +160,12 @@ def _apart(
     groups: Sequence[Selection], eval_data: float, seed: int
 ) -> tuple[list[Selection], Sequence[Conversation]]:
     """The groups without the eval examples, and these."""
-    whole = Selection(groups)
-    ours, theirs = split(whole, eval_data, seed)
+    selection = Selection(groups)
+    ours, theirs = split(selection, eval_data, seed)
     firsts = np.cumsum([0, *map(len, groups)])
     borders = np.searchsorted(ours, firsts)
-    kept = [whole.take(ours[a:b]) for a, b in itertools.pairwise(borders)]
-    return kept, whole.take(theirs)
+    train_groups = [selection.take(ours[a:b]) for a, b in itertools.pairwise(borders)]
+    return train_groups, selection.take(theirs)
 
 
 def _merged(readings: Sequence[ReadRecords], name: str) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def content_stamps(
 
 
 def _stamps_apart(folder: Path, depth: int, output: Path) -> bool:
-    """Whether a folder within a folder has nothing to do with the data."""
+    """Returns True if a nested folder is unrelated to the data."""
     if depth > DEEPEST or folder.name.startswith("."):
         return True
     return folder.resolve().is_relative_to(output) or (folder / "recipe.yaml").exists()
@@ -290,7 +290,7 @@ _FATE = {
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What a recipe trains and is judged on."""
+    """The data on which a recipe trains and is evaluated."""
 
     tokenizer: PreTrainedTokenizerBase
     train: StoredRecords
@@ -309,8 +309,8 @@ class PreparedData:
             longest=int(train.lengths.max(initial=0)),
             trained_share=float(train.trained_counts.sum()) / max(tokens, 1),
         )
-        whole = train.examples if isinstance(train, Subset) else train
-        digest = xxhash.xxh3_128(whole.digest if isinstance(whole, TokenStore) else b"")
+        store = train.examples if isinstance(train, Subset) else train
+        digest = xxhash.xxh3_128(store.digest if isinstance(store, TokenStore) else b"")
         if isinstance(train, Subset):
             digest.update(train.indices.tobytes())
         identity = {"examples": count, "tokens": tokens, "hash": digest.hexdigest()[:16]}
@@ -320,7 +320,7 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class PreparedDataIndex:
-    """What ``data/index.json`` says: where the prepared data lies and where it came from."""
+    """The content of ``data/index.json``: location and source of the prepared data."""
 
     key: str
     tokenizer: str
@@ -405,14 +405,14 @@ def _prepared(
     eval_data = store(source.eval_data) if source.eval_data else None
     tokenizer.save_pretrained(folder / "tokenizer")
     rejected = [*source.rejected, *([*r] for r in train.rejected)]
-    own = source.eval_data is not None
+    has_eval_data = source.eval_data is not None
     note = PreparedDataIndex(
         key=key,
         tokenizer="tokenizer",
         tokenizer_hash=_tokenizer_hash(folder / "tokenizer"),
         train=train.path.name,
         eval_data=eval_data.path.name if eval_data is not None else None,
-        split=None if own or isinstance(recipe.eval_data, str) else recipe.eval_data,
+        split=None if has_eval_data or isinstance(recipe.eval_data, str) else recipe.eval_data,
         shapes=source.shapes,
         corpus_sha256=source.corpus_sha256,
         rejected=rejected,
@@ -431,10 +431,10 @@ def rejected_words(note: PreparedDataIndex) -> str:
     """How many examples were left out, and why: the most frequent reasons with their counts."""
     reasons = Counter(str(reason) for _, _, reason in note.rejected)
     common = reasons.most_common(SHOWN_REASONS)
-    words = [f"{why} ({count:,})" if len(reasons) > 1 else why for why, count in common]
+    phrases = [f"{why} ({count:,})" if len(reasons) > 1 else why for why, count in common]
     if len(reasons) > len(common):
-        words.append(f"{len(reasons) - len(common)} more reasons")
-    return f"{len(note.rejected):,} examples left out: {', '.join(words)}"
+        phrases.append(f"{len(reasons) - len(common)} more reasons")
+    return f"{len(note.rejected):,} examples left out: {', '.join(phrases)}"
 
 
 def write_rejected(note: PreparedDataIndex, path: Path) -> None:
@@ -516,7 +516,10 @@ def _texts(conversations: Sequence[Conversation]) -> Iterable[str]:
 
 
 def _key(recipe: Recipe, folder: Path) -> str:
-    """A hash of the recipe's keys on data, the files' contents, and the versions that read them."""
+    """Hash of the recipe's data settings, files' sizes and times, and library versions.
+
+    Contents aren't read: a changed file has another size or time, as for make.
+    """
     # Every value of the recipe that may be a file; of a listed data set the list and the file.
     paths = [source.path for source in recipe.datasets]
     paths += [recipe.chat_template]
@@ -563,7 +566,7 @@ class Overlap:
 
     @property
     def advice(self) -> str:
-        """One sentence for the user; empty where there is nothing to say."""
+        """One sentence for the user; empty without overlap."""
         if not self.count:
             return ""
         verb = "stands" if self.count == 1 else "stand"
@@ -575,14 +578,14 @@ class Overlap:
 
 
 def overlap(data: PreparedData) -> Overlap:
-    """Count the eval examples whose tokens are those of a training example."""
+    """Counts the eval examples with the same tokens as a training example."""
     eval_data, train = data.eval_data, data.train
     if isinstance(eval_data, tuple) or not len(eval_data):
         return Overlap(0, 0)
     wanted = [_digest(eval_data[i]) for i in range(len(eval_data))]
     alike = np.isin(_shapes(train), _shapes(eval_data)).nonzero()[0]
-    found = set(wanted) & {_digest(train[i]) for i in alike.tolist()}
-    return Overlap(sum(digest in found for digest in wanted), len(eval_data))
+    shared = set(wanted) & {_digest(train[i]) for i in alike.tolist()}
+    return Overlap(sum(digest in shared for digest in wanted), len(eval_data))
 
 
 # What the chat template does that a user would find out only once the model writes.
@@ -590,9 +593,9 @@ def overlap(data: PreparedData) -> Overlap:
 
 def template_advice(recipe: Recipe, data: PreparedData) -> list[str]:
     """A sentence for each cause of a model that doesn't stop, and for what isn't trained."""
-    found = []
+    advice = []
     if missing := missing_tokens(data.tokenizer, recipe.chat_template):
-        found.append(
+        advice.append(
             f"chat_template {recipe.chat_template} needs the special tokens {', '.join(missing)}, "
             "which the tokenizer lacks: they are trained as ordinary text; add them to the "
             "tokenizer, or choose another chat_template"
@@ -600,7 +603,7 @@ def template_advice(recipe: Recipe, data: PreparedData) -> list[str]:
     text, stop = data.note.end_text, data.note.stop_token
     if text is not None and stop is None:
         written = repr(text.strip()[:40]) if text.strip() else "nothing"
-        found.append(
+        advice.append(
             f"the chat template writes {written} after an answer and no end token: the model "
             "doesn't learn to stop; choose a chat_template that ends answers with "
             f"{data.tokenizer.eos_token or 'a special token'}"
@@ -609,16 +612,16 @@ def template_advice(recipe: Recipe, data: PreparedData) -> list[str]:
         stops = stop_tokens(recipe.model)
         if stops and stop not in stops:
             token = shown(str(data.tokenizer.convert_ids_to_tokens(stop)))
-            found.append(
+            advice.append(
                 f"answers end with {token}, an end token at which the base model doesn't stop: "
                 f"merge the adapter, or generate with eos_token_id={[*stops, stop]}"
             )
     if data.note.thoughts:
-        found.append(
+        advice.append(
             f"{data.note.thoughts:,} answers are trained without their thoughts, which the chat "
             "template leaves out of the text"
         )
-    return found
+    return advice
 
 
 def advice_on(recipe: Recipe, data: PreparedData) -> list[str]:
@@ -631,8 +634,8 @@ def advice_on(recipe: Recipe, data: PreparedData) -> list[str]:
 def _shapes(examples: Any) -> NDArray[np.int64]:
     """Length and trained tokens of each example as one number."""
     counts = examples.trained_counts.astype(np.int64)
-    found: NDArray[np.int64] = (examples.lengths.astype(np.int64) << 32) + counts
-    return found
+    shape_codes: NDArray[np.int64] = (examples.lengths.astype(np.int64) << 32) + counts
+    return shape_codes
 
 
 def _digest(example: Any) -> int:

@@ -1,15 +1,19 @@
-"""Finished runs, whoever trained them: what their files say, and several beside each other.
+"""Reads finished runs of hasten and other trainers, and compares several of them.
 
-Three kinds of files are read: the folder of ``hasten train`` (``summary.json``, ``metrics.jsonl``,
-``recipe.yaml``), the report of an experiment (``report.json``: its baseline and its result are two
-runs), and ``trainer_state.json`` of Hugging Face's Trainer or TRL.
+Three kinds of files are read:
 
-Of the latter, tokens are known where TRL logged ``num_tokens`` (a sum of the attention mask). The
-Trainer's own ``num_input_tokens_seen`` may count padding, and the file doesn't say whether it does:
-it isn't taken for tokens. Speed in tokens needs both, tokens and time.
+- the folder of ``hasten train`` (``summary.json``, ``metrics.jsonl``, ``recipe.yaml``)
+- the report of an experiment (``report.json``: its baseline and its result are two
+  runs)
+- ``trainer_state.json`` of Hugging Face's Trainer or TRL.
 
-The files are other people's: every value is checked for being a finite number, a file has a limit,
-and what isn't there stays None.
+In the last, tokens are known if TRL logged ``num_tokens`` (a sum of the attention
+mask). The Trainer's own ``num_input_tokens_seen`` may count padding, and the file
+doesn't show if it does. It is therefore not used for tokens. Speed in tokens needs
+both, tokens and time.
+
+The files may be from other people. Every number is checked to be finite, a file has a
+size limit, and missing values stay None.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ class Point:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of one run; None: its files don't say."""
+    """The facts about one run; None: its files don't contain them."""
 
     name: str
     kind: str
@@ -86,8 +90,12 @@ def read_runs(path: Path, read_recipe: Any = None) -> list[RunFacts]:
     if (path / "summary.json").is_file():
         return [_trained(path, read_object(path / "summary.json"), read_recipe)]
     if report.is_file():
-        found = read_object(report)
-        return [_hugging_face(path, found)] if "log_history" in found else _variants(path, found)
+        contents = read_object(report)
+        return (
+            [_hugging_face(path, contents)]
+            if "log_history" in contents
+            else _variants(path, contents)
+        )
     if (path / "metrics.jsonl").is_file():
         return [_logged(path)]
     raise InputError(
@@ -293,7 +301,7 @@ def _hugging_face(path: Path, state: Mapping[str, Any]) -> RunFacts:
     last = next((e for e in reversed(logs) if number(e.get("train_runtime"))), {})
     steps, runtime = _whole(state.get("global_step")), number(last.get("train_runtime"))
     tokens = [t for e in logs if (t := number(e.get("num_tokens"))) is not None]
-    held = [v for e in logs if (v := number(e.get("eval_loss"))) is not None]
+    eval_losses = [v for e in logs if (v := number(e.get("eval_loss"))) is not None]
     total = tokens[-1] if tokens else None
     padded = not tokens and number(state.get("num_input_tokens_seen"))
     notes = [f"{path.name}: {UNCOUNTED}"] if padded else []
@@ -307,7 +315,7 @@ def _hugging_face(path: Path, state: Mapping[str, Any]) -> RunFacts:
         seconds=runtime,
         tokens_per_second=total / runtime if total and runtime else None,
         step_seconds=runtime / steps if runtime and steps else None,
-        eval_loss=held[-1] if held else None,
+        eval_loss=eval_losses[-1] if eval_losses else None,
         curve=tuple(
             Point(int(step), number(e.get("num_tokens")), loss)
             for e in logs
@@ -320,9 +328,9 @@ def _hugging_face(path: Path, state: Mapping[str, Any]) -> RunFacts:
 
 def _newest_state(folder: Path) -> Path | None:
     """The Trainer's own file: in the folder, or in its checkpoint of the most steps."""
-    found = [folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")]
-    there = [path for path in found if path.is_file()]
-    return max(there, key=_checkpoint_number, default=None)
+    candidates = [folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")]
+    existing = [path for path in candidates if path.is_file()]
+    return max(existing, key=_checkpoint_number, default=None)
 
 
 def _checkpoint_number(path: Path) -> float:
@@ -341,8 +349,8 @@ def _sum(values: Iterable[float]) -> float:
 
 
 def _whole(value: object) -> int | None:
-    found = number(value)
-    return int(found) if found is not None and found == int(found) else None
+    parsed = number(value)
+    return int(parsed) if parsed is not None and parsed == int(parsed) else None
 
 
 def _list(value: object) -> TypeGuard[list[Any]]:
@@ -397,10 +405,10 @@ def compare_runs(runs: Sequence[RunFacts]) -> dict[str, Any]:
     }
 
 
-def render(found: Mapping[str, Any]) -> str:
+def render(comparison: Mapping[str, Any]) -> str:
     """The comparison as text: the runs are columns, so that many keys stay readable."""
-    runs = found["runs"]
-    equal = found["equal"]
+    runs = comparison["runs"]
+    equal = comparison["equal"]
     head = [["", *(row["name"] for row in runs)], ["written by", *(row["kind"] for row in runs)]]
     lines = []
     for key, heading, unit in ROWS:
@@ -408,12 +416,12 @@ def render(found: Mapping[str, Any]) -> str:
             heading += f" at {equal['value']:,.0f} {equal['unit']}"
         lines.append([heading, *(words(row[key], unit) for row in runs)])
     text = _table([*head, *lines])
-    if found["differs"]:
-        rows = [[key, *map(_short, values)] for key, values in found["differs"].items()]
+    if comparison["differs"]:
+        rows = [[key, *map(_short, values)] for key, values in comparison["differs"].items()]
         text += "\n\ndiffers in the recipe\n" + _table(rows)
     for kind in ("warnings", "notes"):
         mark = "not fair: " if kind == "warnings" else "note: "
-        text += "".join(f"\n{mark}{visible(line)}" for line in found[kind])
+        text += "".join(f"\n{mark}{visible(line)}" for line in comparison[kind])
     return text
 
 
@@ -442,18 +450,18 @@ def _loss_at(curve: Sequence[Point], where: float | None, unit: str) -> float | 
 
 
 def _differing(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
-    """Keys of which two known recipes say different things, with every run's value.
+    """Keys with different values in two known recipes, with every run's value.
 
-    A report's variant trains under its own techniques, not the recipe's plan.
+    A report's variant trains with its own techniques, not the recipe's plan.
     """
     values = [None if run.recipe is None else {**run.recipe, "plan": _plan(run)} for run in runs]
-    known = [recipe for recipe in values if recipe is not None]
-    keys = [key for key in dict.fromkeys(k for r in known for k in r) if key not in OWN]
-    found = {}
+    recipes = [recipe for recipe in values if recipe is not None]
+    keys = [key for key in dict.fromkeys(k for r in recipes for k in r) if key not in OWN]
+    differences = {}
     for key in keys:
-        if any(recipe.get(key) != known[0].get(key) for recipe in known):
-            found[key] = ["not known" if r is None else r.get(key) for r in values]
-    return found
+        if any(recipe.get(key) != recipes[0].get(key) for recipe in recipes):
+            differences[key] = ["not known" if r is None else r.get(key) for r in values]
+    return differences
 
 
 def _plan(run: RunFacts) -> Any:
@@ -463,39 +471,42 @@ def _plan(run: RunFacts) -> Any:
 def _warnings(runs: Sequence[RunFacts]) -> list[str]:  # noqa: C901  # a clause for each difference
     """Why a difference between these runs may not be what their plans make."""
     differs = _differing(runs)
-    found = []
+    reasons = []
     for what, keys in (("model", MODEL), ("data", DATA)):
         other = [key for key in keys if key in differs]
         if other:
-            found.append(f"the {what} differs ({', '.join(other)})")
+            reasons.append(f"the {what} differs ({', '.join(other)})")
     if len({run.corpus for run in runs if run.corpus is not None}) > 1:
-        found.append("the embedded corpus differs")
+        reasons.append("the embedded corpus differs")
     if "seed" in differs:
-        found.append("the seeds differ: other examples are held out, and losses differ by chance")
+        reasons.append("the seeds differ: other examples are held out, and losses differ by chance")
     tokens = [run.tokens for run in runs if run.tokens is not None]
     if tokens and min(tokens) < (1 - CLOSE) * max(tokens):
         span = f"{min(tokens):,.0f} to {max(tokens):,.0f}"
-        found.append(f"the tokens differ ({span}): eval losses are of different stages")
+        reasons.append(f"the tokens differ ({span}): eval losses are of different stages")
     elif not tokens or len(tokens) < len(runs):
-        found.append(f"tokens are not known of {_names(runs, 'tokens')}")
+        reasons.append(f"tokens are not known of {_names(runs, 'tokens')}")
     machines = [run.hardware for run in runs if run.hardware is not None]
     other = [key for key in MACHINE if len(_said(machines, key)) > 1]
     if other:
-        found.append(f"the machine differs ({', '.join(other)})")
+        reasons.append(f"the machine differs ({', '.join(other)})")
     for key, what in (("hardware", "the machine"), ("recipe", "model and data")):
         unknown = _names(runs, key)
         if unknown:
-            found.append(f"{what} can't be checked: not known of {unknown}")
+            reasons.append(f"{what} can't be checked: not known of {unknown}")
     versions = [run.versions for run in runs if run.versions is not None]
     other = [k for k in ("torch", "transformers", "hasten") if len(_said(versions, k)) > 1]
     if other:
-        found.append(f"the versions differ ({', '.join(other)})")
-    return found
+        reasons.append(f"the versions differ ({', '.join(other)})")
+    return reasons
 
 
-def _said(found: Sequence[Mapping[str, Any]], key: str) -> set[str]:
-    """What is said of a key, by those that say it: a training's summary names no device, say."""
-    return {str(one[key]) for one in found if key in one}
+def _said(mappings: Sequence[Mapping[str, Any]], key: str) -> set[str]:
+    """The values of a key, from the entries that have it.
+
+    For example, a training's summary contains no device.
+    """
+    return {str(one[key]) for one in mappings if key in one}
 
 
 def _names(runs: Sequence[RunFacts], key: str) -> str:
@@ -519,29 +530,29 @@ SHOWN = 3  # studies, the newest first; trials of each, the best first; decision
 
 
 def studies_of(run: Path) -> dict[str, dict[str, Any]]:
-    """Finished studies by their folder, the newest first; one that can't be read says so."""
-    found: dict[str, dict[str, Any]] = {}
+    """Finished studies by folder, newest first; unreadable ones have an error instead."""
+    studies: dict[str, dict[str, Any]] = {}
     paths = [(p.stat().st_mtime, p) for p in (run / "studies").glob("*/study.json")]
     for _, path in sorted(paths, reverse=True):
         try:
-            found[str(path.parent)] = read_object(path)
+            studies[str(path.parent)] = read_object(path)
         except InputError as error:
-            found[str(path.parent)] = {"said": str(error)}
-    return found
+            studies[str(path.parent)] = {"said": str(error)}
+    return studies
 
 
-def section(found: Mapping[str, Mapping[str, Any]]) -> str:
+def section(studies: Mapping[str, Mapping[str, Any]]) -> str:
     """The newest studies, a few lines each; empty where there is none."""
     lines = []
-    for folder, study in list(found.items())[:SHOWN]:
+    for folder, study in list(studies.items())[:SHOWN]:
         lines += ["", f"study of {study.get('study', 'speed')}: {study.get('said', 'not said')}"]
         try:
             lines += _best(study)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             lines.append(f"  its trials can't be read ({type(error).__name__}: {error})")
         lines.append(f"  page: {Path(folder) / 'study.html'}")
-    if len(found) > SHOWN:
-        lines.append(f"{len(found) - SHOWN} older studies beside it")
+    if len(studies) > SHOWN:
+        lines.append(f"{len(studies) - SHOWN} older studies beside it")
     return "\n".join(lines)
 
 
@@ -557,6 +568,6 @@ def _best(study: Mapping[str, Any]) -> list[str]:
             lines.append(f"  {math.exp(trial['log_rate']):.3f}× in its trial  {changed}")
     shares = [(n, s) for n, s in study.get("importance", {}).items() if s > 0]
     if shares:
-        words = ", ".join(f"{name} {share:.0%}" for name, share in shares[:SHOWN])
-        lines.append(f"  what mattered: {words}")
+        shares_text = ", ".join(f"{name} {share:.0%}" for name, share in shares[:SHOWN])
+        lines.append(f"  what mattered: {shares_text}")
     return lines

@@ -57,15 +57,15 @@ def archive_previous_run(output: Path, keep_checkpoints: bool) -> str:
     number = 1
     while os.path.lexists(output / "previous" / str(number)):
         number += 1
-    place = output / "previous" / str(number)
-    place.mkdir(parents=True)
+    archive = output / "previous" / str(number)
+    archive.mkdir(parents=True)
     for path in earlier:
-        path.rename(place / path.name)
-    saved = sorted((place / "checkpoints").glob("step-*"))
-    if not saved or (place / "summary.json").exists():
+        path.rename(archive / path.name)
+    saved = sorted((archive / "checkpoints").glob("step-*"))
+    if not saved or (archive / "summary.json").exists():
         return ""
     return (
-        f"the earlier run in {output} was not done and is now in {place}; "
+        f"the earlier run in {output} was not done and is now in {archive}; "
         f"resume={saved[-1]} goes on with it, and resume=auto does so without moving it"
     )
 
@@ -77,8 +77,8 @@ def keep_lines_until(output: Path, step: int) -> None:
         if not path.exists():
             continue
         lines = path.read_text(errors="replace").splitlines(keepends=True)
-        kept = "".join(line for line in lines if _step_of(line) <= step)
-        write_atomic(path, kept)
+        retained_text = "".join(line for line in lines if _step_of(line) <= step)
+        write_atomic(path, retained_text)
 
 
 def _step_of(line: str) -> float:
@@ -110,13 +110,13 @@ class _LineFile:
         self._waiting = b""
 
     def add(self, line: str) -> None:
-        known = bool(self._waiting)
+        was_waiting = bool(self._waiting)
         self._waiting += line.encode()
         try:
             while self._waiting:  # the system may take a part of it
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError as error:
-            if not known:
+            if not was_waiting:
                 warnings.warn(
                     f"{self._path} can't be written: {error.strerror or error}; training goes on, "
                     "and its lines follow once there is room",

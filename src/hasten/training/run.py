@@ -109,10 +109,10 @@ def train(
         InputError: anything of the recipe can't be used; nothing was trained.
         StoppedError: a check ended the run, or a rank can't be reached.
     """
-    asked = recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe))
+    resolved_recipe = recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe))
     choice = None
     if environment.world().size == 1:
-        asked, choice = with_chosen_plan(asked, _LinesOnly(tell))
+        resolved_recipe, choice = with_chosen_plan(resolved_recipe, _LinesOnly(tell))
         if choice is not None:
             on_step = call_both(SpeedWatch(choice, tell).note, on_step)
     live: list[Session] = []
@@ -121,15 +121,24 @@ def train(
         live.append(session)
         on_start(session)
 
-    with reporting_errors(), defer_signals(lambda: next(iter(live), None)), ExitStack() as held:
+    with (
+        reporting_errors(),
+        defer_signals(lambda: next(iter(live), None)),
+        ExitStack() as exit_stack,
+    ):
         return _prepare_and_train(
-            asked, held, import_seconds, tell, on_tokens, (start, on_step, on_evaluation)
+            resolved_recipe,
+            exit_stack,
+            import_seconds,
+            tell,
+            on_tokens,
+            (start, on_step, on_evaluation),
         )
 
 
 def _prepare_and_train(
     recipe: Recipe,
-    held: ExitStack,
+    exit_stack: ExitStack,
     import_seconds: float,
     tell: Tell,
     on_tokens: Callable[[int, int], None] | None,
@@ -137,7 +146,7 @@ def _prepare_and_train(
 ) -> dict[str, Any]:
     began = time.perf_counter()
     output = Path(recipe.output)
-    prepared = prepare_run(recipe, tell, on_tokens, held=held)
+    prepared = prepare_run(recipe, tell, on_tokens, exit_stack=exit_stack)
     context = prepared.context
     seconds = {"imports": import_seconds, "data": time.perf_counter() - began}
     host.reset_memory_peak(context.device)
@@ -222,15 +231,15 @@ def _train(
     on_step: OnStep,
     on_evaluation: OnEvaluation,
 ) -> dict[str, Any]:
-    prepared, recipe, known = run.prepared, run.prepared.recipe, run.prepared.context
-    main = known.world.is_main
+    prepared, recipe, context = run.prepared, run.prepared.recipe, run.prepared.context
+    main = context.world.is_main
     helps: Any = None
 
     def build(plan: Plan) -> Session:
         nonlocal helps
         same = plan == prepared.plan
-        job = prepared.job if same else job_of(recipe, prepared.data, known, plan)
-        setup = prepare(job, plan, known, run.output / "checkpoints")
+        job = prepared.job if same else job_of(recipe, prepared.data, context, plan)
+        setup = prepare(job, plan, context, run.output / "checkpoints")
         helps = settle_memory(recipe, setup, run.tell)
         with advising(helps):
             return assemble(setup)
@@ -246,16 +255,16 @@ def _train(
     if main:  # after all that may be refused
         _open_folder(recipe, prepared.data, run.tell)
     session.startup_seconds |= seconds
-    session.meter = meter_of(recipe, known, session.model)
-    session.setup.clock = clock_on(known.device)
+    session.meter = meter_of(recipe, context, session.model)
+    session.setup.clock = clock_on(context.device)
     tell_what_trains(session, prepared.data, run.tell)
     on_start(session)
-    heartbeat = Heartbeat(attempt_folder(), known.world.rank)
+    heartbeat = Heartbeat(attempt_folder(), context.world.rank)
     watch = _watch(run, session, heartbeat, on_step, on_evaluation)
-    energy = meter_of_run(known) if main else None
+    energy = meter_of_run(context) if main else None
     if energy is not None:
         watch = replace(watch, on_step=call_both(watch.on_step, energy.note))
-    comparison = comparison_of(session, known, run.tell)
+    comparison = comparison_of(session, context, run.tell)
     if comparison is not None:
         watch = replace(
             watch,
@@ -267,7 +276,7 @@ def _train(
     with counting, advising(helps), watch_notices(session, recipe), keeping as watch:
         outcome = fit(session, watch)
     heartbeat.beat(session.progress.step, over=True)
-    used = energy.found() if energy is not None else {}
+    used = energy.totals() if energy is not None else {}
     proofs = {t.name(): asdict(t.check_effect(session)) for t in plan}
     session.finish()
     saved, samples, unsaved = save_all(session, prepared.data, run.output, run.formats)
@@ -318,7 +327,7 @@ def _leave(
     noted: tuple[dict[str, Any], dict[str, Any], Sequence[Sample]],
     saving: tuple[Path | None, list[str]],
 ) -> dict[str, Any]:
-    recipe, known, data = run.prepared.recipe, run.prepared.context, run.prepared.data
+    recipe, context, data = run.prepared.recipe, run.prepared.context, run.prepared.data
     output = run.output
     seconds = outcome.seconds
     proofs, energy, samples = noted
@@ -333,14 +342,14 @@ def _leave(
         "adjusted": adjusted(session),
         "samples": [asdict(s) for s in samples],
         "cost": cost_of(
-            recipe.price, seconds, outcome.tokens(session), known.world.size, energy["kwh"]
+            recipe.price, seconds, outcome.tokens(session), context.world.size, energy["kwh"]
         ),
         "energy": energy,
         "corpus_sha256": data.note.corpus_sha256,
         "rejected": len(data.note.rejected),
-        "hardware": asdict(known.hardware),
+        "hardware": asdict(context.hardware),
         "machine": machine_facts(),
-        "versions": dict(known.versions),
+        "versions": dict(context.versions),
         "seed": recipe.seed,
     }
     for folder in output.glob(f"{form(session)}*"):
