@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import json
 import math
-import os
 import re
-import stat
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 
 def duration(seconds: float) -> str:
@@ -192,18 +188,9 @@ def did_you_mean(word: object, options: Iterable[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-# Files and texts of others: no pipe is waited for, and no terminal obeys a text.
+# Texts of others: no terminal obeys one.
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """A file's bytes; raises OSError for a pipe, whose writer may never come, or a device."""
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(handle, "rb")
 
 
 def shown(text: str) -> str:

@@ -170,7 +170,7 @@ def test_a_design_of_another_version_is_refused() -> None:
 def test_a_file_without_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundle_module, "LARGEST", 10_000)
     (tmp_path / "bundle.json").write_text(" " * 20_000)
-    with pytest.raises(InputError, match="more than 10000 bytes"):
+    with pytest.raises(InputError, match="larger than 10000 bytes"):
         read_bundle(tmp_path)
 
 

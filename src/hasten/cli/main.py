@@ -8,6 +8,8 @@ Exit codes are listed in docs/metrics.md; 2 is the user's to mend, 5 to 7, 75 an
 
 from __future__ import annotations
 
+import io
+import signal
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -74,10 +76,20 @@ for command in COMMANDS:
     app.command(command.__name__.rstrip("_"))(command)
 
 
-def run() -> None:
-    """Run the command and turn what a user got wrong into one sentence and exit code 2."""
+def run(interruptible: bool = False) -> None:
+    """Runs the command and turns an error in the user's input into a sentence and exit code 2.
+
+    Args:
+        interruptible: an interrupt ends the process so far; in here it becomes exit code 130.
+    """
     bound_compiled_products()
+    for stream in (sys.stdout, sys.stderr):
+        # Names may have bytes that aren't UTF-8, and a terminal may show ASCII alone.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", None):
+            stream.reconfigure(errors="backslashreplace")
     try:
+        if interruptible:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         _refuse_other_flags(sys.argv[1:])
         app()
     except InputError as error:

@@ -111,7 +111,7 @@ def _summary(summary: dict[str, Any]) -> None:
             ("peak memory", size(summary["peak_memory_bytes"])),
             ("eval loss", _number(summary["eval_loss"], "{:.4f}")),
             ("ranks", str(summary["world_size"])),
-            ("saved", summary["saved"]),
+            ("saved", summary["saved"] or "the weights couldn't be saved"),
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"summary.json lacks or garbles {error}; was it edited?") from error

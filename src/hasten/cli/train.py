@@ -52,6 +52,7 @@ def train(
     ] = False,
 ) -> int:
     """Train as a recipe says."""
+    from hasten.core.loop import defer_signals, ignore_stop_signals
     from hasten.launch.ranks import restart_with
     from hasten.machine import environment
     from hasten.machine.processes import attempt_folder, exit_with_parent
@@ -90,7 +91,7 @@ def train(
             return as_ranks(recipe, "train", stack=stack)
     if missing := lacking(recipe):
         restart_with(["train", str(path), *changes], missing)
-    with Display() as display:
+    with Display() as display, ExitStack() as stack:
         line = StepLine(display, recipe)
         silent = not environment.world().is_main
         for name in () if silent else measured_to_hurt(recipe):
@@ -98,6 +99,8 @@ def train(
                 f"warning: this plan was faster without {name}, by {recipe.output}/report.json"
             )
         watched = None if choice is None else SpeedWatch(choice, display.tell)
+        signals = stack.enter_context(ExitStack())
+        signals.enter_context(defer_signals(lambda: line.session))
         summary = run_training(
             recipe,
             import_seconds=import_seconds,
@@ -107,6 +110,9 @@ def train(
             on_step=line.step if watched is None else call_both(watched.note, line.step),
             on_evaluation=lambda e: display.tell(_evaluation(e.step, e.eval_loss, e.metrics)),
         )
+        if line.session is not None and line.session.preempted:
+            signals.pop_all()
+            ignore_stop_signals()  # what follows ends with the exit code
     if summary:
         _conclude(summary)
         idle = warn_of_idle(summary["effective"])
@@ -185,11 +191,13 @@ class StepLine:
         self._steps = 1
         self._began = time.perf_counter()
         self._devices = 1
+        self.session: Session | None = None  # once it has started
 
     def tokenising(self, done: int, total: int) -> None:
         self._display.show(f"tokenising {done:,}/{total:,} examples", done / max(total, 1))
 
     def start(self, session: Session) -> None:
+        self.session = session
         self._steps = session.setup.job.schedule.total_steps
         self._devices = session.setup.context.world.size
         self._began = time.perf_counter()
@@ -274,9 +282,13 @@ def as_supervised_ranks(recipe: Recipe, stack: ExitStack) -> int:
 
     ranks = SupervisedRanks(arguments, environ, recipe.nproc, host.usable_cores())
     code = supervise(ranks, supervision_of(recipe), output / "data", output / "restarts.jsonl")
-    if code == 0 and json.loads((output / "summary.json").read_text())["unsaved"]:
+    if code != 0:
+        return code
+    try:
+        unsaved = json.loads((output / "summary.json").read_text())["unsaved"]
+    except (OSError, ValueError):  # the rank has said why
         return UNSAVED
-    return code
+    return UNSAVED if unsaved else 0
 
 
 def _conclude(summary: dict[str, Any]) -> None:
@@ -305,8 +317,12 @@ def _conclude(summary: dict[str, Any]) -> None:
         print(f"cost {summary['cost']['total']:.4f} {summary['cost']['currency']}")
     if summary["energy"]["kwh"] is not None:
         print(f"energy {summary['energy']['kwh']:.4g} kWh, {summary['energy']['source']}")
-    print(f"saved: {summary['saved']}")
-    warn_of_unsaved(summary["unsaved"])
+    if summary["saved"] is None:
+        for problem in ("the weights are NOT saved", *summary["unsaved"]):
+            print(f"error: {problem}", file=sys.stderr)
+    else:
+        print(f"saved: {summary['saved']}")
+        warn_of_unsaved(summary["unsaved"])
     if summary["stopped"] in ("interrupted", "left"):
         print(resume_words("checkpoints" in summary["effective"]))
 

@@ -192,6 +192,16 @@ def defer_signals(session: Callable[[], Session | None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def ignore_stop_signals() -> None:
+    """Ignores SIGTERM and SIGUSR1 until the process ends, for a process that leaves with its code.
+
+    A scheduler repeats them; the default action would replace the exit code, even while Python
+    finalises.
+    """
+    for number in HASTE:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def stop_flags(session: Session) -> tuple[bool, bool]:
     """Returns (stop, haste): True if any rank has such a request.
 

@@ -24,7 +24,7 @@ from hasten.core.session import Progress, Session
 from hasten.core.setup import Setup
 from hasten.errors import InputError
 from hasten.parts.checkpoint.format import json_without_tensors, tensors_from_json
-from hasten.parts.checkpoint.state import of_all_ranks, set_random_state
+from hasten.parts.checkpoint.state import check_moments, of_all_ranks, set_random_state
 
 # The state of ranks that hold different weights, each whole: under the numbers of one process.
 #
@@ -108,7 +108,7 @@ def own_part(
 
 
 def gather_objects(session: Session, local_object: Any) -> list[Any]:
-    """What ranks say that hold other weights of the same model; all call it."""
+    """Returns the objects of ranks that hold other weights of the model; all call it."""
     layout = session.setup.layout
     return (
         layout.all_gather_object(local_object)
@@ -248,17 +248,19 @@ def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) 
     tensors, numbers = own_part(session, tensors, meta["optimizer"])
     tensors = _dealt(session, tensors, gather=False)
     saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
-    slots = _slots_that_fit(session, saved, tensors, meta)
-    session.loss_module.load_state_dict(saved, strict=False)
-    for index, master in enumerate(own_masters(session)):
-        master.data.copy_(tensors[f"master/{index}"])
-    session.setup.precision.update_model_weights()
     rank, ranks = session.setup.context.world.rank, meta["random"]
     moments = dict(tensors)
     if session.setup.rank_sync.diverged:  # ranks trained apart, each with moments of its own
         prefix = f"rank/{rank}/"
         moments |= {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-    _restore_optimizer(session, moments, numbers)
+    state = _optimizer_state(moments, numbers)
+    slots = _slots_that_fit(session, saved, (tensors, state), meta)
+    session.loss_module.load_state_dict(saved, strict=False)
+    for index, master in enumerate(own_masters(session)):
+        master.data.copy_(tensors[f"master/{index}"])
+    session.setup.precision.update_model_weights()
+    groups = session.optimizer.state_dict()["param_groups"]
+    session.optimizer.load_state_dict({"state": state, "param_groups": groups})
     for component, state in slots:
         component.load_state_dict(tensors_from_json(state, tensors))
     if rank < len(ranks):  # one that the saved run didn't have keeps the beginning it was given
@@ -267,7 +269,10 @@ def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) 
 
 
 def _slots_that_fit(
-    session: Session, saved: dict[str, Tensor], tensors: dict[str, Tensor], meta: dict[str, Any]
+    session: Session,
+    saved: dict[str, Tensor],
+    optimized: tuple[dict[str, Tensor], dict[int, dict[str, Any]]],
+    meta: dict[str, Any],
 ) -> list[tuple[Stateful, Any]]:
     """Returns the pairs of ``_slots_of`` after checking the rest of the state.
 
@@ -279,7 +284,7 @@ def _slots_that_fit(
     try:
         changes = changes_since(meta, session.setup)
         _check_same_model(session, saved)
-        _check_same_update(session, tensors, meta)
+        _check_same_update(session, *optimized, meta)
         matches = _slots_of(session.setup, meta.get("slots", {}))
     except InputError as error:
         complaint = str(error)
@@ -365,8 +370,13 @@ def _check_same_model(session: Session, saved: dict[str, Tensor]) -> None:
         )
 
 
-def _check_same_update(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-    """The optimizer and the format of the true weights are those that the state is of."""
+def _check_same_update(
+    session: Session,
+    tensors: dict[str, Tensor],
+    state: dict[int, dict[str, Any]],
+    meta: dict[str, Any],
+) -> None:
+    """Raises InputError if the optimizer, its shapes or the format of true weights differ."""
     new_kind = type(session.optimizer).__name__
     saved_kind = meta.get("optimizer_kind", new_kind)
     if new_kind != saved_kind:
@@ -384,17 +394,36 @@ def _check_same_update(session: Session, tensors: dict[str, Tensor], meta: dict[
             "resume with the plan that wrote it, or choose another folder"
         )
 
+    held = [p for group in session.optimizer.param_groups for p in group["params"]]
+    for index, values in state.items():
+        problem = check_moments(held[index], values) if index < len(held) else "is of no weight"
+        if problem:
+            raise InputError(
+                f"the checkpoint is damaged: the optimizer's state of weight {index} {problem}; "
+                "resume from an earlier checkpoint"
+            )
 
-def _restore_optimizer(
-    session: Session, tensors: dict[str, Tensor], numbers: dict[str, Any]
-) -> None:
+
+def _optimizer_state(
+    tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]
+) -> dict[int, dict[str, Any]]:
+    """The optimizer's state by the number of its weight.
+
+    Raises:
+        InputError: a name has no number.
+    """
+    named = {
+        n.removeprefix(f"{OPTIMIZER}/"): t
+        for n, t in tensors.items()
+        if n.startswith(f"{OPTIMIZER}/")
+    }
     state: dict[int, dict[str, Any]] = {}
-    for name, tensor in tensors.items():
-        if name.startswith("optimizer/"):
-            _, index, key = name.split("/", 2)
-            state.setdefault(int(index), {})[key] = tensor
-    for name, number in numbers.items():
-        index, key = name.split("/", 1)
-        state.setdefault(int(index), {})[key] = number
-    groups = session.optimizer.state_dict()["param_groups"]
-    session.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for name, value in [*named.items(), *numbers.items()]:
+        index, _, key = name.partition("/")
+        if not index.isdecimal():
+            raise InputError(
+                f"the checkpoint is damaged: {name!r} is no part of an optimizer's state; resume "
+                "from an earlier checkpoint"
+            )
+        state.setdefault(int(index), {})[key] = value
+    return state

@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple
 import pyarrow as pa
 
 from hasten.errors import InputError
-from hasten.formatting import open_regular
+from hasten.foreign_files import open_regular
 
 RATIO = 200
 FLOOR = 1 << 28  # bytes

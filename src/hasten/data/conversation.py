@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from hasten.data.stages import MEDIA, is_label, is_preference
 from hasten.errors import InputError
+from hasten.foreign_files import unique_keys
 
 # OpenAI's names, ShareGPT's, and those of ms-swift's documentation (Custom-dataset.md).
 ROLES = {
@@ -319,7 +320,7 @@ def _calls(call_list: Any) -> tuple[ToolCall, ...]:
 
 def _parsed(text: str, key: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_no_number)
+        return json.loads(text, parse_constant=_no_number, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise NoConversationError(f"{key!r} is no JSON: {str(error)[:100]}") from None
 

@@ -5,8 +5,8 @@ A damaged example costs itself and nothing more, so neither file is handed to `j
   (1) bytes become text with `surrogateescape`: a byte that isn't UTF-8 stays visible in its example
   (2) lines are split at newline bytes only (str.splitlines also splits at U+2028, legal in JSON);
       a list is read example by example with `raw_decode`
-  (3) what JSON readers disagree about is a fault: NaN, infinity, integers beyond 64 bits, NUL, a
-      byte order mark inside the file
+  (3) what JSON readers disagree about is a fault: a key twice, NaN, infinity, integers beyond 64
+      bits, NUL, a byte order mark inside the file
   (4) after a syntax error in a list, reading goes on at the next object that looks like an example
 """
 
@@ -22,6 +22,7 @@ from typing import IO, Any, NamedTuple
 
 from hasten.data.containers import DamagedStreamError
 from hasten.errors import InputError
+from hasten.foreign_files import duplicate_reason
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BAD_BYTE = re.compile("[\udc80-\udcff]")
@@ -135,7 +136,10 @@ class Decoder:
     def __init__(self) -> None:
         self._dubious: str | None = None
         self._json = json.JSONDecoder(
-            parse_constant=self._constant, parse_int=self._int, parse_float=self._float
+            parse_constant=self._constant,
+            parse_int=self._int,
+            parse_float=self._float,
+            object_pairs_hook=self._object,
         )
 
     def decode(self, text: str, at: int, before: int = 0) -> tuple[Any, int]:
@@ -161,6 +165,12 @@ class Decoder:
         """Raise FaultError if the value decoded last, or its text, holds what isn't allowed."""
         if reason := damage(raw) or self._dubious:
             raise FaultError(reason)
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            self._dubious = duplicate_reason(pairs)
+        return values
 
     def _constant(self, name: str) -> float:
         self._dubious = f"{name}, which is not JSON"

@@ -48,6 +48,7 @@ __all__ = [
 _LOOK = 200  # examples that decide a file's shape
 _SHOWN = 8  # names of columns that are not read
 _REASONS = 3  # for which examples can't be used
+_SHOWN_KEYS = 20  # of an example, in a message
 
 
 class Rejected(NamedTuple):
@@ -277,7 +278,10 @@ def _detect(path: Path, head: Sequence[JsonValue], columns: ColumnNames) -> str:
         return votes.most_common(1)[0][0]
     if not objects:
         return "unknown"  # no example is sound: each is rejected with its own reason
-    keys = f"its first example has the keys {', '.join(map(repr, objects[0])) or '(none)'}"
+    names = [repr(name[:40]) for name in objects[0]]
+    more = f" and {len(names) - _SHOWN_KEYS} more" if len(names) > _SHOWN_KEYS else ""
+    shown_names = ", ".join(names[:_SHOWN_KEYS]) or "(none)"
+    keys = f"its first example has the keys {shown_names}{more}"
     if columns.names:
         mapping = ", ".join(f"{expected} from {name!r}" for expected, name in columns.names.items())
         raise InputError(

@@ -8,6 +8,8 @@ rendered by a process that the kernel ends or refuses memory:
       of the process
   (2) each question is a function and its arguments, and the processor time that their size explains
   (3) over all questions together it may take `SECONDS` more than that, and `MEMORY` at any time
+  (4) an answer may take `WAIT_SECONDS` by the clock, and `SLOWDOWN` times what its size explains:
+      on a busy machine processor time passes slowly
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from hasten.errors import InputError
 
 Answer = TypeVar("Answer")
 SECONDS = 30  # of processor time
+WAIT_SECONDS = 45.0  # by the clock, the start of the process included
+SLOWDOWN = 20.0
 MEMORY = 2 << 30  # bytes of address space beyond that of the process as it starts
 
 
@@ -57,6 +61,13 @@ def ask(
         renderer = _started()
         try:
             renderer.link.send((explained, function, arguments))
+            wait = WAIT_SECONDS + SLOWDOWN * explained
+            if not renderer.link.poll(wait):
+                stop()
+                raise InputError(
+                    f"the tokenizer's chat template takes over {wait:.0f} s at {location}: correct "
+                    "the template or the example, or try again on a machine that is less busy"
+                )
             users, reply = renderer.link.recv()
         except (EOFError, ConnectionError):
             code = renderer.process.wait()

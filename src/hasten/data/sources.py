@@ -8,7 +8,6 @@ seed, once for the run; the order of the epoch is the trainer's business.
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from hasten.data.conversation import TAGS, ColumnNames
 from hasten.data.spool import IndexedConversations, Selection
 from hasten.data.stages import refuse_other_stage
 from hasten.errors import InputError, pip_install
+from hasten.foreign_files import path_inside, read_json_object
 
 # Data sets as LLaMA-Factory's dataset_info.json lists them: `folder/dataset_info.json:NAME`.
 #
@@ -63,25 +63,11 @@ def entry_of(name: str) -> tuple[Path, ColumnNames] | None:
     listing = Path(location) / FILE if Path(location).is_dir() else Path(location)
     if listing.name != FILE:
         return None
-    entries = _entries(listing, "data sets by their names", "correct it")
+    entries = read_json_object(listing, "list of data sets by their names", _LARGEST)
     if wanted not in entries:
         close = difflib.get_close_matches(wanted, entries, n=1) or list(entries)[:5]
         raise InputError(f"{listing} has no entry {wanted!r}: it has {', '.join(close) or 'none'}")
     return _read(listing, wanted, entries[wanted])
-
-
-def _entries(listing: Path, what: str, remedy: str) -> dict[str, Any]:
-    try:
-        with listing.open("rb") as file:
-            data = file.read(_LARGEST + 1)
-        entries = json.loads(data.decode("utf-8-sig")) if len(data) <= _LARGEST else None
-    except OSError as error:
-        raise InputError(f"{listing} can't be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{listing} is not JSON: {error}; {remedy}") from error
-    if not isinstance(entries, dict):
-        raise InputError(f"{listing} must be an object of {what}; {remedy}")
-    return entries
 
 
 def _read(listing: Path, name: str, entry: Any) -> tuple[Path, ColumnNames]:
@@ -109,10 +95,7 @@ def _read(listing: Path, name: str, entry: Any) -> tuple[Path, ColumnNames]:
 def _file(listing: Path, location: str, name: Any) -> Path:
     if not isinstance(name, str) or not name:
         raise InputError(f"{location} has no file_name: only local files are read")
-    folder = listing.parent.resolve()
-    if not (folder / name).resolve().is_relative_to(folder):
-        raise InputError(f"{location}: file_name {name!r} leads out of {folder}: name a file in it")
-    return listing.parent / name
+    return path_inside(listing.parent, name, f"{location}: file_name")
 
 
 def _columns(location: str, entry: dict[str, Any]) -> ColumnNames:
@@ -326,4 +309,4 @@ def _inside(folder: Path, name: Any) -> Path:
 
 
 def _saved(path: Path) -> dict[str, Any]:
-    return _entries(path, "a data set's files", "save the data set anew")
+    return read_json_object(path, "list of a data set's files", _LARGEST)

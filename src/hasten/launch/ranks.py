@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from hasten.core.loop import HASTE
-from hasten.errors import InputError, SameOnAllRanksError, StoppedError
+from hasten.core.loop import HASTE, ignore_stop_signals
+from hasten.errors import LEFT, InputError, SameOnAllRanksError, StoppedError
 from hasten.machine import environment
 from hasten.machine import environment as environment_
 from hasten.machine.environment import World
@@ -311,18 +311,20 @@ def start_ranks(
             )
             for rank in range(count)
         ]
-        with _forwarding(processes):
+        with _forwarding(processes) as received:
             failed = _wait(processes)
         if failed is None:
             return 0
         code = processes[failed].returncode
+        if code < 0 and -code in received:
+            return LEFT  # the signal was passed on before there was anything to save
         if code < 0:
             print(f"rank {failed} failed: {ended_by(code)}", file=sys.stderr)
         elif failed:
             lines = logs[failed].read_text(errors="replace").strip().splitlines()
             if lines or code != ADVICE:  # rank 0 has said what holds for all
                 print(f"rank {failed} failed: {lines[-1] if lines else ''}", file=sys.stderr)
-        return code if code > 0 else 1
+        return code if code > 0 else LinkError.code
 
 
 def rank_environment(rank: int, count: int, folder: Path, threads: int) -> dict[str, str]:
@@ -395,10 +397,16 @@ def _signal(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals
 
 
 @contextlib.contextmanager
-def _forwarding(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """A terminal sends Ctrl-C to the ranks itself; SIGTERM reaches this process alone."""
+def _forwarding(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[set[int]]:
+    """Passes signals on to the ranks, and collects them.
+
+    A terminal sends Ctrl-C to the ranks itself; SIGTERM reaches this process alone. Once one was
+    passed on, this process ends with its ranks, and further ones are ignored until then.
+    """
+    received: set[int] = set()
 
     def forward(number: int, frame: object) -> None:
+        received.add(signal.SIGTERM)
         _signal(processes, signal.SIGTERM)
 
     before = [
@@ -406,8 +414,10 @@ def _forwarding(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
         *((n, signal.signal(n, forward)) for n in HASTE),
     ]
     try:
-        yield
+        yield received
     finally:
         for number, handler in before:
             signal.signal(number, handler)
+        if received:
+            ignore_stop_signals()
         _signal(processes, signal.SIGKILL)

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import psutil
 
 from hasten.core.health import append_line
+from hasten.core.loop import HASTE, ignore_stop_signals
 from hasten.launch.ranks import rank_environment
 from hasten.machine import environment as environment_
 from hasten.machine.processes import (
@@ -539,6 +540,8 @@ class _Supervisor:
         finally:
             for number, handler in before:
                 signal.signal(number, handler)
+            if self._asked in HASTE:  # this process ends with its ranks
+                ignore_stop_signals()
             if self._spares is not None:
                 self._spares.end()
 

@@ -116,6 +116,8 @@ def meeting_place(environ: Mapping[str, str]) -> tuple[str, int]:
     port = environ.get("MASTER_PORT")
     if port is not None:
         number = _number("MASTER_PORT", port)
+        if not 0 < number < 1 << 16:
+            raise InputError(f"MASTER_PORT is {number}; it must be from 1 to 65535")
     else:
         job = (
             environ.get("SLURM_JOB_ID", "") if rank_place and rank_place.launcher == "Slurm" else ""
@@ -223,6 +225,20 @@ def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
 def variable(name: str) -> str | None:
     """A variable of this process's environment, for a technique that adds to it."""
     return os.environ.get(name)
+
+
+def positive_number(name: str, advice: str) -> int | None:
+    """A variable as a whole number above 0; None if it is absent or empty.
+
+    Raises:
+        InputError: the variable is something else; ``advice`` ends the message.
+    """
+    text = os.environ.get(name)
+    if not text:
+        return None
+    if not re.fullmatch(r"[0-9]{1,18}", text, re.ASCII) or int(text) == 0:
+        raise InputError(f"{name} is {text[:60]!r}, expected a whole number above 0; {advice}")
+    return int(text)
 
 
 def not_yet_so(wanted: Mapping[str, str]) -> dict[str, str]:

@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, Final
 from torch import nn
 
 from hasten.errors import InputError
+from hasten.foreign_files import read_json_object
 from hasten.models.load import quiet, seeded
 from hasten.models.presets import PRESETS
-from hasten.models.weights import ADAPTER, read_json
+from hasten.models.weights import ADAPTER
 from hasten.parts.nn.quantised import (
     Kind,
     QuantisedLinear,
@@ -214,7 +215,7 @@ def other_base(adapter: Path, source: str) -> str:
 
     Of a folder the last two parts of its path count: trees may move.
     """
-    named = read_json(adapter / ADAPTER).get("base_model_name_or_path")
+    named = read_json_object(adapter / ADAPTER, "adapter's config").get("base_model_name_or_path")
     if not named or source in PRESETS or named == source:
         return ""
     one, other = (Path(name).resolve().parts[-2:] for name in (str(named), source))

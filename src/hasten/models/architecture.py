@@ -9,13 +9,13 @@ transformers' own models, biases and norms included.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hasten.errors import InputError
+from hasten.foreign_files import LARGEST_JSON, parse_json, read_bounded
 from hasten.models.presets import PRESETS, preset
 
 # How tensor parallelism cuts a matrix: its outputs, its inputs, not at all; experts go to EP ranks.
@@ -291,12 +291,7 @@ class Architecture:
 
 def load_json(path: Path) -> Any:
     """The file's content; InputError in one sentence for what can't be read."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path} can't be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise InputError(f"{path} isn't JSON: {error}") from error
+    return parse_json(read_bounded(path, LARGEST_JSON, "model's config"), str(path))
 
 
 # Reads an ``Architecture`` from the fields of a Hugging Face config, whoever's names they bear.

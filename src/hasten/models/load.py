@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 import logging
 import re
 import warnings
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from hasten.errors import InputError
+from hasten.foreign_files import read_json_object
 from hasten.machine import versions
 from hasten.models.presets import PRESETS, build_config, with_vocabulary
 from hasten.models.weights import (
@@ -35,7 +35,6 @@ from hasten.models.weights import (
     NumberFormats,
     StoredWeights,
     is_block_scaled,
-    read_json,
     read_weights,
     weight_files,
 )
@@ -58,6 +57,13 @@ if TYPE_CHECKING:
 
 _HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+")
 _KERNEL_KEY: Final = re.compile(r"_?(attn|experts)_implementation(_internal)?")
+# Numbers that decide how large a model is; building one takes time and memory in proportion.
+_COUNT_KEY: Final = re.compile(
+    r"(num|n)_[a-z0-9_]*(layers?|heads|experts|groups)|n_(layer|head|embd|inner)"
+    r"|(hidden|intermediate|vocab|moe_intermediate)_size|[a-z_]*(head_dim|lora_rank)"
+)
+_MOST_LAYERS: Final = 10_000
+_MOST_FEATURES: Final = 1 << 30
 # What transformers computes with code of its own. Any other name is a kernel: transformers would
 # fetch it from the hub and run it.
 _OWN_KERNELS: Final = {
@@ -98,7 +104,8 @@ def _check_adapter(folder: Path, needs_weights: bool) -> None:
     complete = (folder / "config.json").is_file()
     if needs_weights:
         complete = complete and any((folder / name).is_file() for name in (WEIGHTS, INDEX))
-    base = read_json(folder / ADAPTER).get("base_model_name_or_path") or "not named in it"
+    adapter = read_json_object(folder / ADAPTER, "adapter's config")
+    base = adapter.get("base_model_name_or_path") or "not named in it"
     if not complete:
         raise InputError(
             f"{folder} holds an adapter, not a model: load the model it was trained on ({base}) "
@@ -139,7 +146,34 @@ def check_native(source: str, raw: dict[str, Any], *, needs_weights: bool) -> No
             f"the weights of {source} are quantised ({method}) and can't be trained as they are: "
             "convert them to bfloat16 first"
         )
-    _check_kernels(source, raw)
+    for part in _parts(raw):
+        _check_kernels(source, part)
+        _check_counts(source, part)
+
+
+def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The objects of a config: itself and those in it."""
+    values: list[Any] = [raw]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            yield value
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+
+
+def _check_counts(source: str, part: dict[str, Any]) -> None:
+    """InputError if a number of layers, heads or features is negative or beyond any model's."""
+    for key, value in part.items():
+        if not _COUNT_KEY.fullmatch(key) or not isinstance(value, int | float):
+            continue
+        most = _MOST_LAYERS if key.endswith(("layers", "n_layer")) else _MOST_FEATURES
+        if not 0 <= value <= most:
+            raise InputError(
+                f"the config.json of {source} sets {key} to {value}; write a number from 0 to "
+                f"{most:,}"
+            )
 
 
 def _where_known(model_type: Any) -> str:
@@ -156,22 +190,18 @@ def _where_known(model_type: Any) -> str:
     )
 
 
-def _check_kernels(source: str, raw: dict[str, Any]) -> None:
-    """InputError where a config or a part of it names code for attention or experts to fetch."""
-    parts: list[Any] = [raw]
-    while parts:
-        part = parts.pop()
-        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-        for key, value in part.items() if isinstance(part, dict) else ():
-            match = _KERNEL_KEY.fullmatch(key)
-            for name in _names(value) if match else ():
-                kernels = _OWN_KERNELS[match[1]] if match else ()
-                if name not in kernels and not _is_installed(name):
-                    raise InputError(
-                        f"the config.json of {source} sets {key} to {name!r}, and kernels that a "
-                        f"model's folder names are never fetched or run: remove the key, or set it "
-                        f"to one of {', '.join(kernels)}"
-                    )
+def _check_kernels(source: str, part: dict[str, Any]) -> None:
+    """InputError if an object of a config names code for attention or experts to fetch."""
+    for key, value in part.items():
+        match = _KERNEL_KEY.fullmatch(key)
+        for name in _names(value) if match else ():
+            kernels = _OWN_KERNELS[match[1]] if match else ()
+            if name not in kernels and not _is_installed(name):
+                raise InputError(
+                    f"the config.json of {source} sets {key} to {name!r}, and kernels that a "
+                    f"model's folder names are never fetched or run: remove the key, or set it "
+                    f"to one of {', '.join(kernels)}"
+                )
 
 
 def _names(value: Any) -> Iterator[Any]:
@@ -286,9 +316,9 @@ def load_model(
 def stop_tokens(source: str) -> list[int]:
     """Returns the stop tokens of a local folder; empty if it defines none."""
     for name in ("generation_config.json", "config.json"):
-        with suppress(OSError, ValueError):
-            token_ids = json.loads((Path(source) / name).read_text("utf-8")).get("eos_token_id")
-            if stops := _listed(token_ids):
+        with suppress(InputError):
+            content = read_json_object(Path(source) / name, "model's config")
+            if stops := _listed(content.get("eos_token_id")):
                 return stops
     return []
 
@@ -392,6 +422,8 @@ def read_config(
         check_folder(folder, needs_weights=needs_weights)
     with quiet(), _advice(f"the config of {source} can't be read"):
         raw, _ = PreTrainedConfig.get_config_dict(source)
+        if folder is not None:  # read strictly: of two equal keys transformers takes the last
+            read_json_object(folder / "config.json", "model's config")
         check_native(source, raw, needs_weights=needs_weights)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -517,6 +549,8 @@ def _generation_config(folder: Path) -> GenerationConfig:
 
     file = "generation_config.json"
     with quiet(), _advice(f"the {file} of {folder} can't be used"):
+        if (folder / file).is_file():
+            read_json_object(folder / file, "generation config")  # strictly
         if (folder / file).is_file():
             return GenerationConfig.from_pretrained(folder)
         return GenerationConfig.from_pretrained(

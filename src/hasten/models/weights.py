@@ -17,7 +17,6 @@ Steps 1 to 3 read no weights.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import InputError
+from hasten.foreign_files import path_inside, read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -175,8 +175,7 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).is_file():
         files = [folder / WEIGHTS]
     elif (folder / INDEX).is_file():
-        named = read_json(folder / INDEX).get("weight_map", {})
-        files = [folder / name for name in sorted(set(named.values()))]
+        files = _indexed_files(folder)
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise InputError(
@@ -198,17 +197,22 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; InputError naming the file and line if it is not one."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{file}:{error.lineno} is not JSON: {error.msg}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file} is not UTF-8 text: {error.reason}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{file} holds a {type(content).__name__}, expected an object")
-    return content
+def _indexed_files(folder: Path) -> list[Path]:
+    """The files that the index of a folder names.
+
+    Raises:
+        InputError: the index has no map of tensors to files, or one of these lies elsewhere.
+    """
+    index = folder / INDEX
+    named = read_json_object(index, "model's index").get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise InputError(
+            f"{index}: weight_map is not an object of tensors and their files; copy or download "
+            "the folder again"
+        )
+    # In the hub's cache the files are links to another folder.
+    files = {str(n): path_inside(folder, n, str(index), follow_links=True) for n in named.values()}
+    return [files[name] for name in sorted(files)]
 
 
 def is_block_scaled(quantization: Mapping[str, Any]) -> bool:
@@ -276,9 +280,8 @@ def _with_scales(folder: Path, named: Mapping[str, StoredTensor]) -> dict[str, S
     tensors = {name: tensor for name, tensor in named.items() if _SCALES not in name}
     block = None
     if scales:
-        block = (read_json(folder / "config.json").get("quantization_config") or {}).get(
-            "weight_block_size"
-        )
+        config_json = read_json_object(folder / "config.json", "model's config")
+        block = (config_json.get("quantization_config") or {}).get("weight_block_size")
         if not _is_block(block):
             raise InputError(
                 f"the weights of {folder} have block scales ({_SCALES[1:]}) and its config.json "

@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hasten.foreign_files import open_regular
 from hasten.formatting import number
 
+LARGEST = 8 << 20  # bytes of a file that is read whole
 KEPT = 200  # of each kind, the newest
 LONGEST = 300  # characters
 Line = Mapping[str, Any]
@@ -120,10 +122,24 @@ def earlier_plan(folder: Path) -> Any:
     """The plan of the newest run that was moved to ``previous/N``; None without one."""
     try:
         numbers = [int(p.name) for p in (folder / "previous").iterdir() if p.name.isdigit()]
-        text = (folder / "previous" / str(max(numbers)) / "run.json").read_text()
-        return json.loads(text)["plan"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return read_object(folder / "previous" / str(max(numbers)) / "run.json").get("plan")
+    except (OSError, ValueError):
         return None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file's JSON object; empty if the file is missing, half written, or something else.
+
+    Raises:
+        OSError: the file is there and can't be read.
+    """
+    try:
+        with open_regular(path) as file:
+            data = file.read(LARGEST + 1)
+        found = json.loads(data) if len(data) <= LARGEST else None
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def short(value: Any) -> str:

@@ -24,7 +24,8 @@ from typing import Any
 
 import psutil
 
-from hasten.formatting import duration, number, open_regular
+from hasten.foreign_files import open_regular
+from hasten.formatting import duration, number
 from hasten.monitor import events as told
 from hasten.monitor.events import Event, Events, short
 from hasten.monitor.series import Series
@@ -149,9 +150,8 @@ def _cost(run: Run, finished: bool) -> dict[str, Any]:
 
 def _slowest(ranks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The rank whose own work (data, copy, forward: before it waits for others) takes longest."""
-    busy_seconds = {
-        rank: s for rank, line in ranks.items() if (s := number(line.get("own_seconds")))
-    }
+    times = {rank: number(line.get("own_seconds")) for rank, line in ranks.items()}
+    busy_seconds = {rank: seconds for rank, seconds in times.items() if seconds and seconds > 0}
     if len(busy_seconds) < 2:
         return {"slowest_rank": None, "slowest_rank_ratio": None}
     slowest = max(busy_seconds, key=lambda rank: busy_seconds[rank])
@@ -320,7 +320,6 @@ SHARES = {
     "data_stall_share": "data_seconds",
     "exposed_communication_share": "exposed_comm_seconds",
 }
-LARGEST = 8 << 20  # bytes of a file that is read whole
 MOST_RANKS = 4096
 Line = dict[str, Any]
 
@@ -393,6 +392,9 @@ class Run:
         except OSError as error:
             sign = self.last_sign
             trouble = told.short(f"the folder can't be read: {error.strerror or error}")
+        except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
+            sign = self.last_sign  # of foreign values: the other runs are read on
+            trouble = told.short(f"its files can't be used: {error}")
         with self.lock:
             self.answered, self.last_sign = time.time(), sign
             changed |= trouble != self.trouble
@@ -416,8 +418,19 @@ class Run:
         return self._files[0].follow.share if self._files[0].follow.share else 1.0
 
     def standing(self, now: float | None = None) -> dict[str, Any]:
-        """Where the run stands; the lock must be held."""
-        return run_numbers(self, time.time() if now is None else now)
+        """Where the run stands; the lock must be held. Every number is finite or None."""
+        now = time.time() if now is None else now
+        try:
+            numbers = run_numbers(self, now)
+        except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
+            numbers = run_numbers(self.unreadable_copy(error), now)
+        return {k: number(v) if isinstance(v, float) else v for k, v in numbers.items()}
+
+    def unreadable_copy(self, error: Exception) -> Run:
+        """A run of this name and folder without numbers, whose words are the error."""
+        copy = Run(self.name, self.folder)
+        copy.trouble = told.short(f"its files hold numbers that can't be shown: {error}")
+        return copy
 
     def _step(self, line: Line) -> None:
         seconds = number(line.get("step_seconds"))
@@ -455,7 +468,7 @@ class Run:
         start, summary = self.folder / "run.json", self.folder / "summary.json"
         changed = False
         if self._is_new(start):
-            contents, before = _object(start), told.earlier_plan(self.folder)
+            contents, before = told.read_object(start), told.earlier_plan(self.folder)
             with self.lock:
                 changed, self.start = True, contents
                 self.events.forget("plan")
@@ -463,12 +476,12 @@ class Run:
                 if other is not None:
                     self.events.add(other)
         if self._is_new(summary):
-            contents = _object(summary)
+            contents = told.read_object(summary)
             with self.lock:
                 changed, self.summary = True, contents
         for path in sorted((self.folder / "ranks").glob("*.json"))[:MOST_RANKS]:
             if self._is_new(path):
-                contents = _object(path)
+                contents = told.read_object(path)
                 with self.lock:
                     changed, self.ranks[path.stem] = True, contents
         return changed
@@ -498,16 +511,3 @@ def _changed(path: Path) -> float | None:
         return path.stat().st_mtime
     except FileNotFoundError:
         return None
-
-
-def _object(path: Path) -> Line:
-    """A file's JSON object; an empty one where it's missing, half written, or something else."""
-    try:
-        with open_regular(path) as file:
-            data = file.read(LARGEST + 1)
-        contents = json.loads(data) if len(data) <= LARGEST else None
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError):
-        return {}
-    return contents if isinstance(contents, dict) else {}

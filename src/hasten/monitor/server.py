@@ -23,7 +23,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 import psutil
@@ -32,8 +32,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hasten.errors import InputError
+from hasten.monitor.run import Run
 from hasten.monitor.watching import Cursor, RunsReader, page_update
 
 # Where runs stand, in the text format that Prometheus reads (exposition format 0.0.4).
@@ -64,7 +66,11 @@ def exposition(runs: Sequence[tuple[str, dict[str, Any]]]) -> str:
 
 
 def escaped(text: str) -> str:
-    """A label's value: backslash, quote and line feed are written with a backslash."""
+    """A label's value: backslash, quote and line feed are written with a backslash.
+
+    A file name may have bytes that aren't UTF-8; each becomes U+FFFD.
+    """
+    text = re.sub("[\ud800-\udfff]", "\ufffd", text)
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
@@ -249,6 +255,8 @@ EVERY_SECONDS = 0.5
 ALIVE_SECONDS = 10.0  # a comment is sent so often, so that a lost connection is noticed
 MOST_STREAMS = 16
 MOST_CONNECTIONS = 64
+MOST_WAITING = 16  # connections without a request; when more come, the oldest is closed
+REQUEST_SECONDS = 5.0  # for a connection to send its next request whole
 LARGEST_HEADERS = 16 << 10
 
 
@@ -274,7 +282,7 @@ class MonitorServer:
         app = application(watching, token, address, self.port, lambda: self._server.should_exit)
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=_Connection,
             ws="none",
             lifespan="off",
             access_log=False,
@@ -297,6 +305,38 @@ class MonitorServer:
 
     def stop(self) -> None:
         self._server.should_exit = True
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed if it sends no whole request in time.
+
+    uvicorn limits the time after an answer alone: silent connections would take every place.
+    """
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast(asyncio.Transport, transport))
+        self._began = self.loop.time()
+        self._handled: object = None  # the last request of which the end was seen
+        self._timer = self.loop.call_later(REQUEST_SECONDS, self._look)
+        # Other protocols' connections are not among them: the server has this one alone.
+        waiting = [c for c in self.connections if isinstance(c, _Connection) and c.is_waiting()]
+        for connection in sorted(waiting, key=lambda c: c._began)[:-MOST_WAITING]:
+            connection.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def is_waiting(self) -> bool:
+        """True before the first request and between two."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _look(self) -> None:
+        if self.is_waiting() and self.cycle is self._handled:
+            self.transport.close()
+            return
+        self._handled = self.cycle
+        self._timer = self.loop.call_later(REQUEST_SECONDS, self._look)
 
 
 def application(
@@ -350,16 +390,25 @@ async def stream(watching: RunsReader, is_over: Callable[[], bool]) -> AsyncIter
             if sent.get(run.name) == now:
                 continue
             sent[run.name] = now
-            runs.append(page_update(run, cursor))
+            runs.append(_update_text(run, cursor))
             await asyncio.sleep(0)  # others may be answered between two runs
         if runs:
             quiet = 0.0
-            yield f"data: {json.dumps({'runs': runs}, allow_nan=False, separators=(',', ':'))}\n\n"
+            yield f'data: {{"runs":[{",".join(runs)}]}}\n\n'
         elif quiet >= ALIVE_SECONDS:
             quiet = 0.0
             yield ": still here\n\n"
         await asyncio.sleep(EVERY_SECONDS)
         quiet += EVERY_SECONDS
+
+
+def _update_text(run: Run, cursor: Cursor) -> str:
+    """What a page lacks of a run as JSON; an error in a run's numbers takes no other run along."""
+    try:
+        return json.dumps(page_update(run, cursor), allow_nan=False, separators=(",", ":"))
+    except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
+        cursor.clear()
+        return json.dumps(page_update(run.unreadable_copy(error), {}), separators=(",", ":"))
 
 
 def _standings(watching: RunsReader) -> str:

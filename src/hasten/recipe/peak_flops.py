@@ -18,6 +18,7 @@ from torch import nn
 from hasten.core.context import JobContext
 from hasten.core.timing import Meter
 from hasten.errors import InputError
+from hasten.foreign_files import read_json_object
 from hasten.machine.accelerators import datasheet
 from hasten.machine.benchmark import MachineRates, measure
 from hasten.machine.files import write_atomic
@@ -115,11 +116,8 @@ def read_rates(path: Path, context: JobContext) -> MachineRates:
     """
     advice = "write one here with `hasten bench --json FILE`"
     try:
-        with path.open("rb") as file:
-            rates = MachineRates.from_dict(json.loads(file.read(LARGEST_FILE)))
-    except OSError as error:
-        raise InputError(f"ceiling: {path}: {error.strerror or error}; {advice}") from error
-    except (ValueError, RecursionError) as error:
+        rates = MachineRates.from_dict(read_json_object(path, "measurement", LARGEST_FILE))
+    except ValueError as error:
         raise InputError(f"ceiling: {path} can't be used: {error}; {advice}") from error
     training_device = device_name(context)
     if rates.device_name != training_device or (rates.device == "cpu") == context.on_gpu:

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -33,8 +34,9 @@ from hasten.data.spool import ConversationSink, IndexedConversations, Selection,
 from hasten.data.token_store import StoredRecords, Subset, TokenStore, split, tokenize
 from hasten.data.tokenize import sweep, train_bpe
 from hasten.errors import InputError
+from hasten.foreign_files import open_regular, path_inside, read_json_object
 from hasten.formatting import shown
-from hasten.machine import host
+from hasten.machine import cache, host
 from hasten.machine.files import write_atomic
 from hasten.machine.locks import one_writer
 from hasten.models.load import check_rows, load_tokenizer, read_config, stop_tokens
@@ -185,17 +187,65 @@ def _draw(
     return Selection([conversations], np.sort(chosen))
 
 
-# Stamps of the files that a recipe names: what tells, without reading them, that they changed.
+# Contents of the files that a recipe names: hashes that decide whether prepared data is theirs.
 #
-# A file that changed has another size or time, as for make. A folder stands for all its files,
-# those in its folders included, since saved data sets and tokenizers keep theirs there.
+# A size and a time don't prove that a file is the same: `cp -p`, rsync and tar set times back. So
+# contents are hashed, once for each state of a file: its device, inode, size, time of change and
+# status change (ctime, which no program can set back). A folder stands for all its files, those in
+# its folders included, since saved data sets and tokenizers keep theirs there.
 
 DEEPEST = 4  # levels of folders within a folder
 MOST_FILES = 100_000
+CONTENTS = "contents.json"  # in the folder of prepared data: hashes by the state of a file
+BLOCK = 1 << 20  # bytes
+# A file that is written within the resolution of its ctime looks unchanged afterwards.
+SETTLED_NS = 2_000_000_000
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
-def stamps(names: Iterable[str], output: Path) -> list[list[Any]]:
-    """Name, size and time of each file, also of those in folders.
+class ContentHashes:
+    """Hashes of files' contents, remembered in a file by device, inode, size and both times."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hashes: dict[str, str] = {}
+        with contextlib.suppress(InputError):  # absent or damaged: computed again
+            known = read_json_object(path, "list of hashes")
+            self._hashes = {k: v for k, v in known.items() if isinstance(v, str)}
+        self._current: dict[str, str] = {}
+
+    def of(self, path: Path) -> str | None:
+        """The hash of a regular file's bytes, 32 hex digits; None for anything else."""
+        try:
+            with open_regular(path) as file:
+                stat = os.fstat(file.fileno())
+                times = (stat.st_mtime_ns, stat.st_ctime_ns)
+                state = "-".join(map(str, (stat.st_dev, stat.st_ino, stat.st_size, *times)))
+                settled = stat.st_ctime_ns < time.time_ns() - SETTLED_NS
+                content = self._hashes.get(state) if settled else None
+                if content is None:
+                    digest = xxhash.xxh3_128()
+                    while block := file.read(BLOCK):
+                        digest.update(block)
+                    content = digest.hexdigest()
+        except (OSError, ValueError):  # absent, a pipe, or no name of a file
+            return None
+        if settled:
+            self._current[state] = content
+        return content
+
+    def save(self) -> None:
+        """Writes the hashes in use if the folder exists and one of them is new."""
+        if self._path.parent.is_dir() and self._current.items() - self._hashes.items():
+            cache.write(self._path, self._current)
+
+
+def content_stamps(
+    names: Iterable[str], output: Path, hashes: ContentHashes, without: tuple[str, ...] = ()
+) -> list[list[Any]]:
+    """Name and content of each file, and of each in a folder; the names of what isn't there.
+
+    Files whose names end with one of ``without`` are left out of folders.
 
     Missing files have only a name.
 
@@ -209,7 +259,8 @@ def stamps(names: Iterable[str], output: Path) -> list[list[Any]]:
     while waiting:
         path, depth = waiting.pop()
         if not os.path.isdir(path):  # unlike Path's, silent about names that no file can have
-            file_stamps.append(_stamp(path))
+            content = hashes.of(path)
+            file_stamps.append([str(path)] if content is None else [str(path.resolve()), content])
             if len(file_stamps) > MOST_FILES:
                 raise InputError(
                     f"{path.parent} and the other files that the recipe names are more than "
@@ -217,7 +268,8 @@ def stamps(names: Iterable[str], output: Path) -> list[list[Any]]:
                 )
         elif depth == 0 or not _stamps_apart(path, depth, output.resolve()):
             with contextlib.suppress(OSError):  # whoever needs what is in it will say so
-                waiting += [(inner, depth + 1) for inner in path.iterdir()]
+                inside = (i for i in path.iterdir() if not i.name.endswith(without or ("/",)))
+                waiting += [(inner, depth + 1) for inner in inside]
     return sorted(file_stamps, key=str)
 
 
@@ -226,14 +278,6 @@ def _stamps_apart(folder: Path, depth: int, output: Path) -> bool:
     if depth > DEEPEST or folder.name.startswith("."):
         return True
     return folder.resolve().is_relative_to(output) or (folder / "recipe.yaml").exists()
-
-
-def _stamp(path: Path) -> list[Any]:
-    try:
-        stat = path.stat()
-    except (OSError, ValueError):  # absent, a link to nothing, or no name of a file
-        return [str(path)]
-    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
 
 
 # The prepared data, and its note.
@@ -283,6 +327,7 @@ class PreparedDataIndex:
 
     key: str
     tokenizer: str
+    tokenizer_hash: str  # of all its files
     train: str
     eval_data: str | None
     split: float | None  # share or number held out of ``train`` itself
@@ -307,7 +352,7 @@ def prepare_data(
     Raises:
         InputError: a missing or unusable file, too many rejected examples, nothing to train on.
     """
-    key = _key(recipe)
+    key = _key(recipe, folder)
     ready = _opened(recipe, folder, key)
     if ready is not None:
         return ready
@@ -367,6 +412,7 @@ def _prepared(
     note = PreparedDataIndex(
         key=key,
         tokenizer="tokenizer",
+        tokenizer_hash=_tokenizer_hash(folder / "tokenizer"),
         train=train.path.name,
         eval_data=eval_data.path.name if eval_data is not None else None,
         split=None if has_eval_data or isinstance(recipe.eval_data, str) else recipe.eval_data,
@@ -423,15 +469,32 @@ def stored_data(recipe: Recipe, folder: Path) -> PreparedData | None:
 def _opened(recipe: Recipe, folder: Path, key: str | None) -> PreparedData | None:
     """The prepared data of a folder if its key is ``key``, or of any key."""
     try:
-        note = PreparedDataIndex(**json.loads((folder / "index.json").read_text()))
-        if key not in (None, note.key):
+        index = folder / "index.json"
+        note = PreparedDataIndex(**read_json_object(index, "index of prepared data"))
+        if note.key != key:
             return None
-        train = TokenStore(folder / note.train)
-        eval_data = TokenStore(folder / note.eval_data) if note.eval_data else None
-        tokenizer = load_tokenizer(str(folder / note.tokenizer))
+        train = TokenStore(path_inside(folder, note.train, str(index)))
+        eval_data = None
+        if note.eval_data is not None:
+            eval_data = TokenStore(path_inside(folder, note.eval_data, str(index)))
+        saved = path_inside(folder, note.tokenizer, str(index))
+        if _tokenizer_hash(saved) != note.tokenizer_hash:
+            return None
+        tokenizer = load_tokenizer(str(saved))
     except (OSError, ValueError, TypeError):
-        return None  # absent, damaged or of another version: prepared anew
+        return None  # absent, damaged or of another version: prepared again
     return _fitted(recipe, note, tokenizer, train, eval_data)
+
+
+def _tokenizer_hash(folder: Path) -> str:
+    """A hash of the names and bytes of a saved tokenizer's files."""
+    digest = xxhash.xxh3_128()
+    for path in sorted(p for p in folder.rglob("*") if not p.is_dir()):
+        with open_regular(path, follow_links=False) as file:
+            name, data = path.relative_to(folder).as_posix(), file.read()
+        digest.update(f"{name}\0{len(data)}\0".encode())
+        digest.update(data)
+    return str(digest.hexdigest())
 
 
 def _tokenizer(recipe: Recipe, source: Conversations, tell: Tell) -> PreTrainedTokenizerBase:
@@ -461,14 +524,14 @@ def _texts(conversations: Sequence[Conversation]) -> Iterable[str]:
         yield from (message.content for message in conversation.messages)
 
 
-def _key(recipe: Recipe) -> str:
+def _key(recipe: Recipe, folder: Path) -> str:
     """Hash of the recipe's data settings, files' sizes and times, and library versions.
 
     Contents aren't read: a changed file has another size or time, as for make.
     """
-    # Whatever of the recipe's words may be a file, and of a listed data set the list and the file.
+    # Every value of the recipe that may be a file; of a listed data set the list and the file.
     paths = [source.path for source in recipe.datasets]
-    paths += [recipe.tokenizer or recipe.model, recipe.chat_template]
+    paths += [recipe.chat_template]
     paths += [recipe.eval_data] if isinstance(recipe.eval_data, str) else []
     for name, entry in [(name, entry_of(name)) for name in paths]:
         paths += [name.rpartition(":")[0], str(entry[0])] if entry else []
@@ -486,7 +549,13 @@ def _key(recipe: Recipe) -> str:
             ),
         }
     )
-    parts = [fields, stamps(paths, Path(recipe.output)), host.versions()]
+    hashes, output = ContentHashes(folder / CONTENTS), Path(recipe.output)
+    stamps = content_stamps(paths, output, hashes)
+    # A model's folder counts for its tokenizer: its weights, which take minutes to read, do not.
+    tokenizer = [recipe.tokenizer or recipe.model]
+    stamps += content_stamps(tokenizer, output, hashes, without=WEIGHT_FILES)
+    hashes.save()
+    parts = [fields, stamps, host.versions()]
     return str(xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode()))
 
 

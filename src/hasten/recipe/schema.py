@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from hasten.core.health import SpikePolicy
 from hasten.errors import InputError
+from hasten.foreign_files import unwritable_character
 from hasten.formatting import did_you_mean
 from hasten.launch.transport import checked
 from hasten.recipe.preset_plans import entries_of
@@ -150,7 +151,8 @@ class Recipe(BaseModel):
     z_loss: float = Field(
         0.0, ge=0, le=1, description="weight of the squared logsumexp of the logits; 1e-4 in PaLM"
     )
-    seed: int = Field(0, ge=0, description="of weights, data order and dropout")
+    # torch takes 64 bits, and ranks and passes add to the seed.
+    seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and dropout")
 
     # Looking
     eval_every: int | float = Field(
@@ -486,11 +488,27 @@ def recipe_from(values: dict[Any, Any], origin: str) -> Recipe:
     """A recipe out of a dictionary; ``origin`` names its origin in messages."""
     for key in values:
         if key not in Recipe.model_fields:
-            hint = f"{did_you_mean(str(key), Recipe.model_fields)}; docs/recipe.md lists all keys"
-            if foreign := foreign_words(str(key)):
+            key = str(key)[:60]
+            hint = f"{did_you_mean(key, Recipe.model_fields)}; docs/recipe.md lists all keys"
+            if foreign := foreign_words(key):
                 hint = f": {foreign}; `hasten import FILE` translates whole files of other trainers"
             raise InputError(f"{origin}: unknown key {key!r}{hint}")
+    for key, value in values.items():
+        check_texts(value, f"{origin}: {key}")
     try:
         return Recipe(**values)
     except ValidationError as error:
         raise InputError(f"{origin}: {first_complaint(error)}") from error
+
+
+def check_texts(value: Any, place: str) -> None:
+    """Raises InputError if a text in a nested value can't be a path or be written as UTF-8."""
+    values = [value]
+    while values:
+        value = values.pop()
+        if isinstance(value, str) and (character := unwritable_character(value)):
+            raise InputError(f"{place} has {character} in {value[:60]!r}; remove it")
+        if isinstance(value, dict):
+            values += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            values += value

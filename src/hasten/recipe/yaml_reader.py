@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from hasten.errors import InputError
+from hasten.foreign_files import read_bounded
 
 LARGEST_FILE = 1 << 20  # bytes; what people write by hand is a page of text
 # Control characters, line ends of Unicode, marks that turn the direction of text, lone surrogates.
@@ -47,8 +49,14 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(
                 problem="a number with a colon is not allowed", problem_mark=node.start_mark
             )
-        make = self.construct_yaml_float if node.tag.endswith("float") else self.construct_yaml_int
-        return make(node)
+        if node.tag.endswith("float"):
+            return self.construct_yaml_float(node)
+        # Python refuses decimals of more than 4,300 digits, and prints no such number.
+        if len(node.value) <= 70 and -(2**63) <= (value := self.construct_yaml_int(node)) < 2**64:
+            return value
+        raise yaml.MarkedYAMLError(
+            problem="an integer beyond 64 bits is not allowed", problem_mark=node.start_mark
+        )
 
 
 _INTEGER = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$")
@@ -84,17 +92,9 @@ def read_yaml_file(path: Path, what: str) -> Any:
     Raises:
         InputError: no such file, one that is too large, or not YAML.
     """
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path's, silent about names that no file can have
         raise InputError(f"{path} is a folder; give the {what}, a .yaml file")
-    try:
-        with path.open("rb") as file:
-            raw = file.read(LARGEST_FILE + 1)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise InputError(f"{path}: {why}; give the path of a {what}") from error
-    if len(raw) > LARGEST_FILE:
-        raise InputError(f"{path} is larger than {LARGEST_FILE} bytes; that is not a {what}")
-    return read_yaml(raw.decode("utf-8", errors="replace"), str(path))
+    return read_yaml(read_bounded(path, LARGEST_FILE, what).decode("utf-8", "replace"), str(path))
 
 
 def one_line(text: object) -> str:
@@ -121,7 +121,10 @@ def first_complaint(error: ValidationError) -> str:
     text = complaint["msg"].removeprefix("Value error, ")
     if complaint["type"] == "missing":
         return f"the key {key!r} is missing"
-    input_text = "" if not complaint["loc"] else f" (it is {complaint.get('input')!r})"
+    value = repr(complaint.get("input"))
+    input_text = (
+        "" if not complaint["loc"] else f" (it is {value if len(value) < 200 else value[:200]})"
+    )
     return f"{key}: {text}{input_text}" if key else text
 
 
@@ -131,8 +134,8 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     for word in overrides:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            raise InputError(f"can't read {word!r}: overrides are written key=value")
-        settings[key.strip()] = read_yaml(value, f"override {word!r}")
+            raise InputError(f"can't read {word[:60]!r}: overrides are written key=value")
+        settings[key.strip()] = read_yaml(value, f"override {word[:60]!r}")
     return settings
 
 

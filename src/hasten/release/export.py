@@ -26,6 +26,7 @@ from torch import Tensor
 from hasten.data.chat_template import answer_end, encode
 from hasten.data.conversation import Conversation, Message
 from hasten.errors import InputError
+from hasten.foreign_files import read_json_object
 from hasten.machine.files import write_atomic
 from hasten.models.adapters import merge, other_base, round_base, with_adapter
 from hasten.models.gguf_format import GGUFType, check_convertible, read_gguf, write_gguf
@@ -37,7 +38,7 @@ from hasten.models.load import (
     take_own_attention,
 )
 from hasten.models.save import appearing_at_once, save_adapter, save_model
-from hasten.models.weights import ADAPTER, NumberFormats, read_json
+from hasten.models.weights import ADAPTER, NumberFormats
 from hasten.parts.checkpoint import MANIFEST, checkpoints, load
 from hasten.recipe.build import lora_of, model_for, requested_plan
 from hasten.recipe.prepare import saved_formats
@@ -280,7 +281,9 @@ def _differences(
     if stored.chat_template != tokenizer.chat_template:
         problems.append("the written tokenizer has another chat template")
     if stop is not None:
-        ends = read_json(folder / "generation_config.json").get("eos_token_id")
+        ends = read_json_object(folder / "generation_config.json", "generation config").get(
+            "eos_token_id"
+        )
         if stop not in (ends if isinstance(ends, list) else [ends]):
             problems.append(f"generation doesn't stop at token {stop}, which ends trained answers")
     return problems
@@ -493,12 +496,14 @@ def _describe(request: Export, recipe: Recipe, folder: Path, result: Exported, t
         tell(f"no model card is written: {request.run} has no summary.json")
         return
     plain = recipe.model_dump(mode="json")
-    write_card(folder, plain, read_json(summary), request.report, result.rows())
+    write_card(
+        folder, plain, read_json_object(summary, "run's summary"), request.report, result.rows()
+    )
 
 
 def _without_local_path(config: Path) -> None:
     """Reduces the base's name in an adapter's config to the folder's, if it is a local folder."""
-    fields = read_json(config)
+    fields = read_json_object(config, "adapter's config")
     name = str(fields.get("base_model_name_or_path") or "")
     if Path(name).is_dir():
         fields["base_model_name_or_path"] = Path(name).resolve().name

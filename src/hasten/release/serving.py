@@ -38,7 +38,7 @@ from hasten.errors import InputError, pip_install
 from hasten.machine.environment import child_environment
 from hasten.models.load import quiet, read_config
 from hasten.models.presets import PRESETS
-from hasten.models.weights import ADAPTER, read_json
+from hasten.models.weights import ADAPTER
 from hasten.monitor.server import (
     App,
     Receive,
@@ -229,7 +229,7 @@ def vllm_command(run: Path, weights: str, host: str, port: int) -> list[str]:
             "adapter into the weights first, or use --engine transformers"
         )
     read_config(recipe.model, needs_weights=True)
-    rank = int(read_json(folder / ADAPTER).get("r", 16))
+    rank = int(read_json_object(folder / ADAPTER, "adapter's config").get("r", 16))
     allowed = next((r for r in (8, 16, 32, 64, 128, 256, 320, 512) if r >= rank), rank)
     adapter = ["--enable-lora", "--max-lora-rank", str(allowed), "--tokenizer", str(folder)]
     modules = ["--lora-modules", f"{run.name}={folder}"]

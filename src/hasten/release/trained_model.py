@@ -1,7 +1,6 @@
 """The model of a finished run, loaded for use, and the text that it generates.
 
-(1) the weights of RUN/model, or RUN/adapter merged into its base as `hasten.models.adapters.merged`
-does => (2) the tokenizer saved with them, whose chat template renders the turns in the sandbox that
+(1) the weights of RUN/model, or RUN/adapter merged into its base => (2) the tokenizer saved with them, whose chat template renders the turns in the sandbox that
 training used => (3) generation stops at the tokens that the weights name and at the end of an
 answer. Weights are float32 on a processor and bfloat16 on an accelerator.
 """
@@ -20,7 +19,7 @@ from hasten.data.chat_template import answer_end, chat_template_of, render_turns
 from hasten.data.conversation import Message
 from hasten.data.template_sandbox import UnrenderedError
 from hasten.errors import InputError
-from hasten.models.adapters import merged, other_base
+from hasten.models.adapters import merge, other_base, round_base, with_adapter
 from hasten.models.load import load_model, load_tokenizer, quiet, take_own_attention
 from hasten.models.weights import ADAPTER
 from hasten.parts.nn.quantised import Kind
@@ -90,7 +89,9 @@ def load_run(run: Path, weights: str = "") -> LoadedModel:
     check_adapter_base(folder, recipe)
     tokenizer = load_tokenizer(str(folder))
     model: Any = model_for(recipe, tokenizer, stop_token(tokenizer, answer_end(tokenizer)))
-    return _ready(run.name, merged(model, folder, adapter_base(recipe)), tokenizer, folder)
+    if base := adapter_base(recipe):
+        round_base(model, base)  # the weights that training computed with
+    return _ready(run.name, merge(with_adapter(model, folder)), tokenizer, folder)
 
 
 def adapter_base(recipe: Recipe) -> Kind | None:

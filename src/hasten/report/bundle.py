@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hasten.errors import InputError
+from hasten.foreign_files import parse_json, read_bounded
 from hasten.machine.files import write_atomic
 from hasten.measure.ablation import Design, Variant
 from hasten.measure.statistics import Effect, Interval, paired_ratio, unpaired_ratio, verdict
@@ -132,21 +133,8 @@ def read_bundle(path: Path) -> Bundle:
     """
     if path.is_dir():
         path /= NAME
-    try:
-        with path.open("rb") as file:
-            raw = file.read(LARGEST + 1)
-        if len(raw) > LARGEST:
-            raise InputError(f"{path} holds more than {LARGEST} bytes; that is not a bundle")
-        contents = json.loads(raw)
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
-        why = getattr(error, "strerror", None) or str(error)[:120]
-        raise InputError(
-            f"{path} can't be read: {why}; give the folder of `hasten speedup --bundle`, or of an "
-            "experiment"
-        ) from error
-    return _checked(contents, path)
+    what = "bundle, the folder of `hasten speedup --bundle` or of an experiment"
+    return _checked(parse_json(read_bounded(path, LARGEST, what), str(path)), path)
 
 
 def stamp(path: Path) -> dict[str, Any]:

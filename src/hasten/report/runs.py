@@ -20,18 +20,25 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, overload
+
+import numpy as np
 
 from hasten import formatting
 from hasten.errors import InputError
+from hasten.foreign_files import open_regular, read_json_object
 from hasten.formatting import aligned, words
 from hasten.report.svg import visible
 
-LARGEST_FILE = 256 << 20  # bytes: a line per step is about 500
+LARGEST_FILE = 256 << 20  # bytes
+LARGEST_LOG = 1 << 30  # bytes: a line per step is about 500
+LONGEST_LINE = 1 << 20  # bytes
 UNCOUNTED = "tokens: num_input_tokens_seen may count padding, so it isn't taken for tokens"
 
 
@@ -57,7 +64,7 @@ class RunFacts:
     step_seconds: float | None = None  # median
     eval_loss: float | None = None
     peak_memory_bytes: float | None = None
-    curve: tuple[Point, ...] = ()
+    curve: Sequence[Point] = ()
     recipe: Mapping[str, Any] | None = None
     plan: tuple[str, ...] | None = None
     hardware: Mapping[str, Any] | None = None
@@ -103,45 +110,99 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         InputError: it can't be read, is too large, or is something else.
     """
-    try:
-        with path.open("rb") as file:
-            raw = file.read(LARGEST_FILE + 1)
-        if len(raw) > LARGEST_FILE:
-            raise InputError(f"{path} is larger than {LARGEST_FILE} bytes; that is not a run's")
-        contents = json.loads(raw)
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path} can't be read: {str(error)[:120]}") from error
-    if not isinstance(contents, dict):
-        raise InputError(f"{path} is not a report: it holds a {type(contents).__name__}")
-    return contents
+    return read_json_object(path, "report", LARGEST_FILE)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; an unfinished last line is left out.
+class LossPoints(Sequence[Point]):
+    """Points in 24 bytes each, so that the curve of a million steps takes no gigabyte."""
+
+    def __init__(self, points: Sequence[Point] = ()) -> None:
+        self._steps, self._tokens, self._losses = array("d"), array("d"), array("d")
+        if isinstance(points, LossPoints):
+            self._steps, self._tokens, self._losses = points.columns()
+            return
+        for point in points:
+            self.append(point.step, point.tokens, point.loss)
+
+    def columns(self) -> tuple[array[float], array[float], array[float]]:
+        """Steps, tokens (NaN: not known) and losses."""
+        return self._steps, self._tokens, self._losses
+
+    def append(self, step: float, tokens: float | None, loss: float) -> None:
+        """Adds the point of the next step."""
+        self._steps.append(step)
+        self._tokens.append(math.nan if tokens is None else tokens)
+        self._losses.append(loss)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @overload
+    def __getitem__(self, index: int) -> Point: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Point]: ...
+    def __getitem__(self, index: int | slice) -> Point | Sequence[Point]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        tokens = self._tokens[index]
+        known = None if math.isnan(tokens) else tokens
+        return Point(int(self._steps[index]), known, self._losses[index])
+
+
+@dataclass
+class _Log:
+    """Sums over the lines of a metrics.jsonl; they are read one by one and not stored."""
+
+    curve: LossPoints = field(default_factory=LossPoints)
+    lines: int = 0
+    last_step: int | None = None
+    tokens: float | None = 0.0  # None: a line has none
+    seconds: array[float] = field(default_factory=lambda: array("d"))
+    peak_memory_bytes: float | None = None
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Adds a line."""
+        self.lines += 1
+        self.last_step = _whole(entry.get("step"))
+        tokens, loss = number(entry.get("tokens")), number(entry.get("loss"))
+        known = tokens is not None and self.tokens is not None
+        self.tokens = self.tokens + tokens if known else None  # type: ignore[operator]
+        if loss is not None:
+            self.curve.append(self.last_step or self.lines, number(self.tokens), loss)
+        if seconds := number(entry.get("step_seconds")):
+            self.seconds.append(seconds)
+        if peak := number(entry.get("peak_memory_bytes")):
+            self.peak_memory_bytes = max(peak, self.peak_memory_bytes or 0.0)
+
+
+def _read_log(path: Path) -> _Log:
+    """Reads a metrics.jsonl line by line; an unfinished last line is left out.
 
     Raises:
-        InputError: another line isn't an object.
+        InputError: the file can't be read or is too large, or another line isn't an object.
     """
+    log, count = _Log(), 0
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise InputError(f"{path} is larger than {LARGEST_FILE} bytes; that is not a run's")
-        lines = path.read_bytes().splitlines()
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > LARGEST_LOG:
+                raise InputError(f"{path} is larger than {LARGEST_LOG} bytes; that is not a run's")
+            while line := file.readline(LONGEST_LINE + 1):
+                count += 1
+                if len(line) > LONGEST_LINE:
+                    raise InputError(f"{path}:{count} is longer than {LONGEST_LINE} bytes")
+                try:
+                    entry = json.loads(line) if line.strip() else {}
+                except (ValueError, RecursionError) as error:
+                    if not file.read(1):
+                        break
+                    why = str(error)[:80]
+                    raise InputError(f"{path}:{count} is not JSON: {why}") from error
+                if not isinstance(entry, dict):
+                    raise InputError(f"{path}:{count} is not an object of JSON")
+                log.add(entry)
     except OSError as error:
         raise InputError(f"{path} can't be read: {error.strerror or error}") from error
-    entries = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = json.loads(line) if line.strip() else {}
-        except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                break
-            raise InputError(f"{path}:{number} is not JSON: {str(error)[:80]}") from error
-        if not isinstance(entry, dict):
-            raise InputError(f"{path}:{number} is not an object of JSON")
-        entries.append(entry)
-    return entries
+    return log
 
 
 def number(value: object) -> float | None:
@@ -150,7 +211,8 @@ def number(value: object) -> float | None:
 
 
 def _trained(path: Path, summary: Mapping[str, Any], read_recipe: Any) -> RunFacts:
-    lines = read_lines(path / "metrics.jsonl") if (path / "metrics.jsonl").is_file() else []
+    metrics = path / "metrics.jsonl"
+    curve = _read_log(metrics).curve if metrics.is_file() else ()
     recipe = path / "recipe.yaml"
     values = read_recipe(recipe) if read_recipe and recipe.is_file() else None
     plan = summary.get("plan")
@@ -165,7 +227,7 @@ def _trained(path: Path, summary: Mapping[str, Any], read_recipe: Any) -> RunFac
         step_seconds=number(summary.get("step_seconds_median")),
         eval_loss=number(summary.get("eval_loss")),
         peak_memory_bytes=number(summary.get("peak_memory_bytes")),
-        curve=_curve(lines),
+        curve=curve,
         recipe=_object(values),
         plan=None if names is None else tuple(names),
         hardware=_object(summary.get("hardware")),
@@ -176,24 +238,19 @@ def _trained(path: Path, summary: Mapping[str, Any], read_recipe: Any) -> RunFac
 
 def _logged(path: Path) -> RunFacts:
     """A run that left its lines alone: one under way, or one of a host's callback."""
-    lines = read_lines(path / "metrics.jsonl")
-    tokens, seconds = ([number(e.get(k)) for e in lines] for k in ("tokens", "step_seconds"))
-    step_times = [s for s in seconds if s]
-    is_complete = bool(lines) and None not in tokens and len(step_times) == len(lines)
-    total = math.fsum(t for t in tokens if t) if None not in tokens else None
-    peaks = [p for e in lines if (p := number(e.get("peak_memory_bytes")))]
+    log = _read_log(path / "metrics.jsonl")
+    total, seconds = number(log.tokens), number(_sum(log.seconds)) if log.seconds else None
+    every = bool(log.lines) and len(log.seconds) == log.lines
     return RunFacts(
         name=path.name or str(path),
         kind="metrics.jsonl",
-        steps=_whole(lines[-1].get("step")) if lines else 0,
+        steps=log.last_step if log.lines else 0,
         tokens=total,
-        seconds=math.fsum(step_times) if step_times else None,
-        tokens_per_second=total / math.fsum(step_times)
-        if is_complete and total is not None
-        else None,
-        step_seconds=statistics.median(step_times) if step_times else None,
-        peak_memory_bytes=max(peaks, default=None),
-        curve=_curve(lines),
+        seconds=seconds,
+        tokens_per_second=total / seconds if every and total is not None and seconds else None,
+        step_seconds=number(statistics.median(log.seconds)) if log.seconds else None,
+        peak_memory_bytes=log.peak_memory_bytes,
+        curve=log.curve,
     )
 
 
@@ -283,17 +340,12 @@ def _checkpoint_number(path: Path) -> float:
     )
 
 
-def _curve(lines: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:
-    points, total = [], 0.0
-    all_counted = True
-    for line_number, entry in enumerate(lines, start=1):
-        tokens, loss = number(entry.get("tokens")), number(entry.get("loss"))
-        all_counted = all_counted and tokens is not None
-        total += tokens or 0.0
-        if loss is not None:
-            step = _whole(entry.get("step"))
-            points.append(Point(step or line_number, total if all_counted else None, loss))
-    return tuple(points)
+def _sum(values: Iterable[float]) -> float:
+    """The sum, infinite if it is beyond what a number holds."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
 
 
 def _whole(value: object) -> int | None:
@@ -387,14 +439,14 @@ def _common_end(runs: Sequence[RunFacts]) -> tuple[float | None, str]:
 def _loss_at(curve: Sequence[Point], where: float | None, unit: str) -> float | None:
     if where is None or not curve:
         return None
-    position: Callable[[Point], float] = (
-        (lambda p: p.tokens or 0.0) if unit == "tokens" else (lambda p: float(p.step))
-    )
-    before = [point for point in curve if position(point) <= where]
-    near = [point.loss for point in before if position(point) > (1 - STRETCH) * where]
-    if near:
-        return statistics.fmean(near)
-    return before[-1].loss if before else None
+    steps, tokens, losses = (np.asarray(column) for column in LossPoints(curve).columns())
+    places = np.nan_to_num(tokens) if unit == "tokens" else steps
+    before = places <= where
+    near = before & (places > (1 - STRETCH) * where)
+    if near.any():
+        with np.errstate(over="ignore"):
+            return number(float(losses[near].mean()))
+    return float(losses[before][-1]) if before.any() else None
 
 
 def _differing(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:

@@ -17,7 +17,6 @@ An earlier run in the same folder is not overwritten: its results move to ``prev
 from __future__ import annotations
 
 import datetime
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
@@ -43,7 +42,6 @@ from hasten.core.setup import prepare
 from hasten.core.timing import StepMetrics, clock_on
 from hasten.launch.ranks import check_agreement, naming_ranks, process_group
 from hasten.machine import environment, host
-from hasten.machine.files import write_atomic
 from hasten.machine.processes import Heartbeat, attempt_folder, attempt_number, reporting_errors
 from hasten.measure.energy import meter_of_run
 from hasten.measure.gpu_simulation.comparison import comparison_of
@@ -77,6 +75,7 @@ from hasten.training.folder import (
     keep_lines_until,
     save_all,
     save_weights,
+    write_summary,
 )
 from hasten.training.recording import call_both, machine_facts, recorded
 
@@ -280,8 +279,9 @@ def _train(
     used = energy.totals() if energy is not None else {}
     proofs = {t.name(): asdict(t.check_effect(session)) for t in plan}
     session.finish()
-    samples, unsaved = save_all(session, prepared.data, run.output, run.formats)
-    return _leave(run, session, outcome, (proofs, used, samples), unsaved) if main else {}
+    saved, samples, unsaved = save_all(session, prepared.data, run.output, run.formats)
+    noted = (proofs, used, samples)
+    return _leave(run, session, outcome, noted, (saved, unsaved)) if main else {}
 
 
 def _watch(
@@ -305,7 +305,7 @@ def _watch(
     def keep_best(evaluation: Evaluation) -> None:
         heartbeat.beat(evaluation.step)
         best = run.output / "best"
-        for problem in save_weights(session, run.prepared.data, best, run.formats):
+        for problem in save_weights(session, run.prepared.data, best, run.formats).problems:
             run.tell(f"warning: {best}: {problem}")
 
     watch = replace(watch, on_best=keep_best if recipe.eval_every else _silent)
@@ -329,16 +329,17 @@ def _leave(
     session: Session,
     outcome: Outcome,
     noted: tuple[dict[str, Any], dict[str, Any], Sequence[Sample]],
-    unsaved: list[str],
+    saving: tuple[Path | None, list[str]],
 ) -> dict[str, Any]:
     recipe, context, data = run.prepared.recipe, run.prepared.context, run.prepared.data
     output = run.output
     seconds = outcome.seconds
     proofs, energy, samples = noted
+    saved, unsaved = saving
     summary = {
         **outcome.summary(session),
         "startup_seconds": session.startup_seconds,
-        "saved": str(output / form(session)),
+        "saved": None if saved is None else str(saved),
         "unsaved": unsaved,
         "plan": session.setup.plan.to_list(),
         "effective": proofs,
@@ -360,7 +361,7 @@ def _leave(
             write_card(folder, recipe.model_dump(mode="json"), summary)
         except Exception as error:  # a card isn't worth a finished training's summary
             unsaved.append(f"{folder / CARD} couldn't be written: {error}")
-    write_atomic(output / "summary.json", json.dumps(summary, indent=1))
+    write_summary(output / "summary.json", summary)
     return summary
 
 

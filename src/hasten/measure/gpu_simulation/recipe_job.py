@@ -206,7 +206,7 @@ class SizedRecipe:
         examples = SimulatedExamples(
             STEPS * (recipe.global_batch_size or 1), recipe.cutoff_len, rows
         )
-        note = PreparedDataIndex("paper", "paper", "paper", None, None)
+        note = PreparedDataIndex("paper", "paper", "", "paper", None, None)
         return PreparedData(cast(Any, SimulatedTokenizer(rows)), cast(Any, examples), (), note)
 
     @cached_property

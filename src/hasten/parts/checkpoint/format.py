@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from hasten.foreign_files import open_regular
 from hasten.machine.files import sync
 
 # The file-system calls of a commit, in one place: a test can cut the power between two of them.
@@ -115,23 +115,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return {**manifest, "seal": seal}
 
 
-def open_regular(path: Path) -> int:
-    """A descriptor for reading a plain file: no link, no pipe that would wait for its writer.
-
-    Raises:
-        OSError: it isn't there, or is something else.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{path.name} is not a plain file")
-    return descriptor
-
-
 def _bounded(path: Path) -> bytes:
     if path.parent.is_symlink():
         raise OSError("it is a link")
-    with os.fdopen(open_regular(path), "rb") as file:
+    with open_regular(path, follow_links=False) as file:
         text = file.read(LARGEST_MANIFEST + 1)
     if len(text) > LARGEST_MANIFEST:
         raise ValueError(f"{path.name} is larger than {LARGEST_MANIFEST} bytes")

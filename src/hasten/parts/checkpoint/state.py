@@ -109,7 +109,7 @@ def _plain(state: Any) -> Any:
 
 
 def _check_same(name: str, stateful: Any, state: Any, path: Path) -> None:
-    """A module of the same tensors, an optimizer of as many weights."""
+    """Raises ValueError if a module's tensors or an optimizer's states have other shapes."""
     if isinstance(stateful, nn.Module):
         shapes = {k: getattr(v, "shape", None) for k, v in stateful.state_dict().items()}
         saved = state if isinstance(state, dict) else {}
@@ -131,12 +131,58 @@ def _check_same(name: str, stateful: Any, state: Any, path: Path) -> None:
                 f"use "
                 "another folder"
             )
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        own = [weight for group in stateful.param_groups for weight in group["params"]]
+        weights = dict(zip(numbers, own, strict=True))
+        for number, values in state["state"].items():
+            problem = (
+                check_moments(weights[number], values)
+                if number in weights and isinstance(values, dict)
+                else "is of no weight"
+            )
+            if problem:
+                raise ValueError(
+                    f"{path} is of another {name}: the state of weight {number} {problem}; "
+                    "restore the one that was saved, or use another folder"
+                )
+
+
+# Moments that torch's optimizers and those of this package keep for every element of a weight.
+_OF_EACH_ELEMENT = frozenset(
+    (
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum", "momentum_buffer"),
+        *("square_avg", "acc_delta", "grad_avg", "sum", "prev", "step_size"),
+    )
+)
+
+
+def check_moments(weight: Tensor, values: Mapping[str, Any]) -> str | None:
+    """Compares the shapes of a weight's optimizer state with the weight's.
+
+    A state of the wrong shape may broadcast, or multiply another element, without any error.
+
+    Returns:
+        What is wrong, as the rest of a sentence; None if nothing is.
+    """
+    for key, value in values.items():
+        if not isinstance(value, Tensor):
+            if key in _OF_EACH_ELEMENT and value is not None:
+                return f"has {key} as {type(value).__name__}, not as a tensor"
+            continue
+        # Codes of quantised moments are flat, and factored ones have fewer elements.
+        reshaped = value.ndim > 1 and value.numel() == weight.numel()
+        if (key in _OF_EACH_ELEMENT or reshaped) and value.shape != weight.shape:
+            return f"has {key} of shape {[*value.shape]}, and the weight has {[*weight.shape]}"
+        if key == "step" and value.numel() != 1:
+            return f"has {value.numel()} steps, expected one"
+    return None
 
 
 def _group_sizes(state: Any) -> list[int] | None:
     """How many weights each group of an optimizer's state has; None where it is no such state."""
     try:
-        return [len(group["params"]) for group in state["param_groups"]]
+        sizes = [len(group["params"]) for group in state["param_groups"]]
+        return sizes if isinstance(state["state"], dict) else None
     except (KeyError, TypeError):
         return None
 

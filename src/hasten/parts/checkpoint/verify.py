@@ -18,6 +18,7 @@ import xxhash
 from safetensors import SafetensorError
 from torch import Tensor
 
+from hasten.foreign_files import open_regular
 from hasten.parts.checkpoint.delta import decode, decoded_limit
 from hasten.parts.checkpoint.format import (
     BLOCK,
@@ -25,7 +26,6 @@ from hasten.parts.checkpoint.format import (
     STEP,
     DamagedCheckpointError,
     checkpoints,
-    open_regular,
     quarantine,
     read_manifest,
 )
@@ -141,9 +141,8 @@ def _difference(file: Path, expected: Mapping[str, Any], thorough: bool) -> str:
     if not thorough:
         del wanted["sha256"]
     try:
-        descriptor = open_regular(file)
-        with os.fdopen(descriptor, "rb", buffering=0) as opened:
-            size = os.fstat(descriptor).st_size
+        with open_regular(file, follow_links=False) as opened:
+            size = os.fstat(opened.fileno()).st_size
             if size != expected["bytes"]:
                 return f"has {size} bytes instead of {expected['bytes']}"
             digests = {"xxh3_128": xxhash.xxh3_128(), "sha256": hashlib.sha256()}

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hasten.foreign_files import read_json_object
 from hasten.formatting import did_you_mean
 
 # The keys of a DeepSpeed configuration and what becomes of each where hasten trains by itself.
@@ -76,14 +77,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: no such file, not JSON, an unknown key.
     """
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"can't read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is not a DeepSpeed configuration: it must be a JSON object")
+    config = read_json_object(path, "DeepSpeed configuration")
     check_keys(config, str(path))
     return config
 

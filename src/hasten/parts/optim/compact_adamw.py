@@ -135,14 +135,21 @@ class CompactAdamW(Optimizer):
         saved = list(chain.from_iterable(g["params"] for g in state_dict["param_groups"]))
         parameters = list(chain.from_iterable(g["params"] for g in self.param_groups))
         for index, parameter in zip(saved, parameters, strict=False):
-            names = set(state_dict["state"].get(index, ()))
-            expected = set(self._fresh(parameter)) if names else names
+            values = state_dict["state"].get(index, {})
+            fresh = self._fresh(parameter) if values else {}
+            names, expected = set(values), set(fresh)
             if names != expected:
                 raise ValueError(
                     f"the optimizer's state holds {', '.join(sorted(names))}, and moments="
                     f"{self.moments!r} needs {', '.join(sorted(expected))}: load it with the "
                     "setting that wrote it"
                 )
+            for name, like in fresh.items():
+                if isinstance(like, Tensor) and getattr(values[name], "shape", None) != like.shape:
+                    raise ValueError(
+                        f"the optimizer's {name} of weight {index} is not a tensor of shape "
+                        f"{[*like.shape]}: load the state of the same weights"
+                    )
         super().load_state_dict(state_dict)
         parameters = list(chain.from_iterable(g["params"] for g in self.param_groups))
         for index, parameter in zip(saved, parameters, strict=True):

@@ -10,7 +10,6 @@ marks of any format is refused.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +19,7 @@ import yaml
 
 from hasten.data.conversation import columns_of
 from hasten.errors import InputError
+from hasten.foreign_files import parse_json, read_bounded
 from hasten.formatting import did_you_mean
 from hasten.parts.distributed.deepspeed_config import (
     TOP,
@@ -45,7 +45,7 @@ from hasten.recipe.yaml_reader import (
     LARGEST_FILE,
     check_keys,
     one_line,
-    read_yaml_file,
+    read_yaml,
 )
 
 FORMATS: tuple[ModuleType, ...] = (
@@ -150,21 +150,13 @@ def _content(path: Path) -> Any:
     Raises:
         InputError: no such file, too large, or neither JSON nor YAML.
     """
-    if path.is_file() and path.stat().st_size <= LARGEST_FILE:
-        text = path.read_text(encoding="utf-8", errors="replace")
-        try:  # in which tabs are blanks
-            return json.loads(text, object_pairs_hook=_once)
-        except (ValueError, RecursionError) as error:
-            if path.suffix == ".json":
-                raise InputError(f"{path} is not JSON: {error}") from error
-    return read_yaml_file(path, "configuration")
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; each of its keys must be unique."""
-    if len({key for key, _ in pairs}) < len(pairs):
-        raise ValueError("a key of an object stands twice")
-    return dict(pairs)
+    text = read_bounded(path, LARGEST_FILE, "configuration").decode("utf-8", "replace")
+    try:  # in which tabs are blanks
+        return parse_json(text, str(path))
+    except InputError:
+        if path.suffix == ".json":
+            raise
+    return read_yaml(text, str(path))
 
 
 def _format(path: Path, source: dict[str, Any]) -> ModuleType:
