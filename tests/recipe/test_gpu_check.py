@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.cli import doctor
+from hasten.cli import check
 from hasten.core.context import JobContext, ModelFacts
 from hasten.machine import host
 from hasten.parts.kernels import registry
@@ -264,11 +264,11 @@ def test_a_run_hears_of_what_is_refused_and_a_processor_of_nothing(on_a_gpu: Job
 
 
 @needs_triton
-def test_doctor_tells_of_each_kernel(
+def test_check_reports_each_kernel(
     on_a_gpu: JobContext, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checks = doctor._Checks()
-    doctor._gpu(on_a_gpu, checks)
+    checks = check._Checks()
+    check._gpu(on_a_gpu, checks)
     _, refusal, good = capsys.readouterr().out.splitlines()
     assert refusal.startswith("warn gpu kernels  swiglu isn't used on NVIDIA H100 (9.0): ")
     assert good == "ok   gpu kernels  agree with float64 on NVIDIA H100 (9.0): fused_adamw"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hasten.cli.arguments import output_option
 from hasten.errors import UNSAVED, InputError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ DAMAGED = 4  # the exit code of a proof that failed, as in hasten.cli.main
 MODEL = "model/"  # where the weights are, if they were protected by this name
 WRAPPED = "model."  # in a run they are those of the loss module, which holds the model
 
-app = typer.Typer(help="Look at checkpoints, verify or export them.", no_args_is_help=True)
+app = typer.Typer(help="List, verify, compare or convert checkpoints.", no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(help="a folder of checkpoints, or one checkpoint")]
 One = Annotated[Path, typer.Argument(help="one checkpoint, or a folder: its newest")]
@@ -31,7 +32,7 @@ One = Annotated[Path, typer.Argument(help="one checkpoint, or a folder: its newe
 
 @app.command("ls")
 def ls(folder: Folder) -> None:
-    """List checkpoints with step, size and time, and those that were set aside."""
+    """List checkpoints with size and time."""
     from hasten.parts.checkpoint.format import DamagedCheckpointError, read_manifest
 
     for path in _all(folder):
@@ -54,7 +55,7 @@ def ls(folder: Folder) -> None:
 
 @app.command("verify")
 def verify(folder: Folder) -> None:
-    """Compare every byte with both hashes of its manifest; exit code 4 if one differs."""
+    """Compare every byte with its hashes; exit code 4 if damaged."""
     from hasten.parts.checkpoint import verify as whole
 
     damaged = 0
@@ -73,12 +74,12 @@ def verify(folder: Folder) -> None:
 @app.command("export")
 def export(
     checkpoint: One,
-    to: Annotated[Path, typer.Option("--to", help="the .safetensors file to write")],
+    to: Annotated[Path, typer.Option("--to", help="path to write: a .safetensors file")],
     everything: Annotated[
         bool, typer.Option("--all", help="optimizer and the rest too, under their own names")
     ] = False,
 ) -> None:
-    """Write a checkpoint's weights, unpacked and verified, as one safetensors file."""
+    """Write a checkpoint's weights as one safetensors file."""
     from safetensors.torch import save_file
 
     if to.exists():
@@ -101,7 +102,7 @@ def export(
 
 @app.command("diff")
 def diff(one: One, other: One) -> None:
-    """Compare two checkpoints tensor by tensor: what differs, and by how much at most."""
+    """Compare two checkpoints tensor by tensor."""
     (left, ours, _), (right, theirs, _) = _loaded(one), _loaded(other)
     equal = 0
     for name in sorted(ours.keys() | theirs.keys()):
@@ -115,13 +116,16 @@ def diff(one: One, other: One) -> None:
 @app.command("convert")
 def convert(
     source: Annotated[Path, typer.Argument(help="a model's folder, or a .bin, .pt or .pth file")],
-    to: Annotated[Path, typer.Option("--to", help="the folder to write")],
+    output: Annotated[Path, output_option("the folder to write")],
 ) -> None:
-    """Write pickled weights as safetensors; a pickle is read in a process with narrow limits."""
+    """Write pickled weights as safetensors.
+
+    A pickle is read in a process with narrow limits.
+    """
     from hasten.models.convert import convert as write
 
-    count = write(source, to, typer.echo)
-    typer.echo(f"{count} tensors: {to}")
+    count = write(source, output, typer.echo)
+    typer.echo(f"{count} tensors: {output}")
 
 
 def _difference(one: Tensor | None, other: Tensor | None, left: str, right: str) -> str:
@@ -186,13 +190,13 @@ def _set_aside(folder: Path) -> list[tuple[Path, str]]:
 def merge(
     run: Annotated[Path, typer.Argument(help="the folder of a finished LoRA run")],
     to: Annotated[
-        Path | None, typer.Option(help="folder of the full model; RUN/merged if left out")
+        Path | None, typer.Option(help="path to write: a folder; default: RUN/merged")
     ] = None,
     adapter: Annotated[
         str, typer.Option(help="which of the run's folders: adapter, adapter_average or best")
     ] = "adapter",
 ) -> int:
-    """Add a run's LoRA adapter into the full weights and save them as one model."""
+    """Merge a run's LoRA adapter into the full weights."""
     from hasten.cli.train import warn_of_unsaved
     from hasten.data.chat_template import answer_end
     from hasten.models.adapters import merged, other_base

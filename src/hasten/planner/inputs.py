@@ -1,4 +1,4 @@
-"""What ``hasten plan`` is given, read: cluster, job, price, runs to calibrate or compare with."""
+"""Input of ``hasten estimate``: cluster, job, price, runs to calibrate or compare with."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HALF = ("autocast", "bf16_master_weights", "float8")  # techniques that don't mu
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command line asks for; see ``cli.plan``."""
+    """What the command line asks for; see ``cli.estimate``."""
 
     cluster: str
     gpu: str
@@ -257,7 +257,7 @@ def _json(path: Path) -> Mapping[str, Any]:
 # A finished run, predicted as it ran, beside what it measured: for ``plan`` and ``report``.
 
 LINK = 10e9  # bytes/s between ranks of a processor: through memory
-RATES = ("ceiling.json",)  # files of hasten bench that a run may have kept
+RATES = ("ceiling.json",)  # files of hasten env --bench that a run may have kept
 UNCALIBRATED = "fitted to published measurements of GPUs; --calibrate RUN fits to this machine"
 
 
@@ -320,8 +320,8 @@ def machine_of(folder: Path) -> Cluster:
         if summary.get("world_size", 1) not in range(1, count + 1):
             raise InputError(
                 f"{folder}: it ran on several hosts of {count} {chip.name}, and how those are "
-                f"wired stands nowhere: hasten plan {folder} --gpu {chip.name} --cluster fat_tree "
-                f"--nodes N --gpus-per-node {count}"
+                f"connected isn't recorded: hasten estimate {folder} --gpu {chip.name} --cluster "
+                f"fat_tree --nodes N --gpus-per-node {count}"
             )
         joined = chip.link if count <= chip.per_node else PCIE4 * 1e9
         return Cluster(chip, 1, count, joined, joined, topology="single_node")
@@ -332,8 +332,8 @@ def machine_of(folder: Path) -> Cluster:
             own = own_machine(rates, memory_bytes=memory, link=LINK)
             return dataclasses.replace(own, device=dataclasses.replace(own.device, units=1))
     raise InputError(
-        f"{folder}: it ran on a processor, whose rates no datasheet tells: hasten bench --json "
-        f"bench.json, then hasten plan {folder} --gpu bench.json --memory GB"
+        f"{folder}: it ran on a processor, whose rates no datasheet tells: hasten env --bench -o "
+        f"bench.json, then hasten estimate {folder} --gpu bench.json --memory GB"
     )
 
 

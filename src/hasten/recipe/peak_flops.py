@@ -3,7 +3,7 @@
 ``auto`` takes the makers' figure for a GPU that is known by name and nothing on a processor, of
 which no datasheet tells a matrix rate. ``measure`` takes two seconds before the first step and
 keeps the result in the run's folder, where ranks, variants and later runs find it. Anything else is
-a file that ``hasten bench --json`` wrote on this machine.
+a file that ``hasten env --bench -o`` wrote on this machine.
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ def device_name(context: JobContext) -> str:
 
 
 def read_rates(path: Path, context: JobContext) -> MachineRates:
-    """A file of ``hasten bench --json`` that was measured on this training device.
+    """A file of ``hasten env --bench -o`` that was measured on this training device.
 
     Raises:
         InputError: no such file, not of that kind, or of another device.
     """
-    advice = "write one here with `hasten bench --json FILE`"
+    advice = "write one here with `hasten env --bench -o FILE`"
     try:
         with path.open("rb") as file:
             rates = MachineRates.from_dict(json.loads(file.read(LARGEST_FILE)))

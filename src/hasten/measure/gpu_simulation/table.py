@@ -25,7 +25,7 @@ QUANTITIES = ("calls", "launches", "bytes", "flops", "seconds")
 
 
 def table(trace: SimulatedTrace, name: str, cutoff_len: int) -> str:
-    """What `hasten plan --simulate` prints."""
+    """What `hasten profile --simulate` prints."""
     first, device = trace.ranks[0], trace.device
     ranks = f", {len(trace.ranks)} ranks" if len(trace.ranks) > 1 else ""
     blocks = [
@@ -71,7 +71,7 @@ def to_dict(trace: SimulatedTrace) -> dict[str, Any]:
     """The trace as plain values, for files and other programs."""
     first = trace.ranks[0]
     return {
-        "kind": "hasten plan by simulation",
+        "kind": "hasten simulation",
         "device": trace.device.name,
         "ranks": len(trace.ranks),
         "plan": list(first.plan),

@@ -1,4 +1,4 @@
-"""``hasten plan``: what a job would do on a cluster that nobody has rented yet."""
+"""``hasten estimate``: layout, time and cost of a job on a cluster, without the cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hasten.cli.arguments import Overrides
+from hasten.cli.arguments import (
+    AsJson,
+    GpusPerNode,
+    Lossy,
+    Nodes,
+    Overrides,
+    output_option,
+    text_to_stderr,
+    writable,
+)
 from hasten.errors import InputError
 from hasten.formatting import aligned, wrapped
 
@@ -27,14 +36,13 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from hasten.recipe.schema import Recipe  # loads torch, as recipes and techniques do
 
-SIMULATED_DEVICE = "h100"  # where none is named
 MOST_RANKS = 8  # that are traced
 USUAL = ["packed", "document_attention", "fused_layers", "labelled_token_loss"]  # of plan: auto
 NEAREST = 5  # rejected layouts that are shown
 LISTED = 60  # and that the file lists
 
 
-def plan(
+def estimate(
     model: Annotated[
         str | None,
         typer.Argument(
@@ -44,31 +52,25 @@ def plan(
     ] = None,
     overrides: Overrides = None,
     cluster: Annotated[
-        str, typer.Option(help="how it is wired: dgx_h100, dgx_a100, fat_tree, ethernet ...")
+        str, typer.Option(help="network of the cluster: dgx_h100, dgx_a100, fat_tree, ethernet ...")
     ] = "single_node",
     gpu: Annotated[
         str,
-        typer.Option(
-            "--gpu",
-            "--device",
-            help="the device, or a .json file of its figures or of hasten bench",
-        ),
+        typer.Option(help="GPU model: h100, or a .json file of its figures or of env --bench"),
     ] = "",
-    paper: Annotated[
-        bool,
-        typer.Option("--simulate", help="count a step of the recipe on that device, without it"),
-    ] = False,
-    nodes: Annotated[int, typer.Option(help="hosts")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="devices in each")] = 8,
+    nodes: Nodes = 1,
+    gpus_per_node: GpusPerNode = 8,
     memory: Annotated[
-        float | None, typer.Option(help="GB of a device, where a file of hasten bench is given")
+        float | None, typer.Option(help="GB of a device, if --gpu is a file of env --bench")
     ] = None,
     task: Annotated[
-        str | None, typer.Option(help="pretrain, full or lora; as the recipe says")
+        str | None, typer.Option(help="pretrain, full or lora; default: that of the recipe")
     ] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="tokens of a sequence")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="sequences of a step")] = None,
-    tokens: Annotated[str | None, typer.Option(help="tokens in all: 500M, 1B, 14.8T")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="training tokens: 500M, 1B, 14.8T in total")
+    ] = None,
     price: Annotated[
         Path | None, typer.Option(help="YAML with currency and per_device_hour")
     ] = None,
@@ -79,9 +81,7 @@ def plan(
         str | None,
         typer.Option(help="pipeline schedules your software has", metavar="NAME[,NAME...]"),
     ] = None,
-    lossy: Annotated[
-        bool, typer.Option("--lossy", help="also formats and compression of other mathematics")
-    ] = False,
+    lossy: Lossy = False,
     stack: Annotated[
         str | None, typer.Option(help="software whose measurements were fitted")
     ] = None,
@@ -107,35 +107,30 @@ def plan(
     ] = None,
     check_simulation: Annotated[
         bool,
-        typer.Option("--check-paper", help="count the layouts' memory by simulation (minutes)"),
+        typer.Option(
+            "--check-simulation", help="count the layouts' memory on a simulated GPU (minutes)"
+        ),
     ] = False,
-    json_out: Annotated[Path | None, typer.Option("--json", help="write the plan here")] = None,
-    html: Annotated[Path | None, typer.Option(help="write a page with drawings here")] = None,
+    output: Annotated[Path | None, output_option("an HTML page with drawings")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Say whether a job fits, in which layout, how long it takes and what it costs."""
+    """Estimate layout, time and cost on a cluster."""
     from hasten.planner.inputs import PlanOptions
 
-    if paper:
-        if sequence or global_batch or nodes != 1:
-            raise InputError(
-                "--simulate counts the recipe's own step on one node: give cutoff_len=N, "
-                "global_batch_size=N or nproc=N behind the recipe"
-            )
-        simulated_step(model, overrides or [], gpu, json_out)
-        return
+    writable("--output", output)
     given = {**locals(), "calibrate": calibrate or [], "why": why or [], "what_if": what_if or []}
     options = PlanOptions(**{f.name: given[f.name] for f in dataclasses.fields(PlanOptions)})
-    clustered(model, overrides or [], options, json_out, html)
+    clustered(model, overrides or [], options, output, as_json)
 
 
 def clustered(
     name: str | None,
     overrides: Sequence[str],
     options: PlanOptions,
-    out: Path | None,
-    html: Path | None,
+    output: Path | None,
+    as_json: bool,
 ) -> None:
-    """Find the plan, print it, and write it where asked."""
+    """Finds the best layouts and prints them as tables or JSON; ``output`` is the HTML page."""
     from hasten.measure.gpu_simulation.roofline import simulated_device
     from hasten.models.architecture import Architecture
     from hasten.planner import advice, text
@@ -153,13 +148,16 @@ def clustered(
     from hasten.planner.text import page, write
 
     if name is None:
-        raise InputError("name a recipe, a preset, or a config.json: hasten plan MODEL")
+        raise InputError("name a recipe, a preset, or a config.json: hasten estimate MODEL")
     if is_run(name):
+        if as_json or output is not None:
+            option = "--json" if as_json else "--output"
+            raise InputError(f"{option}: {name} is a finished run, whose estimate is a table only")
         print(of_a_run(Path(name), overrides, options))
         return
     recipe = recipe_of(name, overrides)
     if options.check_simulation and recipe is None:
-        raise InputError("--check-paper counts layouts of a recipe, and a model alone is none")
+        raise InputError("--check-simulation counts layouts of a recipe, and a model alone is none")
     model = Architecture.from_config(recipe.model if recipe else name)
     cluster = cluster_of(options)
     if options.check_simulation:
@@ -195,13 +193,15 @@ def clustered(
     if options.check_simulation:
         blocks.append(f"\n{simulated_counted(found, recipe)}")
     blocks += [f"\n{block}" for block in extras(found, options)]
-    for block in blocks:
-        print(wrapped(block, width))
-    if out is not None:
-        write(out, json.dumps(to_dict(found, price), indent=1, allow_nan=False) + "\n")
-    if html is not None:
-        write(html, page(found, price, nearest, changes))
-        print(f"page: {html}")
+    if output is not None:
+        write(output, page(found, price, nearest, changes))
+    with text_to_stderr(as_json):
+        for block in blocks:
+            print(wrapped(block, width))
+        if output is not None:
+            print(f"page: {output}")
+    if as_json:
+        print(json.dumps(to_dict(found, price), indent=1, allow_nan=False))
 
 
 def extras(found: ClusterPlan, options: PlanOptions) -> list[str]:
@@ -240,26 +240,6 @@ def of_a_run(folder: Path, overrides: Sequence[str], options: PlanOptions) -> st
         raise InputError(f"{overrides[0]!r} changes a recipe, and {folder} is a run that is over")
     cluster = cluster_of(options) if options.gpu else machine_of(folder)
     return predicted_and_measured(folder, cluster, *calibration_of(options, cluster))
-
-
-def simulated_step(
-    name: str | None, overrides: Sequence[str], device: str, out: Path | None
-) -> None:
-    """Count a step of the recipe on a device that isn't here, print it, and write it if asked."""
-    from hasten.measure.gpu_simulation import table as paper
-    from hasten.measure.gpu_simulation.request import on_paper
-    from hasten.planner.inputs import recipe_of
-    from hasten.planner.text import write
-
-    recipe = recipe_of(name or "", overrides)
-    if recipe is None:
-        raise InputError(
-            "--simulate counts a step of a recipe: hasten plan --simulate recipe.yaml --device h100"
-        )
-    trace = on_paper(recipe, device or SIMULATED_DEVICE)
-    print(paper.table(trace, str(name), recipe.cutoff_len))
-    if out is not None:
-        write(out, json.dumps(paper.to_dict(trace), indent=1, allow_nan=False) + "\n")
 
 
 def simulated_counted(found: ClusterPlan, recipe: Recipe | None) -> str:
@@ -347,7 +327,7 @@ def to_dict(found: ClusterPlan, price: Price | None) -> dict[str, Any]:
 
     here = found.cluster
     return {
-        "kind": "hasten plan",
+        "kind": "hasten estimate",
         "model": {"name": found.model.name, "parameters": found.model.parameters()}
         | {"active_parameters": found.model.active_parameters()},
         "cluster": {"device": here.device.name, "nodes": here.nodes, "per_node": here.per_node}

@@ -1,4 +1,4 @@
-"""``hasten hardware`` and ``hasten bench``: what this machine has, and how fast it is at best."""
+"""``hasten env``: hardware and limits of this machine, and with ``--bench`` its speed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hasten.cli.arguments import writable
+from hasten.cli.arguments import (
+    AsJson,
+    Fresh,
+    output_option,
+    refuse_unused,
+    text_to_stderr,
+    writable,
+)
 from hasten.errors import InputError
 from hasten.formatting import size
 
@@ -19,29 +26,88 @@ if TYPE_CHECKING:
     from hasten.machine.benchmark import DiskSpeed, MachineRates, ProductRate
     from hasten.parts.kernels.registry import DeviceFigures
 
-# ``hasten bench``: what kernels gain here, by which plans are chosen; and the ceilings of this
-# machine, which MFU and other speeds are judged against.
-
-LONGEST = 600.0  # seconds
+LONGEST = 600.0  # seconds that ceilings may be measured for
+WIDTH = 16  # columns of the names on the left
 
 
-def bench(
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+def env(
+    context: typer.Context,
+    bench: Annotated[
+        bool, typer.Option("--bench", help="measure kernels and the ceilings that MFU refers to")
+    ] = False,
+    device: Annotated[
+        str, typer.Option(help="device to measure with --bench: auto, cpu or cuda")
+    ] = "auto",
     dtype: Annotated[
         list[str] | None,
-        typer.Option(help="bf16, fp32, fp16, tf32 or fp8, repeatable; all if left out"),
+        typer.Option(help="number format for --bench: bf16, fp32, fp16, tf32 or fp8; repeatable"),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(help="about how long to measure ceilings; 0 leaves them out")
+        float, typer.Option(help="seconds for the ceilings of --bench; 0: kernels only")
     ] = 30.0,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="write the rates here, for a recipe's ceiling")
+    fresh: Fresh = False,
+    rates: Annotated[
+        Path | None, typer.Option(help="file of env --bench -o, whose rates are shown too")
     ] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="measure the kernels again, whatever is kept of them")
+    disk: Annotated[
+        Path | None, typer.Option(help="folder on the disk to measure; default: this folder")
+    ] = None,
+    no_measure: Annotated[
+        bool, typer.Option("--no-measure", help="don't measure the disk (64 MiB) and the kernels")
     ] = False,
+    output: Annotated[
+        Path | None, output_option("rates of --bench, a JSON file for a recipe's ceiling")
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Measure what kernels gain on this machine, kept for plans, and its ceilings."""
+    """Show or benchmark this machine."""
+    if bench:
+        used = {"bench", "device", "dtype", "seconds", "fresh", "output", "as_json"}
+        refuse_unused(context, used, "with --bench")
+        measure_machine(device, dtype, seconds, fresh, output, as_json)
+        return
+    refuse_unused(context, {"rates", "disk", "no_measure", "as_json"}, "without --bench")
+    from hasten.core import context as facts
+    from hasten.parts.kernels import registry
+    from hasten.recipe.peak_flops import read_rates
+    from hasten.training.recording import machine_facts
+
+    job = facts.seen_at_start()
+    stored = read_rates(rates, job) if rates is not None else None
+    machine, speed = machine_facts(), "not measured" if no_measure else _speed(disk)
+    figures = registry.kept_figures if no_measure else registry.figures_here
+    kernels = figures(job.device)
+    if as_json:
+        print(json.dumps(_as_data(job, machine, speed, stored, kernels), indent=1))
+        return
+    _print_lines(job, machine, speed, stored, kernels)
+
+
+# ``hasten env --bench``: what kernels gain on this machine, by which plans are chosen, and the
+# ceilings that MFU and other speeds refer to.
+
+
+def measure_machine(
+    device: str,
+    dtype: list[str] | None,
+    seconds: float,
+    fresh: bool,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Measures kernels and ceilings of this machine and prints them.
+
+    Args:
+        device: ``auto``, ``cpu`` or ``cuda``.
+        dtype: number formats to multiply in; None takes all that the device has.
+        seconds: time for the ceilings; 0 measures the kernels only.
+        fresh: measure the kernels again, although their figures are stored.
+        output: file for the rates, which a recipe's ``ceiling`` reads.
+        as_json: print kernels and rates as JSON instead of tables.
+
+    Raises:
+        InputError: an unusable device, format, time or file.
+    """
     from hasten.core import context as facts
     from hasten.machine.benchmark import checked_dtypes, measure
     from hasten.parts.kernels import registry
@@ -49,31 +115,37 @@ def bench(
     from hasten.recipe.peak_flops import device_name, write_rates
 
     context = _on(device, facts.seen_at_start())
-    if not (1 <= seconds <= LONGEST or (seconds == 0 and json_out is None)):
+    if not (1 <= seconds <= LONGEST or (seconds == 0 and output is None)):
         raise InputError(
-            f"--seconds is {seconds:g}; give 1 to {LONGEST:g}, or 0 without --json for no ceilings"
+            f"--seconds is {seconds:g}; give 1 to {LONGEST:g}, or 0 without --output "
+            "for kernels only"
         )
     try:
         formats = checked_dtypes(context.device, dtype)
     except ValueError as error:
         raise InputError(f"--dtype: {error}") from error
-    writable("--json", json_out)
-    show_kernels(registry.figures_here(context.device, fresh))
-    if not seconds:
-        return
-    with Display() as display:
-        rates = measure(
-            context.device,
-            device_name(context),
-            formats,
-            seconds,
-            context.hardware.memory_limit_bytes,
-            display.show,
-        )
-    show(rates)
-    if json_out is not None:
-        write_rates(rates, json_out)
-        print(f"written: {json_out} (in a recipe: `ceiling: {json_out}`)")
+    writable("--output", output)
+    figures = registry.figures_here(context.device, fresh)
+    data: dict[str, Any] = {"kernels": asdict(figures)}
+    with text_to_stderr(as_json):
+        show_kernels(figures)
+        if seconds:
+            with Display() as display:
+                rates = measure(
+                    context.device,
+                    device_name(context),
+                    formats,
+                    seconds,
+                    context.hardware.memory_limit_bytes,
+                    display.show,
+                )
+            show(rates)
+            data["rates"] = rates.to_dict()
+            if output is not None:
+                write_rates(rates, output)
+                print(f"written: {output} (in a recipe: `ceiling: {output}`)")
+    if as_json:
+        print(json.dumps(data, indent=1))
 
 
 def show_kernels(figures: DeviceFigures) -> None:
@@ -107,7 +179,7 @@ def show_kernels(figures: DeviceFigures) -> None:
             console.print(f"{variant.key}: {proof.fault}; it is left out of plans", markup=False)
     console.print(
         f"{figures.device}, one thread, {figures.cpu_seconds:.1f} s of processor time, "
-        f"{figures.measured_at}; hasten bench --fresh measures again",
+        f"{figures.measured_at}; hasten env --bench --fresh measures again",
         markup=False,
     )
 
@@ -171,42 +243,8 @@ def _on(device: str, here: JobContext) -> JobContext:
     return replace(here, device="cpu") if device == "cpu" else here
 
 
-# ``hasten hardware``: the machine as techniques and plans see it, and what limits it.
-
-WIDTH = 16  # of the names on the left
-
-
-def hardware(
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-    rates: Annotated[
-        Path | None, typer.Option(help="a file of hasten bench, to show its rates too")
-    ] = None,
-    disk: Annotated[
-        Path | None, typer.Option(help="a folder of the disk to measure; this one if left out")
-    ] = None,
-    no_measure: Annotated[
-        bool, typer.Option("--no-measure", help="measure neither the disk, by 64 MiB, nor kernels")
-    ] = False,
-) -> None:
-    """Show what this machine has: cores, memory, accelerators, disks, network, limits."""
-    from hasten.core import context as facts
-    from hasten.parts.kernels import registry
-    from hasten.recipe.peak_flops import read_rates
-    from hasten.training.recording import machine_facts
-
-    here = facts.seen_at_start()
-    known = read_rates(rates, here) if rates is not None else None
-    machine, speed = machine_facts(), "not measured" if no_measure else _speed(disk)
-    figures = registry.kept_figures if no_measure else registry.figures_here
-    kernels = figures(here.device)
-    if as_json:
-        print(json.dumps(_as_data(here, machine, speed, known, kernels), indent=1))
-        return
-    _print_lines(here, machine, speed, known, kernels)
-
-
 def check_hardware() -> dict[str, Any]:
-    """Print what ``hasten hardware`` prints, the disk's speed apart; what ``--json`` has."""
+    """Prints what ``hasten env`` prints, without the disk's speed, and returns its JSON data."""
     from hasten.core import context as facts
     from hasten.parts.kernels import registry
     from hasten.training.recording import machine_facts
@@ -245,7 +283,7 @@ def _print_lines(
     for name, text in _lines(here, machine, speed, rates):
         print(f"{name:<{WIDTH}} {text}")
     if kernels is None:
-        print(f"{'kernels':<{WIDTH}} not measured: hasten bench does")
+        print(f"{'kernels':<{WIDTH}} not measured: run hasten env --bench")
     else:
         show_kernels(kernels)
 
