@@ -129,7 +129,7 @@ def test_the_package_is_installed_from_git_without_a_clone(tmp_path: Path) -> No
     if subprocess.run(["git", "-C", ROOT, "rev-parse"], capture_output=True).returncode:
         pytest.skip("this checkout has no git history to install from")
     target = tmp_path / "installed"
-    words = ["install", "--quiet", "--no-deps", "--target", target, f"hasten @ git+file://{ROOT}"]
+    words = ["install", "--quiet", "--no-deps", "--target", target, f"git+file://{ROOT}"]
     done = subprocess.run(
         [sys.executable, "-m", "pip", *map(str, words)], capture_output=True, text=True
     )

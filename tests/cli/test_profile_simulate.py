@@ -100,7 +100,7 @@ def test_a_torch_that_has_a_driver_of_its_own_is_refused(monkeypatch: pytest.Mon
 def with_paper(
     recipe: str, monkeypatch: pytest.MonkeyPatch, peaks: list[float | InputError]
 ) -> str:
-    """What `estimate --check-simulation` prints of layouts of such peaks; their recipes are real."""
+    """What `estimate --check-simulation` prints of layouts with such peaks, of real recipes."""
 
     def counted(recipes: list[Recipe], device: str) -> list[Any]:
         assert all(one.nproc == 4 and one.cutoff_len == 128 for one in recipes)

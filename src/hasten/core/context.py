@@ -1,7 +1,8 @@
 """What is known of the machine, the world of ranks and the job before anything runs.
 
-Techniques decide from facts whether they can work here; planner and doctor read the same. This is
-the only module that reads environment variables or asks the operating system and the driver.
+Techniques decide from facts whether they can work here; the planner and ``hasten check`` read the
+same. This is the only module that reads environment variables or asks the operating system and
+the driver.
 """
 
 from __future__ import annotations
