@@ -45,6 +45,12 @@ def profile(
     as_json: AsJson = False,
 ) -> int:
     """Show where the time and memory of a step go."""
+    if simulate is not None:
+        refuse_unused(
+            context, ("path", "overrides", "simulate", "output", "as_json"), "with --simulate"
+        )
+        simulated_step(path, overrides or [], simulate, output, as_json)
+        return 0
     from hasten.cli.train import as_ranks, lacking
     from hasten.launch.ranks import process_group, restart_with
     from hasten.machine import environment
@@ -53,12 +59,6 @@ def profile(
     from hasten.recipe.schema import load_recipe
     from hasten.report.profile_page import render_text, write_profile
 
-    if simulate is not None:
-        refuse_unused(
-            context, ("path", "overrides", "simulate", "output", "as_json"), "with --simulate"
-        )
-        simulated_step(path, overrides or [], simulate, output, as_json)
-        return 0
     changes = [*(overrides or []), *([f"output={output}"] if output is not None else [])]
     options = ["--steps", str(steps), *(["--json"] if as_json else [])]
     recipe = _long_enough(load_recipe(path, changes), steps)

@@ -113,16 +113,6 @@ def speedup(
     ] = 0,
 ) -> int:
     """Measure what the recipe's techniques gain on its own job."""
-    from hasten.cli.train import warn_of_idle
-    from hasten.cli.verify import beforehand
-    from hasten.progress import Display
-    from hasten.recipe.schema import load_recipe
-    from hasten.recipe.yaml_reader import read_duration
-    from hasten.report.bundle import NAME as BUNDLE
-    from hasten.report.judgement import GUILTY
-    from hasten.report.page import write_report
-    from hasten.report.speedup import ablate, greedy_recipe
-
     if rerun is not None:
         from hasten.cli.rerun import rerun as measure_again
 
@@ -134,6 +124,16 @@ def speedup(
         raise InputError("RECIPE is missing; give a recipe, or --rerun BUNDLE")
     every = (str(parameter.name) for parameter in context.command.params)
     refuse_unused(context, set(every) - {"tolerance"}, "without --rerun")
+    from hasten.cli.train import warn_of_idle
+    from hasten.cli.verify import beforehand
+    from hasten.progress import Display
+    from hasten.recipe.schema import load_recipe
+    from hasten.recipe.yaml_reader import read_duration
+    from hasten.report.bundle import NAME as BUNDLE
+    from hasten.report.judgement import GUILTY
+    from hasten.report.page import write_report
+    from hasten.report.speedup import ablate, greedy_recipe
+
     if bundle is not None:
         try:
             bundle.mkdir(parents=True, exist_ok=True)
